@@ -1,0 +1,10 @@
+"""``python -m shardtrain`` is the ``shardtrain`` command."""
+
+from __future__ import annotations
+
+import sys
+
+from shardtrain.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""The ``shardtrain`` command: a table of verbs, each one small function that imports what it needs when it runs.
+
+``--help``, ``config`` and a wrong configuration answer at once: torch is imported by ``train`` alone, and only after
+the configuration has been found to work.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from shardtrain import __version__
+from shardtrain.errors import ConfigError, Problem, ShardtrainError
+
+if TYPE_CHECKING:
+    from shardtrain.config import Loaded
+
+USAGE = """\
+usage: shardtrain VERB ...
+
+  train [CONFIG.toml] [--nproc N] [--section.key VALUE ...]   train on the devices of this machine
+  config show  [CONFIG.toml] [--section.key VALUE ...]        print every option with its origin
+  config check [CONFIG.toml] [--section.key VALUE ...]        report every problem; starts nothing
+  config help  [SECTION[.KEY]]                                explain the options
+  help, --help                                                this text
+  --version                                                   print the version
+
+Without CONFIG.toml the defaults train a small Llama on the Python standard library's own source text.
+NGPU, LOG_RANK: number of ranks, and the ranks that write to the terminal ("0" unless set).
+"""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What follows a verb: the configuration file, ``--nproc``, and overrides left for the configuration to read."""
+
+    path: str | None
+    nproc: int | None
+    overrides: tuple[str, ...]
+    help: bool = False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; gives the exit status (see ``errors.py``). Every error a user can meet is one line each."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(words)
+    except ConfigError as error:
+        return _complain(error.exit_code, [str(problem) for problem in error.problems])
+    except ShardtrainError as error:
+        return _complain(error.exit_code, [str(error)])
+    except BrokenPipeError:
+        # the reader of our output has left, as in `shardtrain config show | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(words: list[str]) -> int:
+    verb, rest = (words[0], words[1:]) if words else ("help", [])
+    if verb not in VERBS:
+        fix = f"use one of {', '.join(name for name in VERBS if not name.startswith('-'))}"
+        raise ConfigError(Problem("shardtrain", verb, "is no verb", fix, "command line"))
+    return VERBS[verb](rest)
+
+
+def _complain(code: int, problems: Sequence[str]) -> int:
+    from shardtrain.log import redact
+
+    for problem in problems:
+        print(f"error[{code}]: {redact(problem)}", file=sys.stderr)
+    return code
+
+
+def _split(words: Sequence[str]) -> Arguments:
+    """Take the file, ``--nproc`` and ``--help`` out of the words; all others are overrides.
+
+    The file stands before the first override, because an override may take several values.
+
+    Raises:
+        ConfigError: ``--nproc`` has no whole number above 0.
+    """
+    path: str | None = None
+    nproc: int | None = None
+    overrides: list[str] = []
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        name, equals, value = word.partition("=")
+        if word in ("--help", "-h"):
+            return Arguments(path, nproc, (), help=True)
+        if name == "--nproc":
+            text = value if equals else (remaining.pop(0) if remaining else "")
+            if not text.isdecimal() or int(text) < 1:
+                rule = "must be a whole number of processes above 0"
+                raise ConfigError(Problem("--nproc", text, rule, "write it like --nproc 2", "command line"))
+            nproc = int(text)
+        elif path is None and not overrides and not word.startswith("-"):
+            path = word
+        else:
+            overrides.append(word)
+    return Arguments(path, nproc, tuple(overrides))
+
+
+def _load(arguments: Arguments) -> Loaded:
+    from shardtrain import config
+
+    return config.load(arguments.path, arguments.overrides)
+
+
+def _train(words: list[str]) -> int:
+    """Train: as one rank where a launcher started this process, else with as many ranks as fit this machine."""
+    arguments = _split(words)
+    if arguments.help:
+        print(USAGE, end="")
+        return 0
+    from shardtrain.launch import environment
+
+    if environment.is_rank(os.environ):
+        _train_rank(arguments)
+    environment.refuse_one_of_several_nodes(os.environ)
+    return _train_here(arguments, words)
+
+
+def _train_rank(arguments: Arguments) -> NoReturn:
+    """One rank of several, started by torchrun, by srun, or by ``_train_here`` as a fresh process."""
+    from shardtrain.launch import environment, local
+
+    if "SHARDTRAIN_PARENT" in os.environ:
+        local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
+    environment.adopt_slurm(os.environ)
+    world_size = int(os.environ["WORLD_SIZE"])
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    environment.set_allocator_default(os.environ)
+    environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
+    loaded = _load(arguments)
+    if "SHARDTRAIN_PARENT" in os.environ:
+        local.leave(local.run_child(loaded, _trainer()))
+    _require(loaded, world_size)
+    local.leave(local.run_rank(loaded, _trainer(), world_size))
+
+
+def _train_here(arguments: Arguments, words: list[str]) -> int:
+    """Check the configuration, choose the number of ranks, and run them from this process."""
+    from shardtrain.launch import environment, local
+
+    loaded = _load(arguments)
+    for notice in loaded.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    environment.set_allocator_default(os.environ)
+    accelerators = environment.count_accelerators(loaded.config.training.device)
+    cores = environment.usable_cores()
+    choice = environment.choose_processes(loaded.config, arguments.nproc, os.environ, accelerators, cores)
+    _require(loaded, choice.count)
+    environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
+    ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
+    print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
+    if choice.count == 1:
+        local.prepare(Path(loaded.config.job.dump_folder))
+        return local.run_rank(loaded, _trainer())
+    # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves
+    # each rank the import of torch: measured in docs/launch.md.
+    if accelerators == 0 and sys.platform == "linux":
+        return local.launch(loaded, choice.count, main=_trainer())
+    return local.launch(loaded, choice.count, command=(sys.executable, "-m", "shardtrain", "train", *words))
+
+
+def _require(loaded: Loaded, world_size: int) -> None:
+    from shardtrain import config
+    from shardtrain.launch import environment
+
+    found = environment.count_accelerators(loaded.config.training.device)
+    device = loaded.config.training.device
+    device = ("cuda" if found else "cpu") if device == "auto" else device
+    config.require(loaded, world_size=world_size, device=device, num_devices=found)
+
+
+def _trainer() -> Callable[[Loaded], None]:
+    from shardtrain.train import main as train
+
+    return train
+
+
+def _config(words: list[str]) -> int:
+    """Show, check or explain the configuration."""
+    action, rest = (words[0], words[1:]) if words else ("", [])
+    if action not in CONFIG_ACTIONS:
+        fix = f"use one of {', '.join(CONFIG_ACTIONS)}"
+        raise ConfigError(Problem("shardtrain config", action or None, "needs an action", fix, "command line"))
+    return CONFIG_ACTIONS[action](rest)
+
+
+def _config_show(words: list[str]) -> int:
+    from shardtrain import config
+
+    print(config.show(_load(_split(words))))
+    return 0
+
+
+def _config_check(words: list[str]) -> int:
+    """Print errors, then notes; only errors make the status 2."""
+    from shardtrain import config
+
+    arguments = _split(words)
+    report, code = config.check_report(_load(arguments), world_size=arguments.nproc)
+    print(report)
+    return code
+
+
+def _config_help(words: list[str]) -> int:
+    from shardtrain import config
+
+    print(config.help_text(words[0] if words else ""))
+    return 0
+
+
+def _help(_words: list[str]) -> int:
+    print(USAGE, end="")
+    return 0
+
+
+def _version(_words: list[str]) -> int:
+    print(f"shardtrain {__version__}")
+    return 0
+
+
+CONFIG_ACTIONS: dict[str, Callable[[list[str]], int]] = {
+    "show": _config_show,
+    "check": _config_check,
+    "help": _config_help,
+}
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "config": _config,
+    "help": _help,
+    "--help": _help,
+    "-h": _help,
+    "--version": _version,
+}

@@ -1,0 +1,52 @@
+"""Configuration: a TOML file and ``--section.key value`` arguments become one frozen ``Config``.
+
+``load`` reads, ``check`` and ``machine_notes`` find problems, ``require`` raises all of them, ``show`` prints every
+value with its origin. None of it imports torch.
+"""
+
+from __future__ import annotations
+
+from shardtrain.config.availability import unavailable
+from shardtrain.config.check import check, notes
+from shardtrain.config.load import Loaded, load
+from shardtrain.config.machine import machine_notes
+from shardtrain.config.model_file import ModelFacts, model_names, read_model_file, shape
+from shardtrain.config.options import help_text
+from shardtrain.config.options_page import options_page
+from shardtrain.config.schema import Config
+from shardtrain.config.show import check_report, resolved_toml, show
+from shardtrain.errors import ConfigError
+
+__all__ = [
+    "Config",
+    "Loaded",
+    "ModelFacts",
+    "check",
+    "check_report",
+    "help_text",
+    "load",
+    "machine_notes",
+    "model_names",
+    "notes",
+    "options_page",
+    "read_model_file",
+    "require",
+    "resolved_toml",
+    "shape",
+    "show",
+    "unavailable",
+]
+
+
+def require(
+    loaded: Loaded, world_size: int | None = None, device: str | None = None, num_devices: int | None = None
+) -> tuple[str, ...]:
+    """Raise ConfigError with every problem that a run of this config on this machine would have.
+
+    Returns the lines to tell the user instead where there is none: older names, options without effect. The other
+    arguments are those of ``machine_notes``.
+    """
+    problems = [*check(loaded), *unavailable(loaded), *machine_notes(loaded, world_size, device, num_devices)]
+    if problems:
+        raise ConfigError(problems)
+    return (*loaded.notices, *notes(loaded))

@@ -1,0 +1,331 @@
+"""Names of older files: one table from old options to today's, and the few rules that need more than a name.
+
+Covers torchtrain of February 2024, torchtitan of April 2024, of early and of mid 2025. Each use gives one notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from shardtrain.config.coerce import Unfit, coerce, from_texts
+from shardtrain.config.settings import Setting
+from shardtrain.errors import Problem
+
+FLOAT8_CONVERTER = "quantize.linear.float8"
+
+
+@dataclass(frozen=True)
+class Alias:
+    """What an older option is called now.
+
+    ``new`` is None for an option without a counterpart; ``why`` says what becomes of it. ``translate`` turns the old
+    value, of type ``kind``, into today's; without it the value stays.
+    """
+
+    new: str | None
+    kind: Any = str
+    translate: Callable[[Any], Any] | None = None
+    why: str = ""
+
+
+def _inverted(value: bool) -> bool:
+    return not value
+
+
+def _converter_list(value: bool | str) -> list[str]:
+    """Turn "dynamic" or true, which asked for float8 linear layers, into a list of converters."""
+    if value not in ("", "dynamic", True, False):
+        raise Unfit('was "" or "dynamic"', 'use model.converters = ["quantize.linear.float8"]')
+    return [FLOAT8_CONVERTER] if value else []
+
+
+def _names(value: str | list[str]) -> list[str]:
+    """Split the comma-separated text that lists used to be."""
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+
+def _nothing_split(value: list[str]) -> None:
+    if value:
+        raise Unfit("named the layers at which to cut", "list each stage in parallelism.module_fqns_per_model_part")
+
+
+def _only_fsdp(value: str) -> None:
+    if value == "ddp":
+        raise Unfit("asked for plain copies", "set parallelism.data_parallel_replicate_degree and a shard degree of 1")
+    if value != "fsdp":
+        raise Unfit('was "fsdp" or "ddp"', "remove it")
+
+
+def _same(prefix: str, new_prefix: str, kinds: Mapping[str, Any]) -> dict[str, Alias]:
+    """Return the aliases of keys that moved to another section under the same name."""
+    return {f"{prefix}.{key}": Alias(f"{new_prefix}.{key}", kind) for key, kind in kinds.items()}
+
+
+_DEGREES = {"tensor_parallel_degree": int, "pipeline_parallel_degree": int, "context_parallel_degree": int}
+_MOVED = {
+    **_DEGREES,
+    "data_parallel_replicate_degree": int,
+    "data_parallel_shard_degree": int,
+    "fsdp_reshard_after_forward": str,
+    "disable_loss_parallel": bool,
+    "enable_async_tensor_parallel": bool,
+    "context_parallel_rotate_method": str,
+    "pipeline_parallel_schedule": str,
+    "pipeline_parallel_schedule_csv": str,
+    "pipeline_parallel_microbatch_size": int,
+}
+_FLOAT8 = {
+    "enable_fsdp_float8_all_gather": bool,
+    "precompute_float8_dynamic_scale_for_fsdp": bool,
+    "recipe_name": str,
+    "emulate": bool,
+}
+_GONE_AUTOGRAD = Alias(None, bool, why="compiled autograd was an experiment that is not needed for any of this")
+_GONE_SPLIT = Alias(None, list[str], _nothing_split, why="no cut was named")
+
+ALIASES: Mapping[str, Alias] = MappingProxyType(
+    {
+        "job.print_args": Alias("job.print_config", bool),
+        "job.use_for_integration_test": Alias(None, bool, why="it marked the files of torchtitan's own tests"),
+        "profiling.run_profiler": Alias("profiling.enable_profiling", bool),
+        "profiling.profile_every_x_iter": Alias("profiling.profile_freq", int),
+        "metrics.enable_color_printing": Alias("metrics.disable_color_printing", bool, _inverted),
+        "metrics.rank_0_only": Alias("metrics.save_for_all_ranks", bool, _inverted),
+        "optimizer.fused": Alias("optimizer.implementation", bool, lambda value: "fused" if value else "foreach"),
+        "optimizer.foreach": Alias("optimizer.implementation", bool, lambda value: "foreach" if value else "for-loop"),
+        "lr_scheduler.lr_min": Alias("lr_scheduler.min_lr_factor", float),
+        "training.batch_size": Alias("training.local_batch_size", int),
+        "training.warmup_steps": Alias("lr_scheduler.warmup_steps", int),
+        "training.warmup_pct": Alias(
+            "lr_scheduler.warmup_steps", float, why="it becomes max(int(steps * warmup_pct), 2) steps"
+        ),
+        "training.compile": Alias("compile.enable", bool),
+        "training.seed": Alias("debug.seed", int),
+        "training.deterministic": Alias("debug.deterministic", bool),
+        "training.fp8_linear": Alias("model.converters", str, _converter_list),
+        "training.enable_fp8_linear": Alias("model.converters", bool, _converter_list),
+        "training.enable_float8_linear": Alias("model.converters", bool, _converter_list),
+        "float8.enable_float8_linear": Alias("model.converters", bool, _converter_list),
+        "training.data_parallel_degree": Alias("parallelism.data_parallel_shard_degree", int),
+        "training.data_parallel_type": Alias(None, str, _only_fsdp, why="data parallel ranks shard the parameters"),
+        "training.sequence_parallel_degree": Alias("parallelism.tensor_parallel_degree", int),
+        "training.enable_loss_parallel": Alias("parallelism.disable_loss_parallel", bool, _inverted),
+        "training.checkpoint_interval": Alias("checkpoint.interval", int),
+        "training.checkpoint_interval_type": Alias("checkpoint.interval_type", str),
+        "training.checkpoint_folder": Alias("checkpoint.folder", str),
+        **_same("training", "parallelism", _MOVED),
+        **_same("experimental", "parallelism", _MOVED),
+        "experimental.enable_loss_parallel": Alias("parallelism.disable_loss_parallel", bool, _inverted),
+        "experimental.custom_model_path": Alias("model.name", str, why="a path in model.name is a model file of yours"),
+        **{f"{s}.enable_compiled_autograd": _GONE_AUTOGRAD for s in ("experimental", "parallelism", "training")},
+        **{f"{s}.pipeline_parallel_split_points": _GONE_SPLIT for s in ("experimental", "parallelism")},
+        **{
+            f"{s}.pipeline_parallel_microbatches": Alias(
+                "parallelism.pipeline_parallel_microbatch_size", int, why="it becomes local_batch_size / microbatches"
+            )
+            for s in ("experimental", "parallelism")
+        },
+        "checkpoint.enable_checkpoint": Alias("checkpoint.enable", bool),
+        "checkpoint.model_weights_only": Alias("checkpoint.last_save_model_only", bool),
+        "checkpoint.last_save_model_weights_only": Alias("checkpoint.last_save_model_only", bool),
+        "checkpoint.initial_load_model_weights_only": Alias("checkpoint.initial_load_model_only", bool),
+        "checkpoint.last_save_in_safetensors_format": Alias("checkpoint.last_save_in_hf", bool),
+        "memory_estimation.enabled": Alias("memory_estimation.enable", bool),
+        "validation.enabled": Alias("validation.enable", bool),
+        **_same("float8", "quantize.linear.float8", _FLOAT8),
+        "float8.filter_fqns": Alias("quantize.linear.float8.filter_fqns", list[str]),
+        "float8.moe_fqns_prototype": Alias("quantize.grouped_mm.float8.fqns", list[str]),
+        "float8.force_recompute_fp8_weight_in_bwd": Alias(None, bool, why="torchao decides this by itself now"),
+        "mx.recipe_name": Alias("quantize.linear.mx.recipe_name", str),
+        "mx.mxfp8_dim1_cast_kernel_choice": Alias("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", str),
+        "mx.filter_fqns": Alias("quantize.linear.mx.filter_fqns", list[str]),
+        "mx.moe_fqns_prototype": Alias("quantize.grouped_mm.mx.fqns", list[str]),
+    }
+)
+
+# Options that keep their name: values which older files spell otherwise.
+_VALUES: Mapping[tuple[str, str], str] = MappingProxyType({("model.name", "llama"): "llama2"})
+_CONVERTERS: Mapping[str, str] = MappingProxyType({"float8": FLOAT8_CONVERTER, "mx": "quantize.linear.mx"})
+# Lists that used to be one comma-separated text.
+_LISTS = frozenset({"model.converters", "quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns"})
+_LISTS_OLD = frozenset({"checkpoint.exclude_from_loading"}) | _LISTS
+
+
+def old_kinds() -> dict[str, Any]:
+    """Return the type of every older option, for the command line."""
+    return {name: alias.kind for name, alias in ALIASES.items()}
+
+
+@dataclass
+class Rewritten:
+    """Settings under today's names, what was said about it, and what could not be translated."""
+
+    settings: list[Setting]
+    notices: list[str]
+    problems: list[Problem]
+
+
+def rewrite(settings: list[Setting]) -> Rewritten:
+    """Give every setting its name and value of today; settings under today's names pass unchanged."""
+    done = Rewritten([], [], [])
+    converters: list[Setting] = []
+    for setting in settings:
+        alias = ALIASES.get(setting.option)
+        new = _rename(setting, alias, done) if alias else _respell(setting, done)
+        if new is not None and alias and new.option == "model.converters":
+            converters.append(new)
+        elif new is not None:
+            done.settings.append(new)
+    _merge_converters(done, converters)
+    _finish(done, settings)
+    return done
+
+
+def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
+    """Return the setting under its new name, or None where it has no counterpart or cannot be translated."""
+    old, where = setting.option, setting.where
+    try:
+        kind = alias.kind
+        if kind == list[str] and isinstance(setting.value, str):
+            value: Any = _names(setting.value)
+        else:
+            value = from_texts(setting.value, kind) if setting.is_text else coerce(setting.value, kind)
+        if alias.translate is not None:
+            value = alias.translate(value)
+    except Unfit as unfit:
+        done.problems.append(Problem(old, setting.shown, unfit.rule, unfit.fix, where))
+        return None
+    if alias.new is None:
+        done.notices.append(f"{where}: {old} is ignored: {alias.why}")
+        return None
+    why = f": {alias.why}" if alias.why else (" (its opposite)" if alias.translate is _inverted else "")
+    done.notices.append(f"{where}: {old} is called {alias.new} now{why}")
+    return Setting(alias.new, value, where)
+
+
+def _respell(setting: Setting, done: Rewritten) -> Setting:
+    """Return a setting of today's name with its value of today."""
+    option, value, where = setting.option, setting.value, setting.where
+    word = value[0] if setting.is_text and len(value) == 1 else value
+    if isinstance(word, str) and (option, word) in _VALUES:
+        new = _VALUES[option, word]
+        done.notices.append(f'{where}: {option} = "{word}" is "{new}" now')
+        return Setting(option, new, where)
+    if option in _LISTS_OLD and isinstance(value, str):
+        value = _names(value)
+        done.notices.append(f"{where}: {option} is a list now: {value}")
+    if option == "model.converters" and isinstance(value, list | tuple):
+        names = _names(",".join(value)) if setting.is_text else value
+        old = [name for name in names if name in _CONVERTERS]
+        if old:
+            done.notices += [f'{where}: the converter "{name}" is "{_CONVERTERS[name]}" now' for name in old]
+            return Setting(option, [_CONVERTERS.get(name, name) for name in names], where)
+    return setting if value is setting.value else Setting(option, value, where)
+
+
+def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
+    """Append converters that older switches asked for to model.converters; a switch that is off adds nothing."""
+    added = [setting for setting in added if setting.value]
+    if not added:
+        return
+    lists = [s for s in done.settings if s.option == "model.converters"]
+    have = lists[-1].value if lists and not lists[-1].is_text else []
+    extra = [name for setting in added for name in setting.value if name not in have]
+    if extra:
+        done.settings = [s for s in done.settings if s.option != "model.converters"]
+        done.settings.append(Setting("model.converters", [*have, *dict.fromkeys(extra)], added[-1].where))
+
+
+def _finish(done: Rewritten, old: list[Setting]) -> None:
+    """Apply the rules of older files that take more than one option."""
+    given = {setting.option: setting for setting in old}
+    new = {setting.option: setting for setting in done.settings}
+    _warmup(done, given, new)
+    _folder(done, given, new)
+    _microbatches(done, given, new)
+    _one_implementation(done, given)
+
+
+def _add(done: Rewritten, option: str, value: Any, where: str, why: str) -> None:
+    done.settings.append(Setting(option, value, where))
+    done.notices.append(f"{where}: {option} = {str(value).lower() if isinstance(value, bool) else value}: {why}")
+
+
+def _warmup(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
+    """Give files of the time of training.warmup_* the schedule, and torchtrain's the AdamW constants, of that time."""
+    used = given.get("training.warmup_steps") or given.get("training.warmup_pct")
+    if used is None:
+        return
+    if not any(name.startswith("lr_scheduler.") for name in given):
+        why = "files with training.warmup_* warm up by (i + 1) / (warmup + 1) and decay linearly"
+        _add(done, "lr_scheduler.name", "linear_linear", used.where, why)
+    if "training.warmup_pct" not in given:
+        return
+    used, steps = given["training.warmup_pct"], new.get("training.steps")
+    shares = [s for s in done.settings if s.option == "lr_scheduler.warmup_steps" and isinstance(s.value, float)]
+    for share in shares:
+        done.settings.remove(share)
+        try:
+            total = _integer(steps) if steps else 10000
+            _add(done, "lr_scheduler.warmup_steps", max(int(total * share.value), 2), used.where, "from warmup_pct")
+        except Unfit:
+            pass  # training.steps is reported with its own problem
+    for option, value in (("optimizer.beta2", 0.999), ("optimizer.weight_decay", 0.01)):
+        if option not in new:
+            _add(done, option, value, used.where, "files with warmup_pct ran with this constant")
+
+
+def _integer(setting: Setting) -> int:
+    return from_texts(setting.value, int) if setting.is_text else coerce(setting.value, int)
+
+
+def _folder(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
+    """An empty checkpoint folder turned checkpoints off; in files before enable_checkpoint, any other turned them on."""
+    folder = new.get("checkpoint.folder")
+    if folder is None:
+        return
+    explicit = "checkpoint.enable" in new
+    if folder.value in ("", ("",)):
+        done.settings.remove(folder)
+        if explicit:
+            done.notices.append(f"{folder.where}: an empty checkpoint.folder is ignored: the default is used")
+        else:
+            _add(done, "checkpoint.enable", False, folder.where, "an empty checkpoint folder turned checkpoints off")
+        return
+    of_2024 = {"training.data_parallel_degree", "training.fp8_linear", "profiling.run_profiler"} & given.keys()
+    if not explicit and ("training.checkpoint_folder" in given or of_2024):
+        _add(done, "checkpoint.enable", True, folder.where, "in files of early 2024 a checkpoint folder turned them on")
+
+
+def _microbatches(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
+    """Turn a number of micro-batches into a micro-batch size."""
+    used = [s for name, s in given.items() if name.endswith(".pipeline_parallel_microbatches")]
+    sizes = [s for s in done.settings if s.option == "parallelism.pipeline_parallel_microbatch_size"]
+    count = next((s for s in sizes if used and s.where == used[0].where and isinstance(s.value, int)), None)
+    if count is None:
+        return
+    done.settings.remove(count)
+    batch = new.get("training.local_batch_size")
+    try:
+        size = _integer(batch) if batch else 8
+    except Unfit:
+        return  # the batch size is reported with its own problem
+    if count.value < 1 or size % count.value:
+        rule = f"does not divide the local batch of {size}"
+        done.problems.append(Problem(used[0].option, count.value, rule, "choose a divisor", used[0].where))
+        return
+    done.settings.append(Setting(count.option, size // count.value, count.where))
+
+
+def _one_implementation(done: Rewritten, given: Mapping[str, Setting]) -> None:
+    """Where both optimizer.fused and optimizer.foreach were given, fused wins if true and foreach decides otherwise."""
+    if not {"optimizer.fused", "optimizer.foreach"} <= given.keys():
+        return
+    both = [s for s in done.settings if s.option == "optimizer.implementation"]
+    fused = next((s for s in both if s.value == "fused"), None)
+    loser_where = given["optimizer.fused" if fused is None else "optimizer.foreach"].where
+    keep = fused or next((s for s in both if s.where != loser_where), both[-1])
+    done.settings = [s for s in done.settings if s.option != "optimizer.implementation" or s is keep]

@@ -1,0 +1,123 @@
+"""Read ``--section.key value`` arguments into settings; the types come later, together with those of the file."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Union, get_args, get_origin
+
+from shardtrain.config.options import Option, options, sections, suggestion
+from shardtrain.config.settings import COMMAND_LINE, Setting
+from shardtrain.errors import Problem
+
+CONFIG_FILE = "job.config_file"
+
+
+@dataclass
+class Arguments:
+    """What the command line says: settings, the file it names, and what is wrong with it."""
+
+    settings: list[Setting] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Arguments:
+    """Split arguments into settings; ``older`` maps the names of older options to their types.
+
+    ``--x.y=v``, ``--x.y v``, ``--x.y`` and ``--x.no_y`` for booleans, several values for lists; a dash in a name is
+    an underscore.
+    """
+    kinds = {name: option.kind for name, option in options().items()} | dict(older)
+    read, seen, at = Arguments(), set[str](), 0
+    while at < len(arguments):
+        word = arguments[at]
+        if not word.startswith("--") or word == "--":
+            read.problems.append(_stray(word))
+            at += 1
+            continue
+        name, equals, attached = word[2:].partition("=")
+        name = _underscored(name)
+        at += 1
+        values: list[str] = [attached] if equals else []
+        name, negated = _negation(name, kinds)
+        option = _option_of(name, kinds)
+        kind = _kind(name, option, kinds)
+        if not equals and not negated:
+            limit = _most_values(kind)
+            while at < len(arguments) and not arguments[at].startswith("--") and len(values) < limit:
+                if kind is bool and arguments[at].lower() not in ("true", "false"):
+                    break
+                values.append(arguments[at])
+                at += 1
+        _add(read, seen, name, option, kind, values, negated)
+    return read
+
+
+def _add(
+    read: Arguments, seen: set[str], name: str, option: str | None, kind: Any, values: list[str], negated: bool
+) -> None:
+    """Enter one argument into what was read, as a setting or as a problem."""
+    shown = values[0] if len(values) == 1 else (values or None)
+
+    def wrong(rule: str, fix: str) -> None:
+        read.problems.append(Problem(f"--{name}", shown, rule, fix, COMMAND_LINE))
+
+    if option is None:
+        if name in sections():
+            wrong("is a section, not an option", f"write --{name}.KEY VALUE")
+        else:
+            wrong("is not an option", suggestion(name))
+        return
+    if name in seen:
+        return wrong("is given twice", "give it once")
+    seen.add(name)
+    if negated:
+        values = ["false" if not values or values[0].lower() == "true" else "true"]
+    elif not values and kind is bool:
+        values = ["true"]
+    elif not values:
+        return wrong("has no value", f"write --{name} VALUE")
+    read.settings.append(Setting(name, tuple(values), COMMAND_LINE, is_text=True))
+
+
+def _stray(word: str) -> Problem:
+    """Return the problem of an argument that belongs to no option."""
+    if word.endswith(".toml"):
+        return Problem("argument", word, "is a second file", "give one configuration file, and options after it")
+    return Problem("argument", word, "belongs to no option", "write options as --section.key VALUE", COMMAND_LINE)
+
+
+def _underscored(name: str) -> str:
+    """Write dashes as underscores, as the TOML keys are."""
+    return name.replace("-", "_")
+
+
+def _negation(name: str, kinds: Mapping[str, Any]) -> tuple[str, bool]:
+    """Turn ``x.no_y`` into ``x.y`` where y is a boolean option and no_y is no option itself."""
+    section, _, key = name.rpartition(".")
+    positive = f"{section}.{key[3:]}"
+    if key.startswith("no_") and name not in kinds and kinds.get(positive) is bool:
+        return positive, True
+    return name, False
+
+
+def _option_of(name: str, kinds: Mapping[str, Any]) -> str | None:
+    """Return the option that a dotted name sets: itself, or the table of which it names a key."""
+    if name in kinds:
+        return name
+    table, _, _ = name.rpartition(".")
+    option = options().get(table)
+    return table if isinstance(option, Option) and option.is_table else None
+
+
+def _kind(name: str, option: str | None, kinds: Mapping[str, Any]) -> Any:
+    """Return the type that decides how many values an argument takes; None for a key of a table."""
+    return kinds[name] if option == name else None
+
+
+def _most_values(kind: Any) -> int:
+    """Return how many values an option of this type may take."""
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(arg for arg in get_args(kind) if arg is not type(None))
+    return 1_000_000 if get_origin(kind) is list else 1

@@ -1,0 +1,67 @@
+"""Options of the schema that are not available yet: one table, so that none of them is ignored in silence.
+
+Whoever makes one of them work deletes its line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardtrain.config.check_model import FIELD_DATASETS, source_names
+from shardtrain.config.check_values import problem
+from shardtrain.config.load import Loaded
+from shardtrain.errors import Problem
+
+
+def _above_1(value: int) -> bool:
+    return value > 1
+
+
+def _known_elsewhere(name: str) -> bool:
+    return name in FIELD_DATASETS and name not in source_names()
+
+
+# (option, whether a value of it asks for something that is not here, what is not here, what to do)
+UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    ("job.custom_config_module", bool, "sections of your own", "remove it"),
+    ("model.converters", bool, "replacing modules (float8, MX)", "set model.converters = []"),
+    ("model.print_after_conversion", bool, "replacing modules (float8, MX)", "remove it"),
+    ("optimizer.early_step_in_backward", bool, "updating in backward, which would come before clipping", "remove it"),
+    ("training.dataset", _known_elsewhere, "this dataset", 'use "python_stdlib", or a file of yours with another one'),
+    ("training.dataloader.num_workers", bool, "preparing batches in other processes", "set it to 0"),
+    ("training.dataloader.pin_memory", bool, "pinned host memory", "set it to false"),
+    ("validation.dataloader.num_workers", bool, "preparing batches in other processes", "set it to 0"),
+    ("validation.dataloader.pin_memory", bool, "pinned host memory", "set it to false"),
+    ("validation.enable", bool, "validation during training", "set it to false"),
+    ("parallelism.pipeline_parallel_degree", _above_1, "pipeline parallelism", "set it to 1"),
+    ("parallelism.module_fqns_per_model_part", bool, "pipeline parallelism", "remove it"),
+    ("parallelism.pipeline_parallel_layers_per_stage", bool, "pipeline parallelism", "remove it"),
+    ("parallelism.pipeline_parallel_schedule_csv", bool, "pipeline parallelism", "remove it"),
+    ("parallelism.context_parallel_degree", _above_1, "context parallelism", "set it to 1"),
+    ("parallelism.expert_parallel_degree", _above_1, "expert parallelism", "set it to 1"),
+    ("parallelism.expert_tensor_parallel_degree", _above_1, "expert parallelism", "set it to 1"),
+    ("parallelism.expert_parallel_comm_backend", lambda v: v != "standard", "DeepEP", 'set it to "standard"'),
+    ("parallelism.enable_async_tensor_parallel", bool, "async tensor parallelism", "set it to false"),
+    ("checkpoint.interval_type", lambda v: v != "steps", "saving by the clock", 'set it to "steps"'),
+    ("checkpoint.async_mode", lambda v: v != "disabled", "saving while training goes on", 'set it to "disabled"'),
+    ("checkpoint.initial_load_in_hf", bool, "loading Hugging Face weights", "set it to false"),
+    ("checkpoint.initial_load_in_hf_quantized", bool, "loading Hugging Face weights", "set it to false"),
+    ("checkpoint.last_save_in_hf", bool, "saving in Hugging Face format", "set it to false"),
+    ("checkpoint.create_seed_checkpoint", bool, "seed checkpoints; initial weights are equal on any mesh", "remove it"),
+    ("comm.mode", lambda v: v != "default", "running without a real process group", 'set it to "default"'),
+    ("memory_estimation.enable", bool, "torchtitan's memory estimation", "set it to false"),
+    ("fault_tolerance.enable", bool, "replica groups of torchft", "set it to false"),
+    ("debug.moe_force_load_balance", bool, "models with experts", "set it to false"),
+    ("experimental.custom_import", bool, "importing a module at start", "name your model file in model.name"),
+    ("experimental.custom_args_module", bool, "sections of your own", "remove it"),
+)
+
+
+def unavailable(loaded: Loaded) -> list[Problem]:
+    """Return a problem for every option whose value asks for something that this version does not do."""
+    return [
+        problem(loaded, option, f"asks for {what}, not available yet", fix)
+        for option, asks, what, fix in UNAVAILABLE
+        if asks(loaded.value(option))
+    ]

@@ -1,0 +1,101 @@
+"""All rules that need neither torch nor this machine; every problem is found, not the first alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from shardtrain.config.check_model import (
+    check_batch,
+    check_dataset,
+    check_layers,
+    check_model,
+    check_sequence,
+    check_tensor_parallel,
+)
+from shardtrain.config.check_pairs import check_pairs, check_schedule, check_without_effect
+from shardtrain.config.check_values import check_forms, check_ranges, check_steps, check_words
+from shardtrain.config.load import Loaded
+from shardtrain.config.options import options
+from shardtrain.config.schema import Config
+from shardtrain.errors import Problem
+
+CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
+    check_steps,
+    check_ranges,
+    check_words,
+    check_forms,
+    check_model,
+    check_dataset,
+    check_tensor_parallel,
+    check_sequence,
+    check_layers,
+    check_batch,
+    check_pairs,
+    check_without_effect,
+    check_schedule,
+)
+
+
+def check(loaded: Loaded) -> list[Problem]:
+    """Return every problem of a config that can be known without torch and without the machine it will run on."""
+    return [problem for rule in CHECKS for problem in rule(loaded)]
+
+
+# A feature that is off, and the options that wait for it: (when it is off, the options' start, what would turn it on).
+_SWITCHES: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
+    (lambda c: not c.checkpoint.enable, "checkpoint.", "checkpoint.enable"),
+    (lambda c: not c.validation.enable, "validation.", "validation.enable"),
+    (lambda c: not c.fault_tolerance.enable, "fault_tolerance.", "fault_tolerance.enable"),
+    (lambda c: not c.memory_estimation.enable, "memory_estimation.", "memory_estimation.enable"),
+    (lambda c: not c.compile.enable, "compile.", "compile.enable"),
+    (lambda c: not c.profiling.enable_profiling, "profiling.profile", "profiling.enable_profiling"),
+    (lambda c: not c.profiling.enable_profiling, "profiling.save_traces", "profiling.enable_profiling"),
+    (lambda c: not c.profiling.enable_memory_snapshot, "profiling.save_memory", "profiling.enable_memory_snapshot"),
+    (lambda c: not c.metrics.enable_tensorboard, "metrics.save_tb_folder", "metrics.enable_tensorboard"),
+    *(
+        (lambda c, name=name: name not in c.model.converters, f"{name}.", f'"{name}" in model.converters')  # type: ignore[misc]
+        for name in (
+            "quantize.linear.float8",
+            "quantize.linear.mx",
+            "quantize.grouped_mm.float8",
+            "quantize.grouped_mm.mx",
+        )
+    ),
+    (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.pipeline_", "pipeline_parallel_degree > 1"),
+    (lambda c: c.parallelism.context_parallel_degree == 1, "parallelism.context_", "context_parallel_degree > 1"),
+)
+
+
+def notes(loaded: Loaded) -> list[str]:
+    """Return what is no error and still worth a line: options of features that are off, and lengths that get cut."""
+    found = []
+    for is_off, start, switch in _SWITCHES:
+        if not is_off(loaded.config):
+            continue
+        waiting = [
+            name
+            for name, option in options().items()
+            if name.startswith(start) and loaded.is_set(name) and loaded.value(name) != option.default
+        ]
+        if waiting:
+            found.append(f"{', '.join(waiting)}: without effect, which needs {switch}")
+    schedule, steps = loaded.config.lr_scheduler, loaded.config.training.steps
+    if loaded.config.training.epochs is None and "warmup_steps" not in _unused(schedule.name):
+        if schedule.warmup_steps > steps >= 1:
+            found.append(
+                f"lr_scheduler.warmup_steps={schedule.warmup_steps} is more than the {steps} steps: "
+                "the run ends before the peak rate"
+            )
+        elif schedule.decay_ratio is not None and schedule.warmup_steps + schedule.decay_ratio * steps > steps >= 1:
+            found.append(
+                "lr_scheduler.warmup_steps and decay_ratio together take more than all steps: "
+                "the decay begins right after the warmup"
+            )
+    if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
+        found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
+    return found
+
+
+def _unused(schedule: str) -> tuple[str, ...]:
+    """Return the options that a schedule does not read, as far as the notes above need them."""
+    return ("warmup_steps",) if schedule == "linear_by_proportion" else ()

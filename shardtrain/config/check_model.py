@@ -1,0 +1,153 @@
+"""Rules that join the model's sizes, the dataset and the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config.check_values import any_of, problem
+from shardtrain.config.coerce import Unfit, coerce
+from shardtrain.config.load import Loaded
+from shardtrain.config.model_file import ModelFacts, read_model_file, shape
+from shardtrain.config.options import nearest
+from shardtrain.errors import ConfigError, Problem
+
+SOURCES_FOLDER = Path(__file__).parent.parent / "data" / "sources"
+# Datasets that users of other trainers know by name; see availability.py for those that are not here yet.
+FIELD_DATASETS = ("c4", "c4_test", "c4_mini", "c4_validation", "alpaca", "openwebtext", "minipile")
+_KINDS = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+def source_names() -> list[str]:
+    """Return the datasets of this package: the files of data/sources."""
+    return sorted(file.stem for file in SOURCES_FOLDER.glob("*.py") if not file.stem.startswith("_"))
+
+
+def model_shape(loaded: Loaded) -> dict[str, Any] | None:
+    """Return the sizes of the configured model, or None where its file, flavor or overrides are wrong."""
+    model = loaded.config.model
+    try:
+        return shape(read_model_file(model.name), model.flavor, model.overrides)
+    except (ConfigError, KeyError):
+        return None
+
+
+def check_model(loaded: Loaded) -> Iterator[Problem]:
+    """The model file, its flavor, and overrides of fields that exist, with values of their types."""
+    model = loaded.config.model
+    try:
+        facts = read_model_file(model.name)
+    except ConfigError as error:
+        found = error.problems[0]
+        if isinstance(found, Problem):
+            yield problem(loaded, "model.name", found.rule, found.fix)
+        return
+    if model.flavor not in facts.flavors:
+        near = nearest(model.flavor, facts.flavors)
+        fix = f"did you mean {near}? " if near else ""
+        fix += f"flavors are {', '.join(facts.flavors)}"
+        yield problem(loaded, "model.flavor", f"is not a flavor of {model.name}", fix)
+    for key, value in model.overrides.items():
+        yield from _check_override(loaded, facts, key, value)
+
+
+def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Any) -> Iterator[Problem]:
+    option = f"model.overrides.{key}"
+    where = loaded.origins.get(option, "")
+    if key not in facts.fields:
+        near = nearest(key, facts.fields)
+        fix = f"did you mean {near}?" if near else f"fields are {', '.join(facts.fields)}"
+        yield Problem(option, value, f"is not a field of {loaded.config.model.name}", fix, where)
+        return
+    kind = _KINDS.get(facts.fields[key][0].removesuffix(" | None"))
+    if kind is None:
+        return
+    try:
+        coerce(value, kind)
+    except Unfit as unfit:
+        yield Problem(option, value, unfit.rule, unfit.fix, where)
+        return
+    if kind is int and value < 0:
+        yield Problem(option, value, "must not be negative", "use 0 or more", where)
+
+
+def check_dataset(loaded: Loaded) -> Iterator[Problem]:
+    """Names of datasets: files of data/sources, paths of files of yours, or names known from elsewhere."""
+    config = loaded.config
+    options = {"training.dataset": config.training.dataset}
+    if config.validation.enable:
+        options["validation.dataset"] = config.validation.dataset
+    names = source_names()
+    for option, name in options.items():
+        if name in names or name in FIELD_DATASETS or name.endswith(".py"):
+            continue
+        near = nearest(name, names)
+        fix = (f"did you mean {near}? " if near else "") + f"datasets are {', '.join(names)}"
+        yield problem(loaded, option, "is not a dataset", fix)
+
+
+def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
+    """Tensor parallelism deals whole heads and equal shares of the feed-forward and vocabulary dimensions."""
+    sizes, tp = model_shape(loaded), loaded.config.parallelism.tensor_parallel_degree
+    if sizes is None or tp < 2:
+        return
+    heads = _size(sizes, "num_heads")
+    counts = {
+        "{} attention heads": heads,
+        "{} KV heads": _size(sizes, "num_kv_heads") or heads,
+        "feed-forward dimension {}": _size(sizes, "ffn_dim"),
+        "vocabulary of {}": _size(sizes, "vocab_size"),
+    }
+    known = {text: count for text, count in counts.items() if count}
+    broken = [text.format(count) for text, count in known.items() if count % tp]
+    if broken:
+        common = math.gcd(*known.values())
+        legal = [n for n in range(1, min(common, 4096) + 1) if common % n == 0]
+        model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
+        rule = f"does not divide the {' nor the '.join(broken)} of model {model}"
+        yield problem(loaded, "parallelism.tensor_parallel_degree", rule, f"use {any_of(legal)}")
+
+
+def check_sequence(loaded: Loaded) -> Iterator[Problem]:
+    """The sequence is cut into equal parts over tensor-parallel ranks, and into two per context-parallel rank."""
+    p, seq_len = loaded.config.parallelism, loaded.config.training.seq_len
+    tp, cp = p.tensor_parallel_degree, p.context_parallel_degree
+    if min(tp, cp, seq_len) < 1:
+        return
+    cuts = tp * (2 * cp if cp > 1 else 1)
+    if seq_len % cuts:
+        what = f"tensor_parallel_degree {tp}" + (f" times twice context_parallel_degree {cp}" if cp > 1 else "")
+        low, high = seq_len // cuts * cuts, -(-seq_len // cuts) * cuts
+        rule = f"is not a multiple of {cuts} ({what})"
+        yield problem(loaded, "training.seq_len", rule, f"use {any_of([n for n in (low, high) if n])}")
+
+
+def check_layers(loaded: Loaded) -> Iterator[Problem]:
+    """Every pipeline rank needs a layer."""
+    sizes, pp = model_shape(loaded), loaded.config.parallelism.pipeline_parallel_degree
+    layers = _size(sizes or {}, "num_layers")
+    if layers and pp > layers:
+        rule = f"is more than the {layers} layers of the model"
+        yield problem(loaded, "parallelism.pipeline_parallel_degree", rule, f"use at most {layers}")
+
+
+def check_batch(loaded: Loaded) -> Iterator[Problem]:
+    """The global batch is a whole number of local batches on every data-parallel rank that is known of."""
+    t, p = loaded.config.training, loaded.config.parallelism
+    ranks = p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1)
+    per_pass = t.local_batch_size * ranks
+    if t.global_batch_size < 1 or per_pass < 1 or t.global_batch_size % per_pass == 0:
+        return
+    nearby = [
+        n for n in (t.global_batch_size // per_pass * per_pass, -(-t.global_batch_size // per_pass) * per_pass) if n
+    ]
+    rule = f"is not a multiple of local_batch_size {t.local_batch_size} times {ranks} data-parallel ranks"
+    yield problem(loaded, "training.global_batch_size", rule, f"use {any_of(nearby)}, or -1")
+
+
+def _size(sizes: dict[str, Any], name: str) -> int:
+    """Return a size of the model, or 0 where it is unknown or no whole number."""
+    value = sizes.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -1,0 +1,160 @@
+"""One coercion for the file and the command line: a TOML value or a piece of text becomes a value of the schema."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+import types
+from collections.abc import Sequence
+from typing import Any, Literal, Union, get_args, get_origin
+
+from shardtrain.config.options import nearest
+
+
+class Unfit(ValueError):
+    """A value that does not fit its option: the rule that it breaks, and the fix."""
+
+    def __init__(self, rule: str, fix: str) -> None:
+        super().__init__(f"{rule}; {fix}")
+        self.rule = rule
+        self.fix = fix
+
+
+def coerce(value: Any, kind: Any) -> Any:
+    """Turn a TOML value into a value of the type ``kind``; raises Unfit.
+
+    An integer may be written 1e6; a number may be written as an integer; a boolean is never a number.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return _literal(value, args)
+    if origin in (Union, types.UnionType):
+        return _union(value, args)
+    if origin is list:
+        if not isinstance(value, list):
+            fix = f'write ["{value}"]' if isinstance(value, str) and args[0] is str else "write it in [ ]"
+            raise Unfit("must be a list", fix)
+        return [coerce(item, args[0]) for item in value]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise Unfit("must be a table", "write { key = value }")
+        return {key: coerce(item, args[1]) for key, item in value.items()}
+    return _SCALARS[kind](value)
+
+
+def from_text(text: str, kind: Any) -> Any:
+    """Turn the text of one command-line value into a value of the type ``kind``; raises Unfit."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType) and type(None) in args:
+        if text.lower() in ("none", "null"):
+            return None
+        return from_text(text, next(arg for arg in args if arg is not type(None)))
+    if origin is list and not text.lstrip().startswith("["):
+        if args[0] is str or get_origin(args[0]) is Literal:
+            return [coerce(part.strip(), args[0]) for part in text.split(",") if part.strip()]
+        raise Unfit("must be a list of lists", """write it as TOML: '[["a", "b"], ["c"]]'""")
+    if kind is str:
+        return text
+    if origin is Literal and all(isinstance(arg, str) for arg in args):
+        return coerce(text, kind)
+    if kind is bool:
+        return coerce({"true": True, "false": False}.get(text.lower(), text), bool)
+    if origin is dict:
+        return coerce(_toml_value(text, text), kind)
+    return coerce(_toml_value(text, text), kind)
+
+
+def from_texts(texts: Sequence[str], kind: Any) -> Any:
+    """Turn several command-line values of one list option into its value; raises Unfit."""
+    if len(texts) == 1:
+        return from_text(texts[0], kind)
+    return [item for text in texts for item in from_text(text, kind)]
+
+
+def plain(text: str) -> Any:
+    """Turn text of unknown type into what it looks like: a number, true, false, or itself."""
+    value = _toml_value(text, text)
+    return value if isinstance(value, bool | int | float) else text
+
+
+def _toml_value(text: str, otherwise: Any) -> Any:
+    """Read text as one TOML value, or give ``otherwise``; 1e6 and 5. are numbers too."""
+    if re.fullmatch(r"[+-]?\d+\.", text):
+        text += "0"
+    if "\n" in text:
+        return otherwise
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return otherwise
+    return table["value"] if table.keys() == {"value"} else otherwise
+
+
+def _literal(value: Any, allowed: tuple[Any, ...]) -> Any:
+    """Return a value out of a fixed set of words."""
+    if any(value == item and type(value) is type(item) for item in allowed):
+        return value
+    near = nearest(str(value), map(str, allowed))
+    words = ", ".join(f'"{item}"' for item in allowed)
+    raise Unfit(f"must be one of {words}", f'did you mean "{near}"?' if near else f'use "{allowed[0]}"')
+
+
+def _union(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """Return a value of the first of several types that it fits; the exact type first, so 1 stays an integer."""
+    kinds = tuple(kind for kind in kinds if kind is not type(None))
+    if type(value) in kinds:
+        return value
+    if len(kinds) == 1:
+        return coerce(value, kinds[0])
+    raise Unfit("must be a number, true, false or text", "write a plain value")
+
+
+def _integer(value: Any) -> int:
+    """Return a whole number; 1e6 is one, true and "3" are not."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        raise Unfit("must be an integer", f"write {math.floor(value)} or {math.ceil(value)}")
+    raise Unfit("must be an integer", _unquoted(value, int) or "write a whole number")
+
+
+def _number(value: Any) -> float:
+    """Return a number; an integer is one."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if math.isnan(value):
+            raise Unfit("must be a number", "nan is none")
+        return float(value)
+    raise Unfit("must be a number", _unquoted(value, float) or "write a number such as 0.1 or 3e-4")
+
+
+def _boolean(value: Any) -> bool:
+    """Return true or false; 0, 1 and words are neither."""
+    if isinstance(value, bool):
+        return value
+    word = {"yes": "true", "on": "true", "1": "true", "true": "true"}.get(str(value).lower())
+    word = word or {"no": "false", "off": "false", "0": "false", "false": "false"}.get(str(value).lower())
+    raise Unfit("must be true or false", f"write {word}" if word else "write true or false")
+
+
+def _text(value: Any) -> str:
+    """Return text; a number without quotes is none."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool | int | float):
+        raise Unfit("must be text", f'write it in quotes: "{str(value).lower()}"')
+    raise Unfit("must be text", "write it in quotes")
+
+
+def _unquoted(value: Any, kind: type) -> str | None:
+    """Return the fix for a number that was written in quotes."""
+    try:
+        kind(value if isinstance(value, str) else "")
+    except ValueError:
+        return None
+    return f"write it without quotes: {value}"
+
+
+_SCALARS = {int: _integer, float: _number, bool: _boolean, str: _text}

@@ -1,0 +1,46 @@
+"""Values that follow from a config and the number of ranks. Derived values are functions, never stored fields."""
+
+from __future__ import annotations
+
+from shardtrain.config.schema import Config
+
+
+def shard_degree(config: Config, world_size: int) -> int:
+    """FSDP ranks: data_parallel_shard_degree, or all ranks that the other degrees leave when it is -1."""
+    degree = config.parallelism.data_parallel_shard_degree
+    return degree if degree != -1 else world_size // other_degrees(config)
+
+
+def other_degrees(config: Config) -> int:
+    """Product of all mesh degrees but the shard degree."""
+    p = config.parallelism
+    return (
+        p.pipeline_parallel_degree
+        * p.data_parallel_replicate_degree
+        * p.context_parallel_degree
+        * p.tensor_parallel_degree
+    )
+
+
+def data_parallel_degree(config: Config, world_size: int) -> int:
+    """Ranks that read different samples: replicate times shard degree."""
+    return config.parallelism.data_parallel_replicate_degree * shard_degree(config, world_size)
+
+
+def global_batch_size(config: Config, world_size: int) -> int:
+    """Sequences per optimizer step over all ranks."""
+    size = config.training.global_batch_size
+    return size if size != -1 else config.training.local_batch_size * data_parallel_degree(config, world_size)
+
+
+def accumulation_steps(config: Config, world_size: int) -> int:
+    """Forward and backward passes per optimizer step on each data-parallel rank."""
+    per_pass = config.training.local_batch_size * data_parallel_degree(config, world_size)
+    return global_batch_size(config, world_size) // per_pass
+
+
+def compute_dtype(config: Config) -> str:
+    """Name of the type in which forward and backward compute."""
+    if config.training.dtype == "bfloat16":
+        return "bfloat16"
+    return config.training.mixed_precision_param

@@ -1,0 +1,215 @@
+"""From a TOML file and arguments to a ``Config``: every problem reported at once, every value's origin remembered."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args
+
+from shardtrain.config.aliases import ALIASES, old_kinds, rewrite
+from shardtrain.config.arguments import CONFIG_FILE, read_arguments
+from shardtrain.config.coerce import Unfit, coerce, from_texts, plain
+from shardtrain.config.options import nearest, options, sections, suggestion
+from shardtrain.config.schema import Config
+from shardtrain.config.settings import COMMAND_LINE, DEFAULT, Setting
+from shardtrain.config.toml_lines import key_lines
+from shardtrain.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A config with the origin of every value.
+
+    ``origins`` maps each dotted option (and each key of a table option) to "run.toml:12", "command line" or
+    "default". ``notices`` are lines for the user: older names and what became of them.
+    """
+
+    config: Config
+    origins: Mapping[str, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+    path: Path | None = None
+
+    def value(self, option: str) -> Any:
+        """Return the value of a dotted option."""
+        return value_of(self.config, option)
+
+    def is_set(self, option: str) -> bool:
+        """Whether the file or the command line gives this option."""
+        return self.origins.get(option, DEFAULT) != DEFAULT
+
+    def where(self, option: str) -> str:
+        """Return the origin for an error message: empty for a default."""
+        return self.origins[option] if self.is_set(option) else ""
+
+
+def value_of(config: Config, option: str) -> Any:
+    """Return the value of a dotted option of a config."""
+    value: Any = config
+    for part in option.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def load(path: str | Path | None, arguments: Sequence[str] = ()) -> Loaded:
+    """Read a TOML file (or none) and ``--section.key value`` arguments; command line beats file beats default.
+
+    ``--job.config_file F`` takes the place of ``path``. Raises ConfigError with all problems of both at once. Rules
+    that join several options are those of ``check``.
+    """
+    line = read_arguments(arguments, old_kinds())
+    problems = list(line.problems)
+    named = [s for s in line.settings if s.option == CONFIG_FILE]
+    file = Path(named[-1].value[0]) if named else (Path(path) if path is not None else None)
+    settings = _read_file(file, problems) if file is not None else []
+    return _resolve(settings, line.settings, problems, file)
+
+
+def _resolve(from_file: list[Setting], from_line: list[Setting], problems: list[Problem], file: Path | None) -> Loaded:
+    """Rename, type and merge the settings of the file and of the command line, or raise all problems."""
+    both = [_in_force(from_file, from_line), from_line]
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = dict.fromkeys(options(), DEFAULT)
+    rewritten = rewrite([s for group in both for s in group])
+    problems += rewritten.problems
+    seen: dict[tuple[str, bool], Setting] = {}
+    for setting in sorted(rewritten.settings, key=lambda s: s.where == COMMAND_LINE):
+        place = (setting.option, setting.where == COMMAND_LINE)
+        if place in seen:
+            rule = f"is given twice, also at {seen[place].where} under another name"
+            problems.append(Problem(setting.option, setting.shown, rule, "keep one", setting.where))
+            continue
+        seen[place] = setting
+        _take(setting, values, origins, problems)
+    if problems:
+        raise ConfigError(problems)
+    return Loaded(_build("", values), MappingProxyType(origins), tuple(rewritten.notices), file)
+
+
+def _in_force(from_file: list[Setting], from_line: list[Setting]) -> list[Setting]:
+    """Leave out what the file says about options that the command line sets under the same name."""
+    given = {s.option for s in from_line}
+    return [s for s in from_file if s.option not in given]
+
+
+def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], problems: list[Problem]) -> None:
+    """Type one setting and enter it, or enter the problem."""
+    name = setting.option
+    table, _, key = name.rpartition(".")
+    option = options().get(name)
+    try:
+        if option is not None:
+            kind = option.kind
+            value = from_texts(setting.value, kind) if setting.is_text else coerce(setting.value, kind)
+            values[name] = {**values.get(name, {}), **value} if option.is_table else value
+            if option.is_table:
+                origins |= {f"{name}.{inner}": setting.where for inner in value}
+        elif table in options() and options()[table].is_table:
+            kind = get_args(options()[table].kind)[1]
+            value = plain(setting.value[0]) if setting.is_text else setting.value
+            values[table] = {**values.get(table, {}), key: coerce(value, kind)}
+            origins[table] = setting.where
+        else:
+            problems.append(_unknown(setting))
+            return
+    except Unfit as unfit:
+        problems.append(Problem(name, setting.shown, unfit.rule, unfit.fix, setting.where))
+        return
+    origins[name] = setting.where
+
+
+def _unknown(setting: Setting) -> Problem:
+    """Return the problem of a name that no option has."""
+    name = setting.option
+    if isinstance(setting.value, dict) and not setting.is_text:
+        near = nearest(name, [s for s in sections() if s])
+        fix = (
+            f"did you mean [{near}]?"
+            if near
+            else "sections are " + ", ".join(s for s in sections() if "." not in s and s)
+        )
+        return Problem(f"[{name}]", None, "is not a section", fix, setting.where)
+    if name in sections():
+        return Problem(
+            name, setting.shown, "is a section, not an option", f"write [{name}] above its keys", setting.where
+        )
+    return Problem(name, setting.shown, "is not an option", suggestion(name, ALIASES), setting.where)
+
+
+def _build(section: str, values: Mapping[str, Any]) -> Any:
+    """Build the dataclass of a section from the values that are set; the others keep their defaults."""
+    cls = sections()[section]
+    prefix = f"{section}." if section else ""
+    given: dict[str, Any] = {}
+    for name in cls.__dataclass_fields__:  # type: ignore[attr-defined]
+        dotted = f"{prefix}{name}"
+        if dotted in sections():
+            given[name] = _build(dotted, values)
+        elif dotted in values:
+            given[name] = values[dotted]
+    return cls(**given)
+
+
+def _read_file(file: Path, problems: list[Problem]) -> list[Setting]:
+    """Read a TOML file into settings; enters a problem where it cannot be read."""
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        problems.append(Problem(CONFIG_FILE, str(file), "is not UTF-8 text", "save it as UTF-8"))
+        return []
+    except OSError as error:
+        problems.append(_unreadable(file, error))
+        return []
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        match = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+        at = f"{file.name}:{match[1]}" if match else file.name
+        rule = "is not valid TOML: " + re.sub(r" \(at .*\)$", "", str(error))
+        problems.append(Problem("the file", None, rule, f"correct this {'line' if match else 'file'}", at))
+        return []
+    lines = key_lines(text)
+    return list(_flatten(table, (), lines, file.name))
+
+
+def _unreadable(file: Path, error: OSError) -> Problem:
+    """Return the problem of a file that cannot be opened, with a file that may have been meant."""
+    if file.is_dir():
+        return Problem(CONFIG_FILE, str(file), "is a folder", "name the TOML file in it")
+    if file.exists():
+        return Problem(CONFIG_FILE, str(file), f"cannot be read ({error.strerror})", "allow reading it")
+    folder = file.parent
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".toml")) if folder.is_dir() else []
+    near = nearest(file.name, names)
+    if near:
+        fix = f"did you mean {folder / near}?"
+    elif names:
+        fix = f"{folder} has {', '.join(names[:8])}"
+    else:
+        fix = f"{folder} has no TOML file" if folder.is_dir() else f"there is no folder {folder}"
+    return Problem(CONFIG_FILE, str(file), "does not exist", fix)
+
+
+def _flatten(
+    table: Mapping[str, Any], prefix: tuple[str, ...], lines: Mapping[tuple[str, ...], int], file: str
+) -> list[Setting]:
+    """Turn nested tables into dotted settings; a table that is no section stays one setting."""
+    found: list[Setting] = []
+    for key, value in table.items():
+        path = (*prefix, key)
+        name = ".".join(path)
+        if isinstance(value, dict) and (_is_section(name) or (name in options() and options()[name].is_table)):
+            found += _flatten(value, path, lines, file)
+        else:
+            line = lines.get(path)
+            found.append(Setting(name, value, f"{file}:{line}" if line else file))
+    return found
+
+
+def _is_section(name: str) -> bool:
+    """Whether a dotted name is a section, of today or of an older file."""
+    return name in sections() or any(old.startswith(f"{name}.") for old in ALIASES)

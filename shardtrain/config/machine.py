@@ -1,0 +1,170 @@
+"""Rules that depend on this machine: its number of ranks and devices, its files, its installed programs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config.check_model import model_shape
+from shardtrain.config.check_values import any_of, problem
+from shardtrain.config.derived import other_degrees
+from shardtrain.config.load import Loaded
+from shardtrain.errors import Problem
+
+BYTE_TOKENIZER_IDS = 258  # 256 bytes, begin and end of a document
+
+
+def machine_notes(
+    loaded: Loaded, world_size: int | None = None, device: str | None = None, num_devices: int | None = None
+) -> list[Problem]:
+    """Return the problems that a config has on this machine.
+
+    ``device`` is "cpu" or "cuda", where training would run; ``num_devices`` counts the CUDA devices of this host.
+    What is None is unknown, and no rule about it is applied.
+    """
+    found = list(_mesh(loaded, world_size)) if world_size is not None else []
+    found += _device(loaded, device, num_devices)
+    found += _compiler(loaded, device)
+    found += _paths(loaded)
+    found += _tokenizer(loaded)
+    found += _packages(loaded)
+    return found
+
+
+def _mesh(loaded: Loaded, world_size: int) -> Iterator[Problem]:
+    """The degrees multiply to the number of ranks, and the global batch divides over them."""
+    p, others = loaded.config.parallelism, other_degrees(loaded.config)
+    if others < 1 or world_size < 1:
+        return
+    shard, option = p.data_parallel_shard_degree, "parallelism.data_parallel_shard_degree"
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    if shard == -1 and world_size % others:
+        name, value = _largest_degree(loaded)
+        rest = others // value
+        legal = [n for n in range(1, world_size + 1) if world_size % (n * rest) == 0]
+        rule = f"cannot divide {ranks}" + (f" together with the other degrees ({rest})" if rest > 1 else "")
+        fix = f"use {any_of(legal)}" if legal else f"lower the other degrees to a divisor of {world_size}"
+        yield problem(loaded, name, rule, f"{fix}, or a multiple of {others} ranks")
+        return
+    if shard > 0 and shard * others != world_size:
+        rule = f"times the other degrees ({others}) makes {shard * others} ranks, and there are {world_size}"
+        fix = f"use -1 or {world_size // others}" if world_size % others == 0 else f"start {shard * others} ranks"
+        yield problem(loaded, option, rule, fix)
+        return
+    shard = world_size // others if shard == -1 else shard
+    t, data_ranks = loaded.config.training, p.data_parallel_replicate_degree * shard
+    per_pass = t.local_batch_size * data_ranks
+    if t.global_batch_size >= 1 and per_pass >= 1 and t.global_batch_size % per_pass:
+        size = t.global_batch_size
+        nearby = [n for n in (size // per_pass * per_pass, -(-size // per_pass) * per_pass) if n]
+        rule = f"is not a multiple of local_batch_size {t.local_batch_size} times {data_ranks} data-parallel ranks"
+        yield problem(loaded, "training.global_batch_size", rule, f"use {any_of(nearby)}, or -1")
+
+
+def _largest_degree(loaded: Loaded) -> tuple[str, int]:
+    """Return the mesh degree that asks for most, other than the shard degree."""
+    names = ("tensor_parallel_degree", "data_parallel_replicate_degree", "context_parallel_degree")
+    degrees = [f"parallelism.{name}" for name in (*names, "pipeline_parallel_degree")]
+    option = max(degrees, key=loaded.value)
+    return option, loaded.value(option)
+
+
+def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iterator[Problem]:
+    """What the config asks of the device is there."""
+    c = loaded.config
+    if c.training.device == "cuda" and (num_devices == 0 or device == "cpu"):
+        yield problem(loaded, "training.device", "finds no CUDA device here", 'use "cpu" or "auto"')
+    if device is None or device == "cuda":
+        return
+    if c.parallelism.enable_async_tensor_parallel:
+        yield problem(loaded, "parallelism.enable_async_tensor_parallel", "needs CUDA", "set it to false")
+    if c.profiling.enable_memory_snapshot:
+        yield problem(loaded, "profiling.enable_memory_snapshot", "needs CUDA", "set it to false")
+
+
+def _compiler(loaded: Loaded, device: str | None) -> Iterator[Problem]:
+    """On CPU, inductor writes C++ and needs a compiler."""
+    c = loaded.config.compile
+    if device != "cpu" or not c.enable or c.backend != "inductor":
+        return
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "c++")):
+        yield problem(loaded, "compile.enable", "needs a C++ compiler on CPU", "install g++, or set it to false")
+
+
+def _paths(loaded: Loaded) -> Iterator[Problem]:
+    """Files and folders that the config names are there."""
+    c = loaded.config
+    options = ["training.dataset_path", "checkpoint.initial_load_path", "parallelism.pipeline_parallel_schedule_csv"]
+    if c.validation.enable:
+        options.append("validation.dataset_path")
+    for option in options:
+        value = loaded.value(option)
+        if value and "://" not in value and not _exists(value):
+            yield problem(loaded, option, "does not exist", "correct the path")
+    for option in ("training.dataset", "model.name"):
+        if option == "training.dataset" and loaded.value(option).endswith(".py") and not _exists(loaded.value(option)):
+            yield problem(loaded, option, "does not exist", "correct the path")
+
+
+def _exists(path: str) -> bool:
+    return Path(path).expanduser().exists()
+
+
+def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
+    """The tokenizer can be read and has no more ids than the model has rows in its embedding."""
+    model = loaded.config.model
+    option = "model.tokenizer_path" if model.tokenizer_path else "model.hf_assets_path"
+    value = str(loaded.value(option))
+    sizes = model_shape(loaded) or {}
+    vocab = sizes.get("vocab_size")
+    if value == "bytes":
+        if isinstance(vocab, int) and vocab < BYTE_TOKENIZER_IDS:
+            rule = f"has {BYTE_TOKENIZER_IDS} ids, more than the model's vocab_size of {vocab}"
+            yield problem(loaded, option, rule, f"set model.overrides.vocab_size to {BYTE_TOKENIZER_IDS} or more")
+        return
+    path = Path(value).expanduser()
+    download = "download the tokenizer.json of the model's Hugging Face repository"
+    if not path.exists():
+        yield problem(loaded, option, "does not exist", f'{download}, or use "bytes"')
+        return
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file() or file.suffix != ".json":
+        what = "holds no tokenizer.json" if path.is_dir() else "is not a tokenizer.json"
+        yield problem(loaded, option, what, f'{download}, or use "bytes"')
+        return
+    ids = _count_ids(file)
+    if ids is None:
+        yield problem(loaded, option, "has a tokenizer.json that cannot be read", f'{download}, or use "bytes"')
+    elif isinstance(vocab, int) and ids > vocab:
+        rule = f"has {ids} ids, more than the model's vocab_size of {vocab}"
+        yield problem(loaded, option, rule, f"set model.overrides.vocab_size to {ids} or more")
+
+
+def _count_ids(file: Path) -> int | None:
+    """Return one more than the largest id of a tokenizer.json, or None where it cannot be read."""
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        vocab = content["model"]["vocab"]
+        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+        ids += [token["id"] for token in content.get("added_tokens", [])]
+        return max(ids) + 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _packages(loaded: Loaded) -> Iterator[Problem]:
+    """Optional packages that the config needs are installed."""
+    c = loaded.config
+    low_precision = any(name.startswith("quantize.") for name in c.model.converters)
+    for option, needed, package, name in (
+        ("metrics.enable_wandb", c.metrics.enable_wandb, "wandb", "wandb"),
+        ("metrics.enable_tensorboard", c.metrics.enable_tensorboard, "tensorboard", "tensorboard"),
+        ("model.converters", low_precision, "torchao", "torchao"),
+    ):
+        if needed and importlib.util.find_spec(package) is None:
+            yield problem(loaded, option, f"needs the package {name}", f"run `pip install {name}`, or turn it off")

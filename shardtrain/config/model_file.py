@@ -1,0 +1,159 @@
+"""The facts of a model without importing it: fields and flavors read from the text of its file, which is never run.
+
+A model file has ``class Config``, a dataclass whose defaults are literals, and ``FLAVORS``, a literal dict from a
+flavor to the fields that it changes. Either may come from another model file by ``from shardtrain.models.X import``.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config.options import nearest
+from shardtrain.errors import ConfigError, Problem
+
+MODELS_FOLDER = Path(__file__).parent.parent / "models"
+_PACKAGE = "shardtrain.models."
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model file says: the fields of its Config with type and default, and its flavors.
+
+    A field without a default, or whose default is no literal, has the default None.
+    """
+
+    path: Path
+    fields: Mapping[str, tuple[str, Any]]
+    flavors: Mapping[str, Mapping[str, Any]]
+
+
+def model_path(name: str) -> Path:
+    """Return the file of ``model.name``: a path if it ends in .py, else a file of this package."""
+    return Path(name) if name.endswith(".py") else MODELS_FOLDER / f"{name}.py"
+
+
+def model_names() -> list[str]:
+    """Return the models of this package: files of the models folder that define or import FLAVORS."""
+    files = sorted(MODELS_FOLDER.glob("*.py"))
+    return [file.stem for file in files if "FLAVORS" in file.read_text(encoding="utf-8") and file.stem[0] != "_"]
+
+
+def read_model_file(name: str) -> ModelFacts:
+    """Read the facts of the model ``name``; raises ConfigError where there is no such file or it says too little."""
+    path = model_path(name)
+    if not path.is_file():
+        raise ConfigError(_no_file(name))
+    module = _parse(path, name)
+    cls = _definition(module, "Config", name)
+    flavors = _definition(module, "FLAVORS", name)
+    if cls is None:
+        raise _incomplete(name, "defines no class Config", "add a dataclass Config with the model's sizes")
+    if flavors is None:
+        raise _incomplete(name, "defines no FLAVORS", "add FLAVORS = {name: {field: value}}")
+    return ModelFacts(path, _fields(*cls, name), _flavors(flavors[1], name))
+
+
+def shape(facts: ModelFacts, flavor: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every field of the model's Config: defaults, then the flavor, then the overrides.
+
+    Raises KeyError for an unknown flavor.
+    """
+    defaults = {name: default for name, (_, default) in facts.fields.items()}
+    return {**defaults, **facts.flavors[flavor], **overrides}
+
+
+def _no_file(name: str) -> Problem:
+    if name.endswith(".py"):
+        return Problem("model.name", name, "is not a file", "give the path of a model file")
+    names = model_names()
+    near = nearest(name, names)
+    known = f"models are {', '.join(names)}" if names else "the models folder is empty"
+    return Problem("model.name", name, "is not a model", f"did you mean {near}? {known}" if near else known)
+
+
+def _incomplete(name: str, rule: str, fix: str) -> ConfigError:
+    return ConfigError(Problem("model.name", name, rule, fix))
+
+
+def _parse(path: Path, name: str) -> ast.Module:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError, OSError) as error:
+        raise _incomplete(name, f"cannot be read as Python ({error})", "correct the file") from error
+
+
+def _definition(module: ast.Module, wanted: str, name: str, follow: bool = True) -> tuple[ast.Module, ast.AST] | None:
+    """Find a top-level class or assignment of the name ``wanted``, following one import from another model file."""
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and node.name == wanted:
+            return module, node
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            if any(isinstance(target, ast.Name) and target.id == wanted for target in targets):
+                return module, node.value
+        elif isinstance(node, ast.ImportFrom) and follow and (node.module or "").startswith(_PACKAGE):
+            for alias in node.names:
+                if (alias.asname or alias.name) == wanted:
+                    path = MODELS_FOLDER / f"{(node.module or '')[len(_PACKAGE) :]}.py"
+                    if path.is_file():
+                        return _definition(_parse(path, name), alias.name, name, follow=False)
+    return None
+
+
+def _fields(module: ast.Module, cls: ast.AST, name: str) -> dict[str, tuple[str, Any]]:
+    """Read the annotated fields of a dataclass, those of its base classes first."""
+    found: dict[str, tuple[str, Any]] = {}
+    if not isinstance(cls, ast.ClassDef):
+        return found
+    for base in cls.bases:
+        inherited = _definition(module, base.id, name) if isinstance(base, ast.Name) else None
+        if inherited is not None:
+            found |= _fields(*inherited, name)
+    for node in cls.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = (ast.unparse(node.annotation), _literal(node.value))
+    return found
+
+
+def _literal(node: ast.expr | None) -> Any:
+    """Return the value of a literal (10_000, 2 * 1024 and 4 << 10 too), or None."""
+    if node is None:
+        return None
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        pass
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        left, right = _literal(node.left), _literal(node.right)
+        if isinstance(left, int | float) and isinstance(right, int | float):
+            return _ARITHMETIC[type(node.op)](left, right)
+    return None
+
+
+_ARITHMETIC: dict[type, Any] = {
+    ast.Mult: lambda a, b: a * b,
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+}
+
+
+def _flavors(node: ast.AST, name: str) -> dict[str, dict[str, Any]]:
+    """Read FLAVORS: a dict from text to a dict, written as ``{...}``, ``dict(...)`` or ``Config(...)``."""
+    found: dict[str, dict[str, Any]] = {}
+    if not isinstance(node, ast.Dict):
+        raise _incomplete(name, "has a FLAVORS that is no literal dict", "write FLAVORS = {name: {field: value}}")
+    for key, value in zip(node.keys, node.values, strict=True):
+        flavor = _literal(key)
+        pairs: list[tuple[Any, ast.expr]] = []
+        if isinstance(value, ast.Dict):
+            pairs = [(_literal(k), v) for k, v in zip(value.keys, value.values, strict=True)]
+        elif isinstance(value, ast.Call):
+            pairs = [(keyword.arg, keyword.value) for keyword in value.keywords]
+        if not isinstance(flavor, str) or not isinstance(value, ast.Dict | ast.Call):
+            raise _incomplete(name, "has a FLAVORS that is no literal dict", "write FLAVORS = {name: {field: value}}")
+        found[flavor] = {field: _literal(item) for field, item in pairs}
+    return found

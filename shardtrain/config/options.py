@@ -1,0 +1,176 @@
+"""The options that ``schema.py`` defines, as a flat table: dotted name, type, default and help text."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from shardtrain.config import schema
+from shardtrain.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: ``training.steps``, its type as written in the schema, its default and its help text."""
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the option is a free table of keys, as ``model.overrides`` is."""
+        return get_origin(self.kind) is dict
+
+
+@functools.cache
+def options() -> Mapping[str, Option]:
+    """Every option by its dotted name, in the order of the schema."""
+    found: dict[str, Option] = {}
+    for name, cls in sections().items():
+        if name:
+            _add_options(found, name, cls)
+    return types.MappingProxyType(found)
+
+
+def _add_options(found: dict[str, Option], section: str, cls: type) -> None:
+    """Add the options of one dataclass, not those of the sections below it."""
+    hints, texts = get_type_hints(cls), _help_texts().get(cls.__name__, {})
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            continue
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        name = f"{section}.{field.name}"
+        found[name] = Option(name, kind, default, texts.get(field.name, ""))
+
+
+@functools.cache
+def sections() -> Mapping[str, type]:
+    """Every section by its dotted name ("" is the whole config), each followed by the sections below it."""
+    found: dict[str, type] = {}
+
+    def visit(name: str, cls: type) -> None:
+        found[name] = cls
+        hints = get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if dataclasses.is_dataclass(hints[field.name]):
+                visit(f"{name}.{field.name}".lstrip("."), hints[field.name])
+
+    visit("", Config)
+    return types.MappingProxyType(found)
+
+
+@functools.cache
+def _help_texts() -> Mapping[str, Mapping[str, str]]:
+    """Read the docstring below each field of the schema's classes: class name -> field -> text on one line."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        texts: dict[str, str] = {}
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+                texts[field.target.id] = " ".join(str(below.value.value).split()) if is_text else ""  # type: ignore[attr-defined]
+        found[node.name] = texts
+    return found
+
+
+def kind_text(kind: Any) -> str:
+    """Write a type as the option's documentation shows it.
+
+    >>> kind_text(list[str]), kind_text(int | None), kind_text(Literal["a", "b"])
+    ('list of text', 'integer or unset', '"a" | "b"')
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " | ".join(f'"{arg}"' for arg in args)
+    if origin in (Union, types.UnionType):
+        names = [kind_text(arg) for arg in args if arg is not type(None)]
+        return " or ".join([*names, "unset"] if type(None) in args else names)
+    if origin is list:
+        return f"list of {kind_text(args[0])}"
+    if origin is dict:
+        return "table"
+    return {bool: "true | false", int: "integer", float: "number", str: "text"}[kind]
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the name that is spelt most like ``name``, or None where none comes close."""
+    matches = difflib.get_close_matches(name, list(names), 1, cutoff)
+    return matches[0] if matches else None
+
+
+def suggestion(name: str, extra: Iterable[str] = ()) -> str:
+    """Return the fix for an unknown dotted option: the nearest option, or where to find them all.
+
+    ``extra`` holds further names that a user may mean: those of older files.
+    """
+    known = [*options(), *extra]
+    section, _, key = name.rpartition(".")
+    within = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    match = nearest(key, within)
+    if match:
+        return f"did you mean {within[match]}?"
+    same_key = [other for other in options() if other.rpartition(".")[2] == key]
+    if same_key:
+        return f"did you mean {same_key[0]}?"
+    other_section = nearest(section, [s for s in sections() if s])
+    if other_section and section not in sections():
+        if f"{other_section}.{key}" in options():
+            return f"did you mean {other_section}.{key}?"
+        return f"did you mean a key of [{other_section}]?"
+    match = nearest(name, known, 0.75)
+    if match:
+        return f"did you mean {match}?"
+    where = section if section in sections() and section else ""
+    return f"`shardtrain config show` lists the options{f' of [{where}]' if where else ''}"
+
+
+def help_text(name: str = "") -> str:
+    """Return the help of a section, of one option, or (without a name) the list of sections.
+
+    Raises KeyError where nothing has that name.
+    """
+    if name in options():
+        option = options()[name]
+        return f"--{name}  ({kind_text(option.kind)}; default {default_text(option.default)})\n" + textwrap.fill(
+            option.help, 100, initial_indent="    ", subsequent_indent="    "
+        )
+    if name not in sections():
+        raise KeyError(f"no section or option is named {name}; {suggestion(name)}")
+    if not name:
+        lines = [f"  [{section}]  {_first_line(cls)}" for section, cls in sections().items() if section]
+        return "Sections:\n" + "\n".join(lines)
+    inside = [o for o in options() if o.startswith(f"{name}.")]
+    return "\n".join([f"[{name}]  {_first_line(sections()[name])}", *map(help_text, inside)])
+
+
+def _first_line(cls: type) -> str:
+    """Return the first line of a class's own docstring."""
+    return (cls.__doc__ or "").strip().splitlines()[0]
+
+
+def default_text(value: Any) -> str:
+    """Write a default as in TOML; an unset one as "unset"."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, list):
+        return "[" + ", ".join(map(default_text, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {default_text(item)}" for key, item in value.items()) + "}"
+    return str(value)

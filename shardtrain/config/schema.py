@@ -1,0 +1,539 @@
+"""Every option of a run: one frozen dataclass per TOML section, a docstring under each field as its help text.
+
+Sections, keys and defaults are torchtitan v0.2's, so its files run unmodified; a key that torchtitan has no word for
+says so with "(shardtrain)". Nothing here is derived and nothing mutates a config: see ``derived.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Job:
+    """What this run is called and where its files go."""
+
+    config_file: str | None = None
+    """Path of the TOML file; the same as the first argument of ``shardtrain train``."""
+    dump_folder: str = "./outputs"
+    """Folder of everything that the run writes: resolved config, logs, metrics, traces, checkpoints."""
+    description: str = "default job"
+    """One line for people; written to the log and the resolved config."""
+    print_config: bool = False
+    """Log the resolved configuration at start."""
+    save_config_file: str | None = None
+    """Also write the resolved configuration to this path below dump_folder."""
+    custom_config_module: str = ""
+    """Not available: a Python module that adds sections (a torchtitan option)."""
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """Traces of the PyTorch profiler and snapshots of device memory."""
+
+    enable_profiling: bool = False
+    """Write a profiler trace per rank every profile_freq steps."""
+    save_traces_folder: str = "profile_traces"
+    """Folder of the traces, below job.dump_folder."""
+    profile_freq: int = 10
+    """Steps from one trace to the next."""
+    profiler_active: int = 1
+    """Steps recorded in each trace."""
+    profiler_warmup: int = 3
+    """Steps before each trace in which the profiler runs but does not record."""
+    enable_memory_snapshot: bool = False
+    """Write a snapshot of the CUDA allocator every profile_freq steps, and when memory runs out."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots, below job.dump_folder."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is measured, how often, and where it is written. ``metrics.jsonl`` is always written."""
+
+    log_freq: int = 10
+    """Steps between two lines of metrics; step 1 is always logged."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard event files."""
+    disable_color_printing: bool = False
+    """Plain console lines; colours are off anyway when the output is no terminal or SLURM_JOB_ID is set."""
+    save_tb_folder: str = "tb"
+    """Folder of TensorBoard files, below job.dump_folder."""
+    save_for_all_ranks: bool = False
+    """Write TensorBoard and W&B from every rank, not from the first alone."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases (the wandb extra); WANDB_MODE=offline works without an account."""
+    peak_flops: float | None = None
+    """Dense peak of one device in FLOP/s for the MFU, where the device is not in the table (shardtrain)."""
+    legacy_tags: bool = False
+    """Also write the 2024 tag ``wps`` beside ``throughput(tps)`` (shardtrain)."""
+    save_log_file: str = "logs/rank-{rank}.log"
+    """Log file of each rank below job.dump_folder; ``{rank}`` is the global rank (shardtrain)."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which network is trained."""
+
+    name: str = "llama3"
+    """A file of shardtrain/models without its ending, or the path of a model file of yours (``my_model.py``)."""
+    flavor: str = "debugmodel"
+    """A size of that model: a key of its FLAVORS."""
+    hf_assets_path: str = "bytes"
+    """Folder with tokenizer.json, or "bytes" for the byte-level tokenizer of this package."""
+    tokenizer_path: str | None = None
+    """Older name of hf_assets_path: a tokenizer file or folder; used when set."""
+    norm_type: Literal["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
+    """Normalisation; rmsnorm and fused_rmsnorm are one fused kernel now, np_layernorm has no parameters (shardtrain)."""
+    overrides: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """Fields of the flavor to replace, e.g. ``num_layers = 4``; any field of the model's Config (shardtrain)."""
+    converters: list[str] = field(default_factory=list)
+    """Module replacements applied to the model, e.g. "quantize.linear.float8"."""
+    print_after_conversion: bool = False
+    """Log the model after the converters."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The optimizer and its constants."""
+
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """AdamW decays weights apart from the gradient; Adam adds the decay to it."""
+    lr: float = 8e-4
+    """Peak learning rate, scaled by [lr_scheduler]."""
+    beta1: float = 0.9
+    """Decay of the mean of gradients."""
+    beta2: float = 0.95
+    """Decay of the mean of squared gradients."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Weight decay, times the learning rate."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Kernels of the update; fused is the fastest on CPU and CUDA."""
+    early_step_in_backward: bool = False
+    """Not available: update each parameter during backward (it would update before clipping and the finite check)."""
+    no_weight_decay: list[str] = field(default_factory=list)
+    """Parameter name patterns without weight decay, e.g. ["*norm*", "*.bias"]; here ``*`` crosses dots (shardtrain)."""
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    """The learning rate as a pure function of the step."""
+
+    name: Literal["warmup_stable_decay", "linear_linear", "linear_by_proportion", "deepspeed_warmup"] = (
+        "warmup_stable_decay"
+    )
+    """warmup_stable_decay is torchtitan's; linear_linear torchtrain's; linear_by_proportion warms up over
+    warmup_proportion of the steps (Hugging Face's linear); deepspeed_warmup is WarmupLR (shardtrain)."""
+    warmup_steps: int = 200
+    """Steps from the first to the peak rate."""
+    total_steps: int | None = None
+    """Length of the schedule; training.steps unless set."""
+    decay_ratio: float | None = None
+    """Share of the steps that decay, 0..1; all steps after the warmup unless set."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: float = 0.0
+    """Rate at the end of the decay, as a share of the peak, 0..1."""
+    warmup_proportion: float = 0.01
+    """Share of the steps that warm up, for linear_by_proportion, 0..1 (shardtrain)."""
+    warmup_type: Literal["log", "linear"] = "log"
+    """Shape of the warmup of deepspeed_warmup (shardtrain)."""
+    warmup_min_lr: float = 0.0
+    """First learning rate of deepspeed_warmup (shardtrain)."""
+
+
+@dataclass(frozen=True)
+class DataLoader:
+    """How batches reach the trainer."""
+
+    num_workers: int = 0
+    """Processes that prepare batches; 0 prepares them in the trainer."""
+    persistent_workers: bool = False
+    """Keep the workers between epochs."""
+    pin_memory: bool = False
+    """Put batches into pinned host memory, for faster copies to a GPU."""
+    prefetch_factor: int | None = None
+    """Batches prepared ahead by each worker."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Data, batch sizes, length and precision of training."""
+
+    dataset: str = "python_stdlib"
+    """A file of shardtrain/data/sources without its ending."""
+    dataset_path: str | None = None
+    """File or folder that the dataset reads; some datasets need none."""
+    local_batch_size: int = 8
+    """Sequences per data-parallel rank in one forward and backward pass."""
+    global_batch_size: int = -1
+    """Sequences per optimizer step over all ranks; -1 is local_batch_size times the data-parallel ranks. A larger
+    multiple accumulates gradients."""
+    seq_len: int = 2048
+    """Tokens per sequence."""
+    max_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+    steps: int = 10000
+    """Optimizer steps of the run."""
+    epochs: int | None = None
+    """Passes over the dataset; when set it decides the number of steps in place of steps (shardtrain)."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which parameters, gradients and optimizer state are stored."""
+    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type in which forward and backward compute; float16 adds loss scaling."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are reduced over ranks."""
+    initial_loss_scale: float = 65536.0
+    """First loss scale with float16 (shardtrain)."""
+    loss_scale_growth_interval: int = 2000
+    """Finite steps in a row after which the loss scale doubles, with float16 (shardtrain)."""
+    nonfinite_policy: Literal["stop", "skip"] = "stop"
+    """On a loss or gradient that is not finite: stop before the update, or skip the update (shardtrain)."""
+    nonfinite_max_skips: int = 10
+    """Updates skipped in a row after which the run stops all the same (shardtrain)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes CUDA where a device is found (shardtrain)."""
+    gc_freq: int = 50
+    """Steps between two runs of Python's garbage collector, which is off in between so that ranks do not wait for
+    each other's."""
+    gc_debug: bool = False
+    """Collect every step and log what could not be freed."""
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """The device mesh and how the model is split over it."""
+
+    data_parallel_replicate_degree: int = 1
+    """Copies of the model (DDP); with a shard degree above 1 it is HSDP."""
+    data_parallel_shard_degree: int = -1
+    """Ranks over which parameters are sharded (FSDP); -1 is all ranks that the other degrees leave."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered parameters after forward: always, never, or by default all but the last layer's."""
+    shard_optimizer_states: bool = False
+    """Split optimizer state over the data_parallel_replicate ranks (ZeRO-1) (shardtrain)."""
+    tensor_parallel_degree: int = 1
+    """Ranks over which each layer is split, with sequence parallelism between."""
+    disable_loss_parallel: bool = False
+    """Gather the logits over tensor-parallel ranks before the loss."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor-parallel communication with matmuls (CUDA and compile only)."""
+    pipeline_parallel_degree: int = 1
+    """Ranks over which the layers are divided in sequence."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """Module names of each pipeline stage, where the automatic split does not fit."""
+    pipeline_parallel_first_stage_less_layers: int = 1
+    """Layers that the embedding counts for in the automatic split."""
+    pipeline_parallel_last_stage_less_layers: int = 1
+    """Layers that the norm and head count for in the automatic split."""
+    pipeline_parallel_layers_per_stage: int | None = None
+    """Layers per stage; decides the number of stages per rank."""
+    pipeline_parallel_schedule: str = "1F1B"
+    """Pipeline schedule."""
+    pipeline_parallel_schedule_csv: str = ""
+    """Path of a schedule written as CSV."""
+    pipeline_parallel_microbatch_size: int = 1
+    """Sequences per pipeline micro-batch."""
+    pipeline_parallel_expert_parallel_overlap: bool = True
+    """Overlap expert communication with compute; DualPipeV only."""
+    context_parallel_degree: int = 1
+    """Ranks over which each sequence is split."""
+    context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
+    """How the sequence is dealt so that causal attention costs every rank the same."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
+    """How keys and values travel."""
+    expert_parallel_degree: int = 1
+    """Ranks over which experts are divided."""
+    expert_tensor_parallel_degree: int = 1
+    """Ranks over which each expert is split: 1 or the tensor-parallel degree."""
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
+    """How tokens reach their experts."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saving and continuing."""
+
+    enable: bool = False
+    """Save checkpoints, and continue from the newest one found."""
+    enable_ft_dataloader_checkpoints: bool = True
+    """A torchtitan option for replica groups; without effect here."""
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, below job.dump_folder."""
+    interval: int = 500
+    """Steps between two saves; the last step is always saved."""
+    interval_type: Literal["steps", "seconds"] = "steps"
+    """Unit of interval (shardtrain)."""
+    initial_load_path: str | None = None
+    """Checkpoint to start from when folder holds none."""
+    initial_load_model_only: bool = True
+    """Take the weights alone from initial_load_path."""
+    initial_load_in_hf: bool = False
+    """initial_load_path is in Hugging Face format."""
+    initial_load_in_hf_quantized: bool = False
+    """initial_load_path holds quantized Hugging Face weights."""
+    last_save_model_only: bool = False
+    """Save the weights alone at the last step. torchtitan's default is true, which makes a finished run impossible to
+    extend; here it is asked for."""
+    last_save_in_hf: bool = False
+    """Write the last save in Hugging Face format."""
+    export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Type of the weights in a weights-only save."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write checkpoints while training goes on."""
+    keep_latest_k: int = 10
+    """Newest checkpoints kept; 0 keeps all."""
+    load_step: int = -1
+    """Step to continue from; -1 is the newest."""
+    exclude_from_loading: list[str] = field(default_factory=list)
+    """Parts not to load: "optimizer", "lr_scheduler", "dataloader", "train_state"."""
+    enable_first_step_checkpoint: bool = False
+    """Save after step 1 too."""
+    create_seed_checkpoint: bool = False
+    """Save the initial weights and stop. Not needed for equal starts: initial weights do not depend on the mesh."""
+    load_only: bool = False
+    """Load, never save."""
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    """Recompute activations in backward to save memory."""
+
+    mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
+    """none keeps all activations, full recomputes every layer, selective see below, memory_budget lets the compiler
+    choose."""
+    selective_ac_option: str = "2"
+    """A number k recomputes every k-th layer; "op" keeps the expensive operations of every layer."""
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(default_factory=lambda: ["moe.router.gate"])
+    """Linear layers whose matmul is recomputed in spite of "op"."""
+    early_stop: bool = False
+    """Stop recomputing a layer once all that backward needs is there."""
+    memory_budget: float = 0.5
+    """Share of activations to keep with memory_budget: 0 recomputes all, 1 none."""
+    visualize_memory_budget_pareto: bool = False
+    """Write the compiler's trade-off curve as SVG below job.dump_folder."""
+    preserve_rng_state: bool = True
+    """Give recomputation the same random numbers as forward."""
+    determinism_check: str = "default"
+    """How recomputed tensors are compared with the first ones: "default" or "none"."""
+    debug: bool = False
+    """Report the operations of forward and recomputation when they differ (slow)."""
+    cpu_offload: bool = False
+    """Hold the inputs that recomputation needs in host memory (shardtrain)."""
+
+
+@dataclass(frozen=True)
+class Compile:
+    """torch.compile."""
+
+    enable: bool = False
+    """Compile each layer, and the loss."""
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])  # type: ignore[assignment]
+    """What to compile."""
+    backend: str = "inductor"
+    """Compiler backend."""
+
+
+@dataclass(frozen=True)
+class Float8Linear:
+    """Float8 linear layers (torchao)."""
+
+    enable_fsdp_float8_all_gather: bool = False
+    """Gather parameters in float8."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute all scales in one reduction."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """Scaling recipe; tensorwise unless set."""
+    filter_fqns: list[str] = field(default_factory=list)
+    """Modules left in high precision."""
+    emulate: bool = False
+    """Emulate float8 on devices without it."""
+
+
+@dataclass(frozen=True)
+class MXLinear:
+    """Microscaling linear layers (torchao)."""
+
+    mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
+    """Kernel of the transposed cast."""
+    recipe_name: str = "mxfp8_cublas"
+    """Scaling recipe."""
+    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
+    """Modules left in high precision."""
+
+
+@dataclass(frozen=True)
+class QuantizeLinear:
+    """Quantized linear layers."""
+
+    float8: Float8Linear = field(default_factory=Float8Linear)
+    mx: MXLinear = field(default_factory=MXLinear)
+
+
+@dataclass(frozen=True)
+class Float8GroupedMM:
+    """Float8 grouped matmuls of experts (torchao)."""
+
+    fqns: list[str] = field(default_factory=list)
+    """Modules to convert."""
+
+
+@dataclass(frozen=True)
+class MXGroupedMM:
+    """Microscaling grouped matmuls of experts (torchao)."""
+
+    recipe_name: str = "mxfp8"
+    """Scaling recipe."""
+    fqns: list[str] = field(default_factory=list)
+    """Modules to convert."""
+
+
+@dataclass(frozen=True)
+class QuantizeGroupedMM:
+    """Quantized grouped matmuls."""
+
+    float8: Float8GroupedMM = field(default_factory=Float8GroupedMM)
+    mx: MXGroupedMM = field(default_factory=MXGroupedMM)
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Low-precision compute; named in model.converters to take effect."""
+
+    linear: QuantizeLinear = field(default_factory=QuantizeLinear)
+    grouped_mm: QuantizeGroupedMM = field(default_factory=QuantizeGroupedMM)
+
+
+@dataclass(frozen=True)
+class Comm:
+    """Process groups."""
+
+    init_timeout_seconds: int = 300
+    """Limit of a collective until the first step is done."""
+    train_timeout_seconds: int = 100
+    """Limit of a collective after the first step."""
+    trace_buf_size: int = 20000
+    """Entries of the flight recorder of collectives; 0 turns it off."""
+    save_traces_folder: str = "comm_traces"
+    """Folder of the flight recorder's dumps, below job.dump_folder."""
+    save_traces_file_prefix: str = "rank_"
+    """Start of the dumps' file names."""
+    mode: Literal["default", "fake_backend", "local_tensor"] = "default"
+    """default trains; fake_backend builds any world size in one process."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimation:
+    """torchtitan's estimator; see ``shardtrain plan``."""
+
+    enable: bool = False
+    """Not available."""
+    disable_fake_mode: bool = False
+    """Not available."""
+
+
+@dataclass(frozen=True)
+class FaultTolerance:
+    """Replica groups with per-step membership (torchft)."""
+
+    enable: bool = False
+    """Not available: replica groups of torchft."""
+    process_group: Literal["gloo", "nccl"] = "gloo"
+    """Backend between replica groups."""
+    process_group_timeout_ms: int = 10000
+    """Limit of a collective between replica groups."""
+    replica_id: int = 0
+    """This replica group."""
+    group_size: int = 0
+    """Number of replica groups."""
+    min_replica_size: int = 1
+    """Replica groups that a step needs."""
+    semi_sync_method: Literal["local_sgd", "diloco"] | None = None
+    """Synchronise every few steps instead of each."""
+    sync_steps: int = 5
+    """Steps between synchronisations."""
+    should_quantize: bool = False
+    """Quantize what is exchanged."""
+    fragment_sync_delay: int = 0
+    """Steps by which a fragment's synchronisation is delayed."""
+    fragment_update_alpha: float = 0.0
+    """Share of the local weights kept."""
+    module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list)
+    """Modules of each fragment."""
+    num_fragments: int = 1
+    """Fragments of the model."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Loss on held-out data during training."""
+
+    enable: bool = False
+    """Validate every freq steps."""
+    dataset: str = "python_stdlib"
+    """A file of shardtrain/data/sources without its ending."""
+    dataset_path: str | None = None
+    """File or folder that the dataset reads."""
+    local_batch_size: int = 8
+    """Sequences per data-parallel rank in one forward pass."""
+    seq_len: int = 2048
+    """Tokens per sequence."""
+    freq: int = 10
+    """Steps between two validations."""
+    steps: int = -1
+    """Batches of one validation; -1 is the whole set."""
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass(frozen=True)
+class Debug:
+    """Seeds, determinism and switches for finding faults."""
+
+    seed: int = 42
+    """Seed of initial weights, data order and dropout; torchtitan draws one when unset."""
+    deterministic: bool = False
+    """Bitwise equal runs: deterministic kernels only (slower on GPUs)."""
+    deterministic_warn_only: bool = False
+    """Warn at kernels without a deterministic form instead of stopping."""
+    moe_force_load_balance: bool = False
+    """Route tokens evenly to all experts, for benchmarks."""
+
+
+@dataclass(frozen=True)
+class Experimental:
+    """torchtitan's hooks for code outside its tree; here ``model.name`` takes the path of a file."""
+
+    custom_import: str = ""
+    """Not available: a module imported at start."""
+    custom_args_module: str = ""
+    """Not available: a module that adds options."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run. Command line beats file, file beats default."""
+
+    job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
+    metrics: Metrics = field(default_factory=Metrics)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    quantize: Quantize = field(default_factory=Quantize)
+    comm: Comm = field(default_factory=Comm)
+    memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    validation: Validation = field(default_factory=Validation)
+    debug: Debug = field(default_factory=Debug)
+    experimental: Experimental = field(default_factory=Experimental)

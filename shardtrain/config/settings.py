@@ -1,0 +1,27 @@
+"""One setting: what a line of the file or an argument of the command line says, before it has a type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A dotted option, the value given to it, and where.
+
+    From the command line ``value`` is a tuple of texts and ``is_text`` holds; from the file it is a TOML value.
+    """
+
+    option: str
+    value: Any
+    where: str
+    is_text: bool = False
+
+    @property
+    def shown(self) -> Any:
+        """The value as an error message shows it."""
+        return (self.value[0] if len(self.value) == 1 else list(self.value)) if self.is_text else self.value

@@ -1,0 +1,96 @@
+"""Write a config as TOML: with the origin of every value, or so that it reloads to the same config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardtrain.config.availability import unavailable
+from shardtrain.config.check import check, notes
+from shardtrain.config.load import Loaded, value_of
+from shardtrain.config.options import kind_text, options, sections
+from shardtrain.config.schema import Config
+from shardtrain.errors import Problem
+
+
+def toml_value(value: Any) -> str:
+    """Write a value as TOML.
+
+    >>> toml_value([1.0, True, 'say "hi"'])
+    '[1.0, true, "say \\\\"hi\\\\""]'
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        text = repr(value)
+        return text if any(mark in text for mark in ".ein") else f"{text}.0"
+    if isinstance(value, str):
+        return '"' + "".join(_escaped(character) for character in value) + '"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def _escaped(character: str) -> str:
+    """Write one character of a TOML basic string."""
+    if character in '"\\':
+        return f"\\{character}"
+    if ord(character) < 0x20 or ord(character) == 0x7F:
+        return f"\\u{ord(character):04x}"
+    return character
+
+
+def _key(key: str) -> str:
+    plain = key.isascii() and key.replace("_", "a").replace("-", "a").isalnum()
+    return key if plain else toml_value(key)
+
+
+def resolved_toml(config: Config) -> str:
+    """Return every option as TOML that loads to an equal config; what is unset stands as a comment."""
+    return _render(config, lambda name, value: "")
+
+
+def show(loaded: Loaded) -> str:
+    """Return every option as TOML, each with its origin: ``steps = 50  # run.toml:3``."""
+    return _render(loaded.config, lambda name, value: f"  # {loaded.origins.get(name, 'default')}")
+
+
+def _render(config: Config, comment: Callable[[str, Any], str]) -> str:
+    """Write all sections that have options; tables of free keys come last in theirs, as TOML wants."""
+    blocks = []
+    for section in sections():
+        names = [name for name in options() if name.rpartition(".")[0] == section]
+        if not names:
+            continue
+        lines, tables = [f"[{section}]"], []
+        for name in names:
+            value, key = value_of(config, name), name.rpartition(".")[2]
+            if options()[name].is_table:
+                tables += _table(name, value, comment)
+            elif value is None:
+                lines.append(f"# {key}: unset ({kind_text(options()[name].kind)})")
+            else:
+                lines.append(f"{key} = {toml_value(value)}{comment(name, value)}")
+        blocks.append("\n".join(lines + tables))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _table(name: str, values: Mapping[str, Any], comment: Callable[[str, Any], str]) -> list[str]:
+    """Write a table of free keys below its section."""
+    lines = [f"{_key(key)} = {toml_value(value)}{comment(f'{name}.{key}', value)}" for key, value in values.items()]
+    return ["", f"[{name}]", *lines]
+
+
+def check_report(loaded: Loaded, extra: Sequence[Problem] = ()) -> tuple[str, int]:
+    """Return the text of ``config check`` and its exit code: 2 with errors, 0 with notes alone.
+
+    ``extra`` holds errors that only this machine shows, from ``machine_notes``.
+    """
+    errors = [*check(loaded), *extra]
+    hints = [*loaded.notices, *notes(loaded), *map(str, unavailable(loaded))]
+    source = loaded.path or "defaults and command line"
+    lines = [f"error: {problem}" for problem in errors] + [f"note: {hint}" for hint in hints]
+    count = f"{len(errors)} error{'' if len(errors) == 1 else 's'}, {len(hints)} note{'' if len(hints) == 1 else 's'}"
+    return "\n".join([*lines, f"{source}: {count}"]), 2 if errors else 0

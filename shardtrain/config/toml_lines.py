@@ -1,0 +1,115 @@
+"""Find the line of every key of a TOML text, which ``tomllib`` does not tell."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+_STRING = re.compile(
+    r'"""(?:\\.|[^\\])*?"""+' r"|'''.*?'''+" r'|"(?:\\.|[^"\\\n])*"' r"|'[^'\n]*'",
+    re.DOTALL,
+)
+_BARE_VALUE = re.compile(r"[^,\]\}\n#]*")
+
+Key = tuple[str, ...]
+
+
+def key_lines(text: str) -> dict[Key, int]:
+    """Return the line (from 1) on which each table and key of a valid TOML text begins.
+
+    ``a.b = 1`` below ``[s]`` is the key ("s", "a", "b"); the tables on the way are entered too.
+    """
+    return _Scanner(text.replace("\r\n", "\n")).scan()
+
+
+class _Scanner:
+    """Walks a TOML text that ``tomllib`` has accepted; so it need not look for mistakes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.lines: dict[Key, int] = {}
+
+    def scan(self) -> dict[Key, int]:
+        """Read statement after statement until the text ends."""
+        table: Key = ()
+        while True:
+            self._skip_blank()
+            if self.at >= len(self.text):
+                return self.lines
+            start = self.at
+            if self.text[self.at] == "[":
+                self.at += 2 if self.text.startswith("[[", self.at) else 1
+                table = self._key()
+                self._enter(table, start)
+                self.at = self._find("]")
+                while self.text.startswith("]", self.at):
+                    self.at += 1
+            else:
+                self._pair(table)
+
+    def _pair(self, table: Key) -> None:
+        """Read ``key = value``."""
+        start = self.at
+        key = table + self._key()
+        self._enter(key, start, len(table))
+        self.at = self._find("=") + 1
+        self._value(key)
+
+    def _key(self) -> Key:
+        """Read a bare, quoted or dotted key."""
+        parts: list[str] = []
+        while True:
+            self._skip_spaces()
+            match = _STRING.match(self.text, self.at) or _BARE_KEY.match(self.text, self.at)
+            if match is None:
+                raise ValueError(f"no key at character {self.at}")
+            word = match.group()
+            parts.append(tomllib.loads(f"x = {word}")["x"] if word[0] in "\"'" else word)
+            self.at = match.end()
+            self._skip_spaces()
+            if not self.text.startswith(".", self.at):
+                return tuple(parts)
+            self.at += 1
+
+    def _value(self, key: Key) -> None:
+        """Read past a value; the keys of inline tables are entered."""
+        self._skip_spaces()
+        opening = self.text[self.at]
+        if opening not in "{[":
+            match = _STRING.match(self.text, self.at) or _BARE_VALUE.match(self.text, self.at)
+            self.at = match.end() if match else len(self.text)
+            return
+        closing = "}" if opening == "{" else "]"
+        self.at += 1
+        while True:
+            self._skip_blank()
+            if self.text.startswith(closing, self.at):
+                self.at += 1
+                return
+            if opening == "{":
+                self._pair(key)
+            else:
+                self._value(key)
+            self._skip_blank()
+            if self.text.startswith(",", self.at):
+                self.at += 1
+
+    def _enter(self, key: Key, start: int, already: int = 0) -> None:
+        """Note the line of a key and of the tables it opens on the way."""
+        line = self.text.count("\n", 0, start) + 1
+        for length in range(already + 1, len(key) + 1):
+            self.lines.setdefault(key[:length], line)
+
+    def _find(self, mark: str) -> int:
+        return self.text.index(mark, self.at)
+
+    def _skip_blank(self) -> None:
+        match = _BLANK.match(self.text, self.at)
+        self.at = match.end() if match else self.at
+
+    def _skip_spaces(self) -> None:
+        while self.at < len(self.text) and self.text[self.at] in " \t":
+            self.at += 1

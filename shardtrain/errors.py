@@ -1,0 +1,111 @@
+"""What can go wrong, as types: each error knows its exit code and says what, where and how to fix it.
+
+ShardtrainError
+├── ConfigError        exit 2   the configuration or an input is wrong; never worth a retry
+├── DataError          exit 3   the data is unusable or has ended
+├── NumericalError     exit 4   a loss or gradient is not finite
+├── CheckpointError    exit 5   a checkpoint cannot be used
+├── PeerError          exit 6   another rank or a collective failed; a retry may help
+├── OutOfMemoryError   exit 7   host or device memory ran out
+├── StorageError       exit 8   files could not be written; retry later
+└── Preempted          exit 75  asked to stop, and the run is saved
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration: the option, its value, the rule it breaks and the fix.
+
+    ``where`` is the origin of the value: ``run.toml:12`` or ``command line``; empty for a default.
+    """
+
+    option: str
+    value: Any
+    rule: str
+    fix: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        """One line: ``run.toml:12: training.steps=0 must be at least 1; set it to ...``."""
+        origin = f"{self.where}: " if self.where else ""
+        value = "" if self.value is None else f"={_toml_like(self.value)}"
+        return f"{origin}{self.option}{value} {self.rule}; {self.fix}"
+
+
+class ShardtrainError(Exception):
+    """Base of every error a user can meet; ``exit_code`` is the process's exit status."""
+
+    exit_code = 1
+
+
+class ConfigError(ShardtrainError):
+    """The configuration cannot work; holds every problem found, not the first alone."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Problem | str | Sequence[Problem | str]) -> None:
+        if isinstance(problems, Problem | str):
+            problems = (problems,)
+        self.problems: tuple[Problem | str, ...] = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DataError(ShardtrainError):
+    """The data cannot be read, is inconsistent, or has ended."""
+
+    exit_code = 3
+
+
+class NumericalError(ShardtrainError):
+    """A loss or a gradient stopped being a finite number."""
+
+    exit_code = 4
+
+
+class CheckpointError(ShardtrainError):
+    """A checkpoint is missing, incomplete or does not fit this run."""
+
+    exit_code = 5
+
+
+class PeerError(ShardtrainError):
+    """Another rank failed or a collective did not complete."""
+
+    exit_code = 6
+
+
+class OutOfMemoryError(ShardtrainError):
+    """Host or device memory ran out."""
+
+    exit_code = 7
+
+
+class StorageError(ShardtrainError):
+    """A file could not be written."""
+
+    exit_code = 8
+
+
+class Preempted(ShardtrainError):
+    """The run was asked to stop and has saved its state."""
+
+    exit_code = 75
+
+
+def _toml_like(value: Any) -> str:
+    """Write a value as the user would: booleans in lower case, text in double quotes.
+
+    >>> _toml_like(True), _toml_like("a"), _toml_like(3)
+    ('true', '"a"', '3')
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value)

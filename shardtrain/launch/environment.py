@@ -1,0 +1,214 @@
+"""What the environment says: is this process a rank already, how many ranks fit here, which of them may speak.
+
+Nothing here imports torch unless a device file shows that there is an accelerator to count.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from shardtrain.config.derived import other_degrees
+from shardtrain.config.schema import Config
+from shardtrain.errors import ConfigError, Problem
+
+LOCAL_ADDRESS = "127.0.0.1"
+PORTS_FROM_JOB_ID = 10_000
+
+
+@dataclass(frozen=True)
+class ProcessCount:
+    """How many ranks to start on this machine, and the reason in words for the log."""
+
+    count: int
+    reason: str
+
+
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher has already made this process one rank of several.
+
+    RANK and WORLD_SIZE alone do not count: PyTorchJob and Run:ai set them per node. LOCAL_RANK beside them does, and
+    so does torchrun's own TORCHELASTIC_RUN_ID.
+
+    >>> is_rank({"RANK": "0", "WORLD_SIZE": "2"}), is_rank({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    (False, True)
+    """
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return True
+    return all(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")) or is_slurm_rank(environment)
+
+
+def is_slurm_rank(environment: Mapping[str, str]) -> bool:
+    """Whether this is one of several tasks of one srun. The body of an sbatch script is none: it has no step.
+
+    >>> is_slurm_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    False
+    >>> is_slurm_rank({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"})
+    True
+    """
+    return "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+
+
+def adopt_slurm(environment: MutableMapping[str, str]) -> None:
+    """Give a task of srun the names that PyTorch reads: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+
+    The port follows from the job id, so that two jobs on one node do not meet; all names already set are kept.
+    """
+    if not is_slurm_rank(environment) or "RANK" in environment:
+        return
+    job = int(environment.get("SLURM_JOB_ID", "0"))
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    names = {
+        "RANK": environment["SLURM_PROCID"],
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "MASTER_ADDR": first_host(nodes) or LOCAL_ADDRESS,
+        "MASTER_PORT": str(20_000 + job % PORTS_FROM_JOB_ID),
+    }
+    for name, value in names.items():
+        environment.setdefault(name, value)
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm node list.
+
+    >>> first_host("gpu[07-09,12],login"), first_host("a1,a2"), first_host("rack[1-2]n[01-04]")
+    ('gpu07', 'a1', 'rack1n01')
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group(0)) if first else ""
+
+
+def refuse_one_of_several_nodes(environment: Mapping[str, str]) -> None:
+    """Stop when a platform started this command once per node: each copy would train alone, and nobody would notice.
+
+    Raises:
+        ConfigError: PET_NNODES or SKYPILOT_NUM_NODES is above 1 and no torchrun stands between.
+    """
+    for name in ("PET_NNODES", "SKYPILOT_NUM_NODES"):
+        value = environment.get(name, "")
+        if value.rpartition(":")[2].isdigit() and int(value.rpartition(":")[2]) > 1:
+            rule = "says that this is one of several nodes, but the command starts ranks on one machine alone"
+            fix = "run `torchrun -m shardtrain train ...`, which reads the same variables"
+            raise ConfigError(Problem(name, value, rule, fix, "environment"))
+
+
+def count_accelerators(device: str = "auto") -> int:
+    """Accelerators that PyTorch can use, 0 where there are none; ``device`` is ``training.device``.
+
+    Importing torch takes a second or more, so it is asked only where a device file exists.
+    """
+    if device == "cpu" or not has_device_files():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def has_device_files() -> bool:
+    """Whether the system shows the device file of a GPU: NVIDIA's, AMD's, or that of Windows' Linux subsystem."""
+    return any(glob.glob(pattern) for pattern in ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"))
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use; a container's limit counts where the system reports it."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def choose_processes(
+    config: Config, requested: int | None, environment: Mapping[str, str], accelerators: int, cores: int
+) -> ProcessCount:
+    """Decide how many ranks to start here: as asked, or one per accelerator, or two on a CPU, as the mesh allows.
+
+    With a free shard degree the count is a multiple of the other degrees; with a fixed one it is their product.
+    ``requested`` is ``--nproc``; NGPU in the environment comes next.
+
+    Raises:
+        ConfigError: NGPU or ``--nproc`` is no whole number above 0.
+    """
+    if requested is not None:
+        return ProcessCount(_at_least_one("--nproc", requested, "command line"), "as --nproc says")
+    if environment.get("NGPU"):
+        return ProcessCount(_at_least_one("NGPU", environment["NGPU"], "environment"), "as NGPU says")
+    shard = config.parallelism.data_parallel_shard_degree
+    if shard != -1:
+        return ProcessCount(other_degrees(config) * shard, "the product of the parallelism degrees")
+    multiple = other_degrees(config)
+    if accelerators:
+        count = max(accelerators // multiple, 1) * multiple
+        return ProcessCount(_fit_batch(config, count, multiple), f"{accelerators} accelerators found")
+    count = -(-min(2, cores) // multiple) * multiple
+    return ProcessCount(_fit_batch(config, count, multiple), f"no accelerator found, {cores} CPU cores")
+
+
+def rank_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
+    """Variables of one local rank, the names of torchrun; the parent hosts the store, so every rank is its client."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": LOCAL_ADDRESS,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def set_allocator_default(environment: MutableMapping[str, str]) -> None:
+    """Let CUDA's allocator grow its segments, unless the user has configured it; before torch is imported."""
+    if has_device_files() and "PYTORCH_CUDA_ALLOC_CONF" not in environment:
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int, cores: int, alone: bool) -> None:
+    """Fill in variables that must be there before torch is imported; a value that the user has set is kept.
+
+    Ranks share the cores evenly, and leave C++ traces of a broken connection out of the terminal (the rank's own
+    exception says the same in one line). With ``alone`` all ranks are on this machine and talk over its loopback
+    interface, so that nothing of the run can be reached from outside.
+    """
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // local_ranks)),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    if alone:
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    for name, value in defaults.items():
+        environment.setdefault(name, value)
+
+
+def _at_least_one(name: str, value: int | str, where: str) -> int:
+    try:
+        count = int(value)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ConfigError(Problem(name, value, "must be a whole number of processes above 0", "use 1 or more", where))
+    return count
+
+
+def _fit_batch(config: Config, count: int, multiple: int) -> int:
+    """The largest number of ranks up to ``count`` over which the global batch divides; ``count`` where none does."""
+    batch = config.training.global_batch_size
+    if batch == -1:
+        return count
+    model_ranks = multiple // config.parallelism.data_parallel_replicate_degree
+    for candidate in range(count, 0, -multiple):
+        if batch % (config.training.local_batch_size * (candidate // model_ranks)) == 0:
+            return candidate
+    return count

@@ -1,0 +1,193 @@
+"""How a failure is told: one line on the terminal, the full trace in the rank's log, ``exit.json`` for machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shardtrain.errors import ConfigError, ShardtrainError
+from shardtrain.log import redact
+
+GENERAL, PEER, OUT_OF_MEMORY, PREEMPTED, NOT_SAVED = 1, 6, 7, 75, 76
+RETRYABLE = frozenset({6, 8, 75, 76})
+MESSAGE_LENGTH = 500
+
+_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "PeerError"}
+# what gloo, NCCL and the store say when the other end has gone; a rank that says so is not the cause
+_PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was abort")
+_MEMORY_WORDS = ("can't allocate memory", "CUDA out of memory", "HIP out of memory")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one rank stopped.
+
+    ``time_seconds`` is wall-clock time since the epoch, by which the first failure of a run is found; ``where`` is
+    ``file.py:12``; ``is_peer`` says that the rank only noticed another's end; ``problems`` are a ConfigError's lines.
+    """
+
+    rank: int
+    host: str
+    kind: str
+    message: str
+    where: str
+    time_seconds: float
+    exit_code: int
+    is_peer: bool = False
+    trace: str = ""
+    problems: tuple[str, ...] = ()
+
+
+def describe(error: BaseException, rank: int) -> Failure:
+    """Turn an exception of this process into a Failure; values of secret environment variables are masked."""
+    kind = type(error).__name__
+    text = " ".join(str(error).split())
+    is_peer = kind in _PEER_TYPES or (isinstance(error, RuntimeError) and any(word in text for word in _PEER_WORDS))
+    return Failure(
+        rank=rank,
+        host=socket.gethostname(),
+        kind=kind,
+        message=_shorten(redact(text)),
+        where=_origin(error.__traceback__),
+        time_seconds=time.time(),
+        exit_code=_exit_code(error, kind, text, is_peer),
+        is_peer=is_peer,
+        trace=redact("".join(traceback.format_exception(error))),
+        problems=tuple(redact(str(problem)) for problem in error.problems) if isinstance(error, ConfigError) else (),
+    )
+
+
+def killed(rank: int, signal_number: int, time_seconds: float) -> Failure:
+    """The failure of a rank that a signal ended, so that it could say nothing itself."""
+    hint = " (the kernel does that when memory runs out)" if signal_number == 9 else ""
+    message = f"was killed by signal {signal_number}{hint}"
+    return Failure(rank, socket.gethostname(), "", message, "", time_seconds, PEER)
+
+
+def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
+    """The failure of a rank that left with a status of its own and no word, by ``os._exit`` or ``sys.exit``."""
+    message = f"ended with status {exit_code} and left no exception"
+    return Failure(rank, socket.gethostname(), "", message, "", time_seconds, exit_code)
+
+
+def culprit(failures: Iterable[Failure]) -> Failure:
+    """The rank to blame: first by time among those with a cause of their own, before those that lost a peer."""
+    return min(failures, key=lambda failure: (failure.is_peer, failure.time_seconds))
+
+
+def lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]:
+    """What the terminal shows: one line, or one for each problem of a wrong configuration."""
+    if failure.exit_code == PREEMPTED:
+        return [f"stopped[{PREEMPTED}]: {failure.message}"]
+    start = f"error[{failure.exit_code}]: "
+    if failure.problems:
+        return [start + problem for problem in failure.problems]
+    cause = ": ".join(part for part in (failure.kind, failure.message) if part)
+    if world_size > 1:
+        verb = "failed: " if failure.kind else ""
+        cause = f"rank {failure.rank} (host {failure.host}) {verb}{cause}"
+    where = f" ({failure.where})" if failure.where else ""
+    trace = f"; full trace: {log_path}" if failure.trace else f"; see {log_path}"
+    return [start + cause + where + trace]
+
+
+def append_trace(failure: Failure, log_path: Path) -> None:
+    """Add the full trace to the rank's log, where the one line points; a full disk must not hide the first error."""
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("a", encoding="utf-8") as file:
+            file.write(failure.trace if failure.trace.endswith("\n") else failure.trace + "\n")
+    except OSError:
+        pass
+
+
+def write_record(failure: Failure, path: str | os.PathLike[str]) -> None:
+    """Hand a failure to the parent as JSON: torchelastic's own keys, and ours beside them."""
+    stamp = int(failure.time_seconds)
+    extra = {"py_callstack": failure.trace, "timestamp": str(stamp)}
+    record = {"message": {"message": f"{failure.kind}: {failure.message}", "errorCode": failure.exit_code}}
+    record["message"]["extraInfo"] = extra
+    _replace_file(Path(path), {**record, "shardtrain": asdict(failure)})
+
+
+def read_record(path: str | os.PathLike[str]) -> Failure | None:
+    """The failure that a rank wrote, or None where it wrote none or died while writing."""
+    try:
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))["shardtrain"]
+        return replace(Failure(**fields), problems=tuple(fields["problems"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
+    """Write ``exit.json``: code, class, message, rank, host, retryable and, where known, the last logged step."""
+    record: dict[str, Any] = {
+        "code": code,
+        "class": failure.kind if failure else "",
+        "message": failure.message if failure else "",
+        "rank": failure.rank if failure else None,
+        "host": failure.host if failure else socket.gethostname(),
+        "retryable": code in RETRYABLE,
+    }
+    step = last_step(run_folder / "metrics.jsonl")
+    if step is not None:
+        record["last_step"] = step
+    try:
+        _replace_file(run_folder / "exit.json", record)
+    except OSError as error:
+        # the exit status still tells the scheduler; the terminal tells the person
+        print(f"cannot write {run_folder / 'exit.json'}: {error.strerror}", flush=True)
+
+
+def last_step(metrics: Path) -> int | None:
+    """The step of the last whole line of ``metrics.jsonl``, or None; reads the end of the file alone."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - 65_536))
+            tail: Sequence[bytes] = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(tail):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _exit_code(error: BaseException, kind: str, text: str, is_peer: bool) -> int:
+    if isinstance(error, ShardtrainError):
+        return error.exit_code
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return NOT_SAVED
+    # torch.OutOfMemoryError by name: this module does not import torch
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(word in text for word in _MEMORY_WORDS):
+        return OUT_OF_MEMORY
+    return PEER if is_peer else GENERAL
+
+
+def _origin(trace: TracebackType | None) -> str:
+    frames = traceback.extract_tb(trace)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MESSAGE_LENGTH else text[: MESSAGE_LENGTH - 3] + "..."
+
+
+def _replace_file(path: Path, record: dict[str, Any]) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,255 @@
+"""Run the ranks of one machine: one in this process, or N of them started and watched by it.
+
+The processes are PyTorch's (``torch.distributed.elastic.multiprocessing``); the watching is done here, because its
+own waits up to 30 s for a stuck rank and turns each exit status into 1. The parent hosts the store on the loopback
+address; PyTorch's servers would listen on every address of the machine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from shardtrain import log
+from shardtrain.errors import StorageError
+from shardtrain.launch import environment, failure
+from shardtrain.launch.watch import FINE, Watch
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext
+
+    from shardtrain.config import Loaded
+
+Main = Callable[["Loaded"], None]
+
+
+def log_path(loaded: Loaded, rank: int) -> Path:
+    """Where rank ``rank`` writes its log, and where a failure's full trace is added."""
+    config = loaded.config
+    return Path(config.job.dump_folder) / config.metrics.save_log_file.replace("{rank}", str(rank))
+
+
+def prepare(run_folder: Path) -> None:
+    """Make the run's folders, and remove the ``exit.json`` of an earlier run, which would speak for this one.
+
+    Raises:
+        StorageError: the folder cannot be made or written.
+    """
+    try:
+        (run_folder / "logs").mkdir(parents=True, exist_ok=True)
+        (run_folder / "exit.json").unlink(missing_ok=True)
+    except OSError as error:
+        text = f'job.dump_folder="{run_folder}" cannot be written: {error.strerror}; choose another folder'
+        raise StorageError(text) from error
+
+
+def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
+    """Run this process as one rank, and give the exit status after telling about a failure.
+
+    Alone or under a foreign launcher (torchrun, srun) it prints the line and writes ``exit.json`` itself; a rank that
+    only lost its peer leaves both to the one that failed first. ``world_size`` is that of the whole run.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    run_folder = Path(loaded.config.job.dump_folder)
+    try:
+        main(loaded)
+    except BaseException as error:
+        told = failure.describe(error, rank)
+        if told.exit_code == 0:
+            return 0
+        failure.append_trace(told, log_path(loaded, rank))
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
+        if world_size == 1 or not told.is_peer:
+            print(*failure.lines(told, log_path(loaded, rank), world_size), sep="\n", file=sys.stderr, flush=True)
+            failure.write_exit(run_folder, told, told.exit_code)
+        return told.exit_code
+    if rank == 0:
+        failure.write_exit(run_folder, None, 0)
+    return 0
+
+
+def launch(
+    loaded: Loaded,
+    num_processes: int,
+    main: Main | None = None,
+    command: Sequence[str] = (),
+) -> int:
+    """Start ``num_processes`` ranks here, wait for them, and give the exit status of the run.
+
+    With ``main`` the ranks are forked from this process, which should have imported all that they need: no rank pays
+    for the imports again. With ``command`` they are fresh processes, as CUDA demands. The first failing rank is
+    named in one line, ``exit.json`` is written, and nothing is left running.
+    """
+    run_folder = Path(loaded.config.job.dump_folder)
+    prepare(run_folder)
+    # not a TemporaryDirectory: forks inherit its finalizer, and the first rank to end would remove it for all
+    records = Path(tempfile.mkdtemp(prefix="shardtrain-"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, records, ignore_errors=True)
+        listener = stack.enter_context(socket.create_server((environment.LOCAL_ADDRESS, 0), backlog=1024))
+        processes = _start(loaded, num_processes, main, command, listener, records)
+        watch = Watch(processes.pids())
+        with watch.signals():
+            store = _host_store(listener)
+            statuses = watch.wait()
+        del store
+        processes.close(timeout=1)
+        return _tell(loaded, run_folder, statuses, watch, records)
+
+
+def _start(
+    loaded: Loaded, count: int, main: Main | None, command: Sequence[str], listener: socket.socket, records: Path
+) -> PContext:
+    from torch.distributed.elastic.multiprocessing import start_processes
+
+    run_id = secrets.token_hex(8)
+    port = listener.getsockname()[1]
+    ranks = range(count)
+    envs = {rank: environment.rank_environment(rank, count, port, run_id) for rank in ranks}
+    for rank in ranks:
+        envs[rank]["TORCHELASTIC_ERROR_FILE"] = str(_record_path(records, rank))
+    entrypoint: Any = _forked if main else command[0]
+    arguments = {rank: (loaded, main, os.getpid(), listener) if main else tuple(command[1:]) for rank in ranks}
+    specs = _logs_specs(loaded, count)
+    if not main:
+        # a fresh process gets this environment and nothing else
+        envs = {rank: {**os.environ, **envs[rank], "SHARDTRAIN_PARENT": str(os.getpid())} for rank in ranks}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # PContext.start replaces the handlers of four signals for good; Watch sets its own, the rest go back
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGQUIT)}
+    before |= {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    processes = start_processes("shardtrain", entrypoint, arguments, envs, specs, start_method="fork")
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return processes
+
+
+def _logs_specs(loaded: Loaded, count: int) -> LogsSpecs:
+    """Ranks in LOG_RANK share the terminal; the output of each other one goes to ``logs/rank-1.out`` and ``.err``."""
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    folder = Path(loaded.config.job.dump_folder) / "logs"
+    shown = log.console_ranks()
+    paths = {rank: "" if rank in shown else str(folder / f"rank-{rank}") for rank in range(count)}
+
+    class Specs(LogsSpecs):
+        root_log_dir = str(folder)
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            return LogsDest(
+                stdouts={rank: path and path + ".out" for rank, path in paths.items()},
+                stderrs={rank: path and path + ".err" for rank, path in paths.items()},
+                error_files={rank: envs[rank]["TORCHELASTIC_ERROR_FILE"] for rank in paths},
+            )
+
+    return Specs()
+
+
+def _forked(loaded: Loaded, main: Main, parent: int, listener: socket.socket) -> NoReturn:
+    """One rank, in a child that fork has just made: run ``main``, record a failure, leave with its status."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    detach(parent)
+    listener.close()
+    leave(run_child(loaded, main))
+
+
+def leave(code: int) -> NoReturn:
+    """End this rank at once, after flushing and what was registered for the end, as multiprocessing ends a child.
+
+    The interpreter's own end would join or destroy threads of a process group whose peers have gone, and abort; in a
+    fork, PyTorch's wrapper would wait for the parent to collect a return value.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def run_child(loaded: Loaded, main: Main) -> int:
+    """Run a rank whose parent is ``launch``: the parent tells about a failure, so nothing is printed here."""
+    rank = int(os.environ["RANK"])
+    try:
+        main(loaded)
+    except BaseException as error:
+        told = failure.describe(error, rank)
+        if told.exit_code:
+            # the record first: it is what the parent reads, and the parent may be about to end this rank
+            failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
+            failure.append_trace(told, log_path(loaded, rank))
+        return told.exit_code
+    return 0
+
+
+def detach(parent: int) -> None:
+    """Leave the terminal's process group, so that Ctrl-C arrives once, from the parent; and die when the parent dies.
+
+    The second is Linux alone (``prctl``); elsewhere a rank outlives a parent that was killed with SIGKILL until its
+    next collective fails.
+    """
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(failure.PEER)
+
+
+def _host_store(listener: socket.socket) -> TCPStore:
+    """Serve the ranks' rendezvous from the socket that already listens on the loopback address.
+
+    Started after the fork, because it is a thread; ranks that connect earlier wait in the socket's queue.
+    """
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        environment.LOCAL_ADDRESS,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        # a copy, because the store closes the descriptor that it is given
+        master_listen_fd=os.dup(listener.fileno()),
+    )
+
+
+def _record_path(records: Path, rank: int) -> Path:
+    return records / f"rank-{rank}.json"
+
+
+def _tell(loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Watch, records: Path) -> int:
+    """Find the first cause, say it in one line, write ``exit.json``; gives the exit status of the run."""
+    failures = []
+    for rank, status in statuses.items():
+        told = failure.read_record(_record_path(records, rank))
+        if told is None and status not in FINE and rank not in watch.stopped_by_us:
+            when = watch.ended_at[rank]
+            told = failure.killed(rank, -status, when) if status < 0 else failure.ended(rank, status, when)
+        if told is not None:
+            failures.append(told)
+    if failures:
+        first = failure.culprit(failures)
+        code = first.exit_code
+        print(*failure.lines(first, log_path(loaded, first.rank), len(statuses)), sep="\n", file=sys.stderr)
+    elif watch.signal_number or any(status not in FINE for status in statuses.values()):
+        first, code = None, failure.NOT_SAVED
+        name = signal.Signals(watch.signal_number or signal.SIGTERM).name
+        print(f"error[{code}]: stopped by {name} before anything was saved", file=sys.stderr)
+    else:
+        first, code = None, max(statuses.values())
+    failure.write_exit(run_folder, first, code)
+    return code

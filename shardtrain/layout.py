@@ -1,0 +1,107 @@
+"""Sharding as data beside the model: which module is what, in words. No torch is imported here.
+
+``parallel/`` alone turns the words into PyTorch's classes; the planner reads the same words to divide bytes.
+A model file carries one ``LAYOUT`` and one ``INIT`` table; ``check`` proves that they cover the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+TENSOR_WORDS = {
+    "embed": "embedding, vocabulary rows split over tp, output split along the sequence",
+    "sequence": "norm on activations that are split along the sequence; weights whole on every tp rank",
+    "gather": "the module's first input is gathered along the sequence; holds no weights of its own",
+    "colwise": "linear, output features split over tp",
+    "rowwise": "linear, input features split over tp, output split along the sequence",
+    "head": "linear to the vocabulary, output features split over tp",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model may be cut and split. Paths are globs in which ``*`` stops at a dot.
+
+    first:   modules of the first pipeline stage only, in the order of the forward chain.
+    layers:  the ModuleDict of repeated layers: unit of sharding, recompute, compile and pipeline cuts.
+    last:    modules of the last pipeline stage only, in the order of the forward chain.
+    tensor:  module path -> one of TENSOR_WORDS.
+    context: path of the weightless module that is softmax(q k) v and nothing else.
+    expert:  path of the mixture-of-experts module, or empty: it has ``.dispatch`` and ``.experts``.
+    """
+
+    first: tuple[str, ...]
+    layers: str
+    last: tuple[str, ...]
+    tensor: Mapping[str, str] = field(default_factory=dict)
+    context: str = ""
+    expert: str = ""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a parameter starts.
+
+    ``std`` is the standard deviation (ignored by ``ones`` and ``zeros``); ``cutoff`` bounds a truncated normal in
+    units of ``std`` of the same name. ``depth`` divides std by sqrt(2 (i + 1)) for layer i ("layer") or by
+    sqrt(2 L) for all L layers ("total"), so that the residual stream keeps its variance (GPT-2, section 2.3).
+    """
+
+    distribution: Literal["normal", "truncated_normal", "ones", "zeros"]
+    std: float = 1.0
+    cutoff: float = 2.0
+    depth: Literal["none", "layer", "total"] = "none"
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    # fnmatch's "*" crosses dots; a layout's must not, or "layers.*.ffn" would also name its children
+    pieces = re.findall(r"\*|\?|\[[^\]]*\]|[^*?\[]+", pattern)
+    regex = {"*": "[^.]*", "?": "[^.]"}
+    return re.compile("".join(regex.get(piece, piece if piece[0] == "[" else re.escape(piece)) for piece in pieces))
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a dotted path fits a glob in which ``*`` stops at a dot.
+
+    >>> matches("layers.3.attn.wq", "layers.*.attn.w[qkv]"), matches("layers.3.ffn.w1", "layers.*")
+    (True, False)
+    """
+    return _compiled(pattern).fullmatch(path) is not None
+
+
+def word_of(layout: Layout, module_path: str) -> str | None:
+    """The tensor word of a module path, or None when no rule names it."""
+    return next((word for pattern, word in layout.tensor.items() if matches(module_path, pattern)), None)
+
+
+def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable[str]) -> list[str]:
+    """Every broken promise of a layout as one sentence each; an empty list means that the layout fits the model.
+
+    Proves that each rule names a module, each word is known, the ends and layers exist, and each parameter's module
+    is named by exactly one rule.
+    """
+    modules = set(module_paths)
+    problems = []
+    for pattern, word in layout.tensor.items():
+        if word not in TENSOR_WORDS:
+            problems.append(f"LAYOUT.tensor[{pattern!r}]={word!r} is no known word; use one of {sorted(TENSOR_WORDS)}")
+        if not any(matches(module, pattern) for module in modules):
+            problems.append(f"LAYOUT.tensor[{pattern!r}] names no module; remove the rule or correct the path")
+    for role, names in (("first", layout.first), ("layers", (layout.layers,)), ("last", layout.last)):
+        problems += [f"LAYOUT.{role} names {name!r}, which is no module" for name in names if name not in modules]
+    for role, pattern in (("context", layout.context), ("expert", layout.expert)):
+        if pattern and not any(matches(module, pattern) for module in modules):
+            problems.append(f"LAYOUT.{role}={pattern!r} names no module; remove it or correct the path")
+    for name in parameter_names:
+        owner = name.rpartition(".")[0]
+        hits = [pattern for pattern in layout.tensor if matches(owner, pattern)]
+        if len(hits) != 1:
+            problems.append(
+                f"parameter {name} is named by {len(hits)} rules of LAYOUT.tensor {hits}; it needs exactly one"
+            )
+    return problems

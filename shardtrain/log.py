@@ -1,0 +1,175 @@
+"""Log lines of one rank: a file per rank that is appended to, the console where asked for, and no secrets in either.
+
+Every module says ``from shardtrain.log import logger``; the trainer calls ``setup`` once per process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from shardtrain.errors import ConfigError, Problem, StorageError
+
+logger = logging.getLogger("shardtrain")
+
+MASK = "***"
+"""What a secret is replaced by."""
+
+MIN_SECRET_LENGTH = 8
+"""Shorter values are not masked: they are no secrets, and would blot out ordinary words."""
+
+_SECRET_NAME = re.compile(
+    r"(^|_)(TOKEN|PASSWORD|PASSWD)$|SECRET|(^|_)API_?KEY$|PRIVATE_KEY$|^AWS_ACCESS_KEY_ID$", re.IGNORECASE
+)
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def setup(
+    rank: int,
+    world_size: int,
+    run_folder: Path,
+    file_pattern: str,
+    console: bool = True,
+    color: bool = True,
+    prefix: bool = False,
+) -> Path:
+    """Send the log to this rank's file, and to stderr where ``console`` is set; returns the path of the file.
+
+    ``file_pattern`` is a path below ``run_folder`` in which ``{rank}`` becomes the rank; the file is appended to, so
+    a resumed run continues its log. ``prefix`` starts each line with ``[rank3]``, for consoles shared by ranks.
+    ``color`` permits colours; a stream that is no terminal, ``NO_COLOR`` and ``SLURM_JOB_ID`` forbid them. A second
+    call replaces the first. Raises ConfigError where ranks would share a file, StorageError where it cannot be opened.
+    """
+    if world_size > 1 and "{rank}" not in file_pattern:
+        rule = f"would make {world_size} ranks write one file"
+        raise ConfigError(Problem("metrics.save_log_file", file_pattern, rule, "put {rank} into the name"))
+    path = Path(run_folder) / file_pattern.replace("{rank}", str(rank))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(path, mode="a", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot open the log file {path}: {error.strerror}; check metrics.save_log_file") from error
+    reset()
+    start = f"[rank{rank}] " if prefix else ""
+    handlers: list[logging.Handler] = [file]
+    file.setFormatter(_LineFormatter(start))
+    if console:
+        handlers.append(_ConsoleHandler(start, color))
+    for handler in handlers:
+        # On the handlers, not the logger: a logger's filters do not see the records of its children.
+        handler.addFilter(SecretFilter())
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    # Libraries put handlers on the root logger; lines would then appear twice, and unmasked.
+    logger.propagate = False
+    return path
+
+
+def reset() -> None:
+    """Close the handlers and undo ``setup``; a process that logs afterwards is back to Python's defaults."""
+    for handler in list(logger.handlers):
+        if isinstance(handler.formatter, _LineFormatter):
+            logger.removeHandler(handler)
+            handler.close()
+    logger.propagate = True
+
+
+def console_ranks() -> set[int]:
+    """Ranks that write to the console, from the variable ``LOG_RANK``: ``0`` unless set, or a list like ``0,1``.
+
+    Raises ConfigError where the variable is not a list of ranks.
+    """
+    text = os.environ.get("LOG_RANK", "").strip() or "0"
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise ConfigError(Problem("LOG_RANK", text, "is not a list of ranks", 'write it like "0" or "0,1"'))
+    return {int(part) for part in parts}
+
+
+def color_allowed(stream: TextIO, wanted: bool = True) -> bool:
+    """Whether ANSI colours may go to ``stream``: a terminal, outside Slurm, and nobody has said no.
+
+    ``NO_COLOR`` is the convention of no-color.org: any value but the empty one forbids colours.
+    """
+    if not wanted or os.environ.get("NO_COLOR") or os.environ.get("SLURM_JOB_ID"):
+        return False
+    return os.environ.get("TERM") != "dumb" and stream.isatty()
+
+
+def redact(text: str) -> str:
+    """Replace the value of every secret environment variable in ``text`` by ``***``.
+
+    Secret are ``*_TOKEN``, ``*_PASSWORD``, ``*_API_KEY``, ``*PRIVATE_KEY``, everything with ``SECRET`` in its name,
+    and the AWS key id; a value counts from 8 characters on.
+    """
+    for value in _secret_values():
+        text = text.replace(value, MASK)
+    return text
+
+
+class SecretFilter(logging.Filter):
+    """Masks secrets in a record's message, its coloured form and its traceback; put it on any handler."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Redact the record in place and let it pass."""
+        record.msg, record.args = redact(record.getMessage()), None
+        if record.exc_info and not record.exc_text:
+            record.exc_text = logging.Formatter().formatException(record.exc_info)
+        if record.exc_text:
+            record.exc_text = redact(record.exc_text)
+        if record.stack_info:
+            record.stack_info = redact(record.stack_info)
+        colored = getattr(record, "colored", None)
+        if colored:
+            record.colored = redact(colored)
+        return True
+
+
+class _LineFormatter(logging.Formatter):
+    """``[rank1] 2026-01-31 12:00:00 INFO message``; uses the coloured form of a message where colours are allowed."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__(start + "%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+        self.color = False
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        colored = getattr(record, "colored", None)
+        if self.color and colored:
+            record.message = colored
+        line = super().formatMessage(record)
+        return line if self.color else _ANSI.sub("", line)
+
+
+class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to whatever ``sys.stderr`` is at that moment, so that a progress line can keep lines whole."""
+
+    def __init__(self, start: str, color: bool) -> None:
+        logging.Handler.__init__(self)
+        self._formatter = _LineFormatter(start)
+        self._color_wanted = color
+        self.setFormatter(self._formatter)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        """The stream of this moment."""
+        return sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        self._formatter.color = color_allowed(sys.stderr, self._color_wanted)
+        super().emit(record)
+
+
+def _secret_values() -> list[str]:
+    """Values of the secret variables of this process, longest first so that one inside another is masked whole."""
+    # Read anew each time: a token may be put into the environment after the log was set up.
+    values = {
+        value.strip()
+        for name, value in os.environ.items()
+        if _SECRET_NAME.search(name) and len(value.strip()) >= MIN_SECRET_LENGTH
+    }
+    return sorted(values, key=len, reverse=True)

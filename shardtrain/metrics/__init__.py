@@ -1,0 +1,288 @@
+"""What a run measures, how often, and where it goes: the trainer makes one ``Metrics`` and calls ``update`` per step.
+
+Importing this package imports no torch; the sinks import their libraries when they are asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from shardtrain.config.schema import Config
+from shardtrain.errors import Problem
+from shardtrain.hardware import peak_flops
+from shardtrain.log import logger
+from shardtrain.metrics.memory import read_peak
+from shardtrain.metrics.meters import Window, WindowMeans
+from shardtrain.metrics.progress import Progress, progress_allowed
+from shardtrain.metrics.record import Record, Reduce, RunFacts, tags_of
+from shardtrain.metrics.sinks import console
+from shardtrain.metrics.sinks.jsonl import JsonlFile
+from shardtrain.metrics.sinks.tensorboard import TensorBoardSink, missing_package
+from shardtrain.metrics.sinks.wandb import WandbSink
+from shardtrain.units import format_count, format_seconds
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Metrics", "Record", "Reduce", "RunFacts", "metrics_problems"]
+
+
+def metrics_problems(config: Config) -> list[Problem]:
+    """What in ``[metrics]`` cannot take effect here: a sink whose package is missing, a frequency below 1."""
+    problems: list[Problem | None] = []
+    if config.metrics.log_freq < 1:
+        problems.append(Problem("metrics.log_freq", config.metrics.log_freq, "must be at least 1", "set it to 10"))
+    peak = config.metrics.peak_flops
+    if peak is not None and not 0 < peak < float("inf"):
+        problems.append(Problem("metrics.peak_flops", peak, "must be a positive number of FLOP/s", "e.g. 312e12"))
+    if config.metrics.enable_tensorboard:
+        problems.append(missing_package("tensorboard", "metrics.enable_tensorboard"))
+    if config.metrics.enable_wandb:
+        problems.append(missing_package("wandb", "metrics.enable_wandb"))
+    return [problem for problem in problems if problem is not None]
+
+
+class Metrics:
+    """Collects what steps report and writes it every ``metrics.log_freq`` steps.
+
+    Made by every rank, right before the first step; ``run_folder`` is ``job.dump_folder``. The writer rank keeps
+    ``metrics.jsonl`` (always), TensorBoard and W&B; every rank logs the console line to its own log. Use it as a
+    context manager, or call ``close``. Raises ConfigError where a sink's package is missing.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_folder: Path,
+        facts: RunFacts,
+        reduce: Reduce,
+        tokens_seen: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.tokens_seen = tokens_seen
+        self._options = config.metrics
+        self._facts = facts
+        self._reduce = reduce
+        self._clock = clock
+        self._run_folder = Path(run_folder)
+        self._peak_flops = self._options.peak_flops or peak_flops(facts.device_name, facts.compute_dtype)
+        self._first: Record | None = None
+        self._last: Record | None = None
+        self._step = facts.start_step
+        self._start_tokens = tokens_seen
+        self._jsonl = JsonlFile(self._run_folder / "metrics.jsonl", facts.start_step) if facts.is_writer else None
+        self._validation = (
+            JsonlFile(self._run_folder / "validation.jsonl", facts.start_step) if facts.is_writer else None
+        )
+        self._tensorboard = self._open_tensorboard()
+        self._wandb = self._open_wandb(config)
+        self._progress: Progress | None = None
+        if facts.is_writer and progress_allowed(not self._options.disable_color_printing):
+            self._progress = Progress(facts.total_steps, facts.start_step)
+        for file in (self._jsonl, self._validation):
+            if file is not None:
+                file.history.clear()  # needed to draw the curve only; a long run's would stay in memory
+        self._closed = False
+        self._log_header()
+        self._start_seconds = clock()
+        self._window = Window(clock)
+
+    def restore(self, tokens_seen: int) -> None:
+        """Continue counting from the tokens of a checkpoint."""
+        self.tokens_seen = self._start_tokens = tokens_seen
+
+    def is_log_step(self, step: int) -> bool:
+        """Whether ``step`` (1 is the first) is written: step 1, every ``log_freq`` steps, and the last."""
+        return step == 1 or step % self._options.log_freq == 0 or step == self._facts.total_steps
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Leave the time within out of step times and speeds: for validation and blocking saves."""
+        return self._window.pause()
+
+    def update(
+        self,
+        step: int,
+        loss_sum: Tensor,
+        local_tokens: int,
+        global_tokens: int,
+        grad_norm: float | Tensor,
+        lr: float,
+        data_seconds: float,
+        extra: Mapping[str, float] | None = None,
+    ) -> Record | None:
+        """Report a finished step (1 is the first); returns what was logged on a log step, else None.
+
+        ``loss_sum`` is the scalar sum of this rank's token losses on its device, not divided; ``local_tokens`` and
+        ``global_tokens`` are the target tokens of this rank and of all; ``data_seconds`` is the wait for data. Values
+        in ``extra`` are logged as they are on log steps. Steps in between wait for nothing; a log step reduces over
+        ranks, so every rank must report every step.
+        """
+        self._step = step
+        self.tokens_seen += global_tokens
+        self._window.add(loss_sum, local_tokens, global_tokens, data_seconds)
+        record = None
+        if self.is_log_step(step):
+            record = self._record(step, self._window.read(self._reduce), float(grad_norm), lr, extra or {})
+            self._write(record)
+        if self._progress:
+            self._progress.step(step, record)
+        return record
+
+    def validation(self, step: int, values: Mapping[str, float]) -> None:
+        """Report results on held-out data, equal on all ranks: ``{"loss": 2.9}``; kept in ``validation.jsonl``."""
+        words = "  ".join(f"{key}: {value:.5f}" for key, value in values.items())
+        logger.info(f"validation step: {step:>2}  {words}")
+        if self._validation:
+            self._validation.write({"step": step, **values})
+        tags = {f"validation_metrics/{key}": value for key, value in values.items()}
+        if self._tensorboard:
+            self._tensorboard.write(step, tags)
+        if self._wandb:
+            self._wandb.write(step, tags)
+
+    def close(self, summary: bool = True) -> None:
+        """Close all sinks, and log a summary of the run unless told otherwise; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._progress:
+            self._progress.close()
+        for sink in (self._jsonl, self._validation, self._tensorboard, self._wandb):
+            if sink is not None:
+                sink.close()
+        if summary:
+            self._log_summary()
+
+    def __enter__(self) -> Metrics:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; the summary appears only where the run did not fail."""
+        self.close(summary=kind is None)
+
+    def _record(self, step: int, means: WindowMeans, grad_norm: float, lr: float, extra: Mapping[str, float]) -> Record:
+        """Turn the sums of a window into what is logged."""
+        tps = means.tokens_per_second / self._facts.world_size
+        flops_per_second = tps * self._facts.flops_per_token
+        return Record(
+            step=step,
+            loss=means.loss,
+            max_loss=means.max_loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens_seen=self.tokens_seen,
+            tokens_per_second=means.tokens_per_second,
+            tps=tps,
+            tflops=flops_per_second / 1e12,
+            mfu=flops_per_second / self._peak_flops if self._peak_flops else None,
+            step_seconds=means.step_seconds,
+            data_seconds=means.data_seconds,
+            memory=read_peak(self._facts.device_type),
+            eta_seconds=(self._facts.total_steps - step) * means.step_seconds,
+            extra=extra,
+        )
+
+    def _write(self, record: Record) -> None:
+        """Send a record to every sink."""
+        self._first = self._first or record
+        self._last = record
+        console.write(record)
+        if self._jsonl:
+            self._jsonl.write(record.json_fields())
+        if self._tensorboard or self._wandb:
+            tags = record.tags(self._facts.device_type, self._options.legacy_tags)
+            if self._tensorboard:
+                self._tensorboard.write(record.step, tags)
+            if self._wandb:
+                self._wandb.write(record.step, tags | _wandb_values(record))
+
+    def _open_tensorboard(self) -> TensorBoardSink | None:
+        """The sink of this rank, with the history of a resumed run in it."""
+        everyone = self._options.save_for_all_ranks
+        if not self._options.enable_tensorboard or not (self._facts.is_writer or everyone):
+            return None
+        sink = TensorBoardSink(
+            self._run_folder / self._options.save_tb_folder, rank=self._facts.rank if everyone else None
+        )
+        if self._jsonl:
+            sink.replay(self._history(self._jsonl.history))
+        if self._validation:
+            sink.replay(_validation_history(self._validation.history))
+        return sink
+
+    def _history(self, records: Iterable[dict[str, Any]]) -> Iterable[tuple[int, dict[str, float]]]:
+        """Tags of the records of earlier steps."""
+        for fields in records:
+            yield fields["step"], tags_of(fields, self._facts.device_type, self._options.legacy_tags)
+
+    def _open_wandb(self, config: Config) -> WandbSink | None:
+        """The sink of this rank."""
+        everyone = self._options.save_for_all_ranks
+        if not self._options.enable_wandb or not (self._facts.is_writer or everyone):
+            return None
+        facts = {f"run.{key}": value for key, value in dataclasses.asdict(self._facts).items()}
+        rank = self._facts.rank if everyone else None
+        return WandbSink(self._run_folder, dataclasses.asdict(config) | facts, rank)
+
+    def _log_header(self) -> None:
+        """Say what runs, and how the MFU is measured or why it is not."""
+        facts = self._facts
+        logger.info(
+            f"{facts.description or 'run'}: {facts.model or 'model'} with {format_count(facts.num_params)} parameters "
+            f"on {facts.world_size} x {facts.device_name or facts.device_type}, "
+            f"steps {facts.start_step + 1} to {facts.total_steps}"
+        )
+        if self._peak_flops:
+            logger.info(f"MFU against a dense peak of {self._peak_flops / 1e12:,.1f} TFLOP/s in {facts.compute_dtype}")
+        else:
+            logger.info(
+                f"the {facts.compute_dtype} peak of {facts.device_name or facts.device_type} is not known, so MFU is "
+                "left out; set metrics.peak_flops to have it"
+            )
+
+    def _log_summary(self) -> None:
+        """Say what the run did, how fast, and where its files are."""
+        steps = self._step - self._facts.start_step
+        if not steps:
+            logger.info("no step was trained")
+            return
+        seconds = self._clock() - self._start_seconds
+        tokens = self.tokens_seen - self._start_tokens
+        loss = f"loss {self._first.loss:.4f} -> {self._last.loss:.4f}, " if self._first and self._last else ""
+        speed = f"{tokens / seconds:,.0f} tokens/s" if seconds > 0 else "-"
+        logger.info(
+            f"done: {steps} steps (to step {self._step}) in {format_seconds(seconds)}, {loss}"
+            f"{format_count(tokens)} tokens, {speed}"
+        )
+        if self._jsonl:
+            logger.info(f"metrics in {self._jsonl.path}")
+        if self._tensorboard:
+            logger.info(f"curves: tensorboard --logdir {self._run_folder / self._options.save_tb_folder}")
+
+
+def _wandb_values(record: Record) -> dict[str, float]:
+    """Names that users of W&B know, beside the tags of TensorBoard."""
+    return {
+        "loss": record.loss,
+        "lr": record.lr,
+        "step": record.step,
+        "tokens_per_second": record.tokens_per_second,
+        "step_time": record.step_seconds,
+        "consumed_tokens": record.tokens_seen,
+    }
+
+
+def _validation_history(records: Iterable[dict[str, Any]]) -> Iterable[tuple[int, dict[str, float]]]:
+    """Tags of earlier validations."""
+    for fields in records:
+        tags = {f"validation_metrics/{key}": v for key, v in fields.items() if key != "step" and v is not None}
+        yield fields["step"], tags

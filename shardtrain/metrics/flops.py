@@ -1,0 +1,37 @@
+"""Floating point operations of a training step, as the PaLM paper and torchtitan count them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardtrain.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def flops_per_token(
+    num_params_without_embedding: int, num_layers: int, num_heads: int, head_dim: int, seq_len: int
+) -> int:
+    """FLOPs of forward and backward per token: 6 N + 12 L H head_dim T (PaLM, arXiv 2204.02311, appendix B).
+
+    N is the number of parameters without the input embedding (a mixture of experts counts the active ones); the
+    second term is attention over the full square, also where it is causal. Recomputation is not counted.
+
+    >>> flops_per_token(6_607_343_616, num_layers=32, num_heads=32, head_dim=128, seq_len=2048)
+    42865287168
+    """
+    return 6 * num_params_without_embedding + 12 * num_layers * num_heads * head_dim * seq_len
+
+
+def count_model(model: nn.Module, layout: Layout, model_config: Any, seq_len: int) -> tuple[int, int]:
+    """Parameters of a whole model, and its FLOPs per token at a sequence length.
+
+    The input embedding is a look-up and costs none, unless it is also the output head. A model whose Config lacks
+    num_layers, num_heads or head_dim is counted without the attention term.
+    """
+    head = {id(p) for name in layout.last for p in model.get_submodule(name).parameters()}
+    looked_up = [p for name in layout.first for p in model.get_submodule(name).parameters() if id(p) not in head]
+    total = sum(p.numel() for p in model.parameters())
+    layers, heads, head_dim = (int(getattr(model_config, name, 0)) for name in ("num_layers", "num_heads", "head_dim"))
+    return total, flops_per_token(total - sum(p.numel() for p in looked_up), layers, heads, head_dim, seq_len)

@@ -1,0 +1,92 @@
+"""Peak memory of this process: the allocator's on CUDA, resident memory of the process on CPU."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+
+from shardtrain.units import gib
+
+
+@dataclass(frozen=True)
+class CudaMemory:
+    """Peaks of the CUDA allocator since the last reading; counts since the start of the process."""
+
+    max_active_gib: float
+    max_reserved_gib: float
+    capacity_gib: float
+    num_alloc_retries: int
+    num_ooms: int
+
+    @property
+    def peak_gib(self) -> float:
+        """What the process held at most: reserved memory, since nobody else can use it."""
+        return self.max_reserved_gib
+
+    @property
+    def fraction(self) -> float | None:
+        """Share of the device, 0..1."""
+        return self.max_reserved_gib / self.capacity_gib
+
+    def tags(self) -> dict[str, float]:
+        """Values by TensorBoard tag."""
+        return {
+            "memory/max_active(GiB)": self.max_active_gib,
+            "memory/max_active(%)": 100 * self.max_active_gib / self.capacity_gib,
+            "memory/max_reserved(GiB)": self.max_reserved_gib,
+            "memory/max_reserved(%)": 100 * self.max_reserved_gib / self.capacity_gib,
+            "memory/num_alloc_retries": self.num_alloc_retries,
+            "memory/num_ooms": self.num_ooms,
+        }
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Peak resident memory of this process since its start; the system offers no way to reset it."""
+
+    max_rss_gib: float
+
+    @property
+    def peak_gib(self) -> float:
+        """What the process held at most."""
+        return self.max_rss_gib
+
+    @property
+    def fraction(self) -> float | None:
+        """Unknown: the memory of a host is shared by its ranks."""
+        return None
+
+    def tags(self) -> dict[str, float]:
+        """Values by TensorBoard tag."""
+        return {"memory/max_rss(GiB)": self.max_rss_gib}
+
+
+MemoryPeak = CudaMemory | HostMemory
+
+
+def max_rss_bytes() -> int:
+    """Peak resident memory of this process in bytes."""
+    # getrusage counts kibibytes on Linux and bytes on macOS.
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def read_peak(device_type: str) -> MemoryPeak:
+    """Read this rank's memory peak, and on CUDA start a new one."""
+    if device_type != "cuda":
+        return HostMemory(gib(max_rss_bytes()))
+    import torch
+
+    stats = torch.cuda.memory_stats()
+    capacity_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    # A process that has allocated nothing yet has no statistics at all.
+    peak = CudaMemory(
+        max_active_gib=gib(stats.get("active_bytes.all.peak", 0)),
+        max_reserved_gib=gib(stats.get("reserved_bytes.all.peak", 0)),
+        capacity_gib=gib(capacity_bytes),
+        num_alloc_retries=stats.get("num_alloc_retries", 0),
+        num_ooms=stats.get("num_ooms", 0),
+    )
+    torch.cuda.reset_peak_memory_stats()
+    return peak

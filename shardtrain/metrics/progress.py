@@ -1,0 +1,91 @@
+"""A live line under the log on a terminal: step, loss, speed and time left. Elsewhere there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from shardtrain.log import color_allowed
+from shardtrain.metrics.record import Record
+from shardtrain.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+REDRAW_SECONDS = 0.1
+"""Least time between two drawings, so that fast steps do not wait for the terminal."""
+
+
+class Progress:
+    """Draws the line; log lines appear above it, whole, because the log writes through ``sys.stderr``.
+
+    No thread of its own: it draws when a step ends.
+    """
+
+    def __init__(self, total_steps: int, start_step: int, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._total_steps = total_steps
+        self._step = start_step
+        self._record: Record | None = None
+        self._clock = clock
+        self._drawn = -float("inf")
+        self._live = Live(
+            self._render(), console=Console(stderr=True), auto_refresh=False, transient=True, redirect_stdout=True
+        )
+        self._live.start()
+
+    def step(self, step: int, record: Record | None = None) -> None:
+        """Move to ``step``; ``record`` where this step was logged."""
+        self._step = step
+        self._record = record or self._record
+        now = self._clock()
+        if record is not None or now - self._drawn >= REDRAW_SECONDS:
+            self._drawn = now
+            self._live.update(self._render(), refresh=True)
+
+    def close(self) -> None:
+        """Take the line away."""
+        self._live.stop()
+
+    def __enter__(self) -> Progress:
+        """Nothing to open: the line is there."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the line away."""
+        self.close()
+
+    def _render(self) -> Table:
+        """The line as rich draws it."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=max(self._total_steps, 1), completed=self._step, width=24)
+        table.add_row(bar, *texts(self._step, self._total_steps, self._record))
+        return table
+
+
+def texts(step: int, total_steps: int, record: Record | None) -> list[str]:
+    """The words of the line: where the run is, and the loss, speed and time left of the last logged step."""
+    words = [f"step {step}/{total_steps}"]
+    if record is not None:
+        left = (total_steps - step) * record.step_seconds
+        words += [
+            f"loss {record.loss:.4f}",
+            f"{record.tokens_per_second:,.0f} tokens/s",
+            f"{format_seconds(left)} left",
+        ]
+    return words
+
+
+def progress_allowed(color_wanted: bool, stream: TextIO | None = None) -> bool:
+    """Whether a live line may be drawn: a terminal where colours are allowed."""
+    return color_allowed(stream or sys.stderr, color_wanted)

@@ -1,0 +1,151 @@
+"""What is known about one logged step, and the facts about the run that never change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardtrain.metrics.memory import MemoryPeak
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Reduce(Protocol):
+    """Collectives over the ranks that share a batch; every rank calls them on the same steps.
+
+    Where the pipeline is split, include its ranks: those without a loss pass a zero sum and zero local tokens, and
+    then every rank knows the loss.
+    """
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, of the same shape."""
+        ...
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Maximum over ranks, of the same shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about a run that stay the same from its first to its last step."""
+
+    rank: int
+    world_size: int
+    is_writer: bool
+    """The one rank that writes metrics.jsonl, TensorBoard and W&B."""
+    start_step: int
+    """Steps done before this process started: 0, or the step of the checkpoint."""
+    total_steps: int
+    num_params: int
+    flops_per_token: float
+    device_type: str
+    device_name: str
+    compute_dtype: str
+    """Type of the matmuls, for the peak speed: "bfloat16", "float16", "float32" or "float8"."""
+    description: str = ""
+    model: str = ""
+    """Name and flavor: "llama3/8B"."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One logged step: means over the window since the last logged one. Ratios are 0..1, times in seconds."""
+
+    step: int
+    loss: float
+    """Loss per target token over the window and all ranks."""
+    max_loss: float
+    """Largest over ranks of a rank's loss per token over the window."""
+    grad_norm: float
+    """Of this step, before clipping."""
+    lr: float
+    tokens_seen: int
+    """Target tokens over all ranks since the first step of the run."""
+    tokens_per_second: float
+    """Over all devices."""
+    tps: float
+    """Tokens per second per device."""
+    tflops: float
+    """Model TFLOP/s per device."""
+    mfu: float | None
+    """Share of the device's dense peak, 0..1; None where the peak is not known."""
+    step_seconds: float
+    data_seconds: float
+    memory: MemoryPeak
+    eta_seconds: float
+    """Time left at the speed of this window."""
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+    def json_fields(self) -> dict[str, Any]:
+        """The record of ``metrics.jsonl``; a number that is not finite becomes None, which JSON writes as null."""
+        fields: dict[str, float | int | None] = {
+            "step": self.step,
+            "loss": self.loss,
+            "max_loss": self.max_loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "tokens_seen": self.tokens_seen,
+            "tps": self.tps,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops": self.tflops,
+            "mfu": self.mfu,
+            "memory_gib": self.memory.peak_gib,
+            "step_seconds": self.step_seconds,
+            "data_seconds": self.data_seconds,
+        }
+        clash = fields.keys() & self.extra.keys()
+        if clash:
+            raise ValueError(f"extra metrics take the names of standard ones: {sorted(clash)}")
+        fields.update(self.extra)
+        return {key: finite_or_none(value) for key, value in fields.items()}
+
+    def tags(self, device_type: str, legacy: bool = False) -> dict[str, float]:
+        """Values by TensorBoard tag."""
+        return {**tags_of(self.json_fields(), device_type, legacy), **self.memory.tags()}
+
+
+_TAGS = {
+    "loss": "loss_metrics/global_avg_loss",
+    "max_loss": "loss_metrics/global_max_loss",
+    "grad_norm": "grad_norm",
+    "lr": "lr",
+    "tps": "throughput(tps)",
+    "tflops": "tflops",
+    "step_seconds": "time_metrics/end_to_end(s)",
+    "data_seconds": "time_metrics/data_loading(s)",
+    "tokens_seen": "n_tokens_seen",
+}
+_NO_TAG = {"step", "tokens_per_second"}
+
+
+def tags_of(fields: Mapping[str, Any], device_type: str, legacy: bool = False) -> dict[str, float]:
+    """TensorBoard tags of one record of ``metrics.jsonl``; keys of its own keep their names.
+
+    A loss or norm that was not finite is NaN here, so that TensorBoard marks the step.
+    """
+    tags: dict[str, float] = {}
+    for key, value in fields.items():
+        if key in _NO_TAG:
+            continue
+        if key == "mfu":
+            if value is not None:
+                tags["mfu(%)"] = 100 * value
+        elif key == "memory_gib":
+            tags["memory/max_reserved(GiB)" if device_type == "cuda" else "memory/max_rss(GiB)"] = value
+        else:
+            tags[_TAGS.get(key, key)] = math.nan if value is None else value
+    step_seconds, data_seconds = fields.get("step_seconds"), fields.get("data_seconds")
+    if step_seconds and data_seconds is not None:
+        tags["time_metrics/data_loading(%)"] = 100 * data_seconds / step_seconds
+    if legacy and fields.get("tps") is not None:
+        tags["wps"] = fields["tps"]
+    return tags
+
+
+def finite_or_none(value: float | int | None) -> float | int | None:
+    """A number that JSON can write, or None."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,131 @@
+"""One JSON object per line, appended as it happens: the record of a run that every report reads.
+
+After a resume the file continues as one straight history: what was written after the checkpoint is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtrain.log import logger
+from shardtrain.metrics.record import finite_or_none
+
+
+class JsonlFile:
+    """A history with strictly rising ``step``; each record is one write of one whole line.
+
+    Opening the file drops records after ``start_step`` and lines that a crash has torn. A run that starts at step 0
+    keeps an earlier history aside under a name with the time. Neither a full disk nor a lost mount stops training:
+    the first failure is a warning, ``num_lost`` counts the records.
+    """
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        self.path = path
+        self.num_lost = 0
+        self.history: list[dict[str, Any]] = []
+        self._torn = False
+        self._warned = False
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.history = _straighten(path, start_step)
+        except OSError as error:
+            self._warn(error)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record; a number that is not finite is written as null, since JSON has no word for it."""
+        fields = {key: finite_or_none(v) if isinstance(v, float) else v for key, v in record.items()}
+        line = json.dumps(fields, allow_nan=False) + "\n"
+        try:
+            self._append(line.encode())
+        except OSError as error:
+            self.num_lost += 1
+            self._warn(error)
+
+    def close(self) -> None:
+        """Say how many records were lost, if any. The file is not held open between records."""
+        if self.num_lost:
+            logger.warning(f"{self.num_lost} records of {self.path} could not be written")
+
+    def _append(self, line: bytes) -> None:
+        # Opened per record: at most once per log_freq steps, and a mount that comes back is written to again.
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
+        try:
+            # After a partial write (a full disk) the rest of that line must not swallow the next record.
+            data = b"\n" + line if self._torn else line
+            written = os.write(descriptor, data)
+            self._torn = written != len(data)
+            if self._torn:
+                raise OSError(f"wrote {written} of {len(data)} bytes")
+        finally:
+            os.close(descriptor)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(f"cannot write {self.path}: {error}; training goes on without it until it works again")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Records of a file in order; lines that are no JSON object with an integer ``step`` are left out."""
+    return _parse(path.read_bytes())[0]
+
+
+def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Records of a file's content, and how many lines were no record."""
+    records: list[dict[str, Any]] = []
+    bad = 0
+    for line in content.split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            records.append(record)
+        else:
+            bad += 1
+    return records, bad
+
+
+def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
+    """Make the file on disk a rising history up to ``start_step``; returns it."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    records, bad = _parse(content)
+    if start_step == 0:
+        if records:
+            aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
+            os.replace(path, aside)
+            logger.info(f"{path} holds an earlier run, and this one starts at step 0; the earlier one is now {aside}")
+        else:
+            path.unlink()
+        return []
+    kept: list[dict[str, Any]] = []
+    for record in records:
+        if record["step"] > start_step:
+            continue
+        while kept and kept[-1]["step"] >= record["step"]:
+            kept.pop()  # written twice: the later one belongs to the run that went on
+        kept.append(record)
+    removed = len(records) - len(kept)
+    if removed or bad or not content.endswith(b"\n"):
+        _replace(path, b"".join(json.dumps(record).encode() + b"\n" for record in kept))
+        logger.info(f"{path}: continuing after step {start_step}; {removed} later records and {bad} torn lines removed")
+    return kept
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that a crash leaves the old or the new content, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,82 @@
+"""TensorBoard event files, with the tags that torchtitan's users know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.log import logger
+
+
+class TensorBoardSink:
+    """Writes scalars by tag into ``folder/YYYYmmdd-HHMM`` (and ``rank_N`` below it, where every rank writes).
+
+    A folder that exists already, from a restart within the same minute, is left alone: the new one ends in ``-2``.
+    A failing write closes the sink with one warning. Raises ConfigError where the package is missing.
+    """
+
+    def __init__(self, folder: Path, rank: int | None = None) -> None:
+        problem = missing_package("tensorboard", "metrics.enable_tensorboard")
+        if problem:
+            raise ConfigError(problem)
+        # Imported here: 0.2 s that only runs with TensorBoard pay.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder = _fresh_folder(folder, "" if rank is None else f"rank_{rank}")
+        self._writer: Any = None
+        try:
+            self._writer = SummaryWriter(str(self.folder), flush_secs=10)
+        except OSError as error:
+            self._fail(error)
+
+    def write(self, step: int, tags: Mapping[str, float]) -> None:
+        """Add one point per tag."""
+        if self._writer is None:
+            return
+        try:
+            for tag, value in tags.items():
+                self._writer.add_scalar(tag, value, step)
+        except Exception as error:
+            self._fail(error)
+
+    def replay(self, history: Iterable[tuple[int, Mapping[str, float]]]) -> None:
+        """Add the points of earlier steps, so that a resumed run shows its whole curve in one folder."""
+        for step, tags in history:
+            self.write(step, tags)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        if self._writer is not None:
+            try:
+                self._writer.close()
+            except Exception as error:
+                self._fail(error)
+            self._writer = None
+
+    def _fail(self, error: Exception) -> None:
+        # Any exception: the writer's thread hands over whatever it met, and metrics never stop training.
+        self._writer = None
+        logger.warning(f"TensorBoard files in {self.folder} cannot be written: {error}; training goes on without them")
+
+
+def missing_package(name: str, option: str) -> Problem | None:
+    """The problem of an option whose package is not installed; None where it is."""
+    import importlib.util
+    import sys
+
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        return None
+    return Problem(option, True, f"needs the package {name}", f"pip install {name}, or turn the option off")
+
+
+def _fresh_folder(folder: Path, below: str) -> Path:
+    """The folder of this minute, with a number where one of that name has files already."""
+    stamp = time.strftime("%Y%m%d-%H%M")
+    candidate, number = folder / stamp / below, 1
+    while candidate.exists() and any(child.is_file() for child in candidate.iterdir()):
+        number += 1
+        candidate = folder / f"{stamp}-{number}" / below
+    return candidate

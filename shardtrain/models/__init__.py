@@ -1,0 +1,85 @@
+"""Models: one file each, whose name is ``model.name``; a path ending in .py points outside the package.
+
+A model file holds ``Config`` (a frozen dataclass), ``Model`` (built from a Config), ``LAYOUT``, ``FLAVORS`` (name ->
+fields of Config) and ``initial(config)`` (parameter pattern -> how it starts).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardtrain import layout as layouts
+from shardtrain.errors import ConfigError, Problem
+
+_PARTS = ("Config", "Model", "LAYOUT", "FLAVORS", "initial")
+
+
+def find(name: str) -> ModuleType:
+    """The module of a model file of this package, or of the path of a user's file.
+
+    Raises ConfigError when the file does not exist or lacks one of its five parts.
+    """
+    module = _load_path(Path(name)) if name.endswith(".py") else _load_in_tree(name)
+    missing = [part for part in _PARTS if not hasattr(module, part)]
+    if missing:
+        fix = f"define it in the file, as shardtrain/models/llama3.py does: {', '.join(_PARTS)}"
+        raise ConfigError(Problem("model.name", name, f"lacks {', '.join(missing)}", fix))
+    return module
+
+
+def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm_type: str) -> Any:
+    """The Config of a flavor with overrides; ``norm_type`` is set where the model's Config has such a field."""
+    if flavor not in module.FLAVORS:
+        raise ConfigError(Problem("model.flavor", flavor, "is unknown", f"use one of {', '.join(module.FLAVORS)}"))
+    names = {field.name for field in dataclasses.fields(module.Config)}
+    unknown = sorted(set(overrides) - names)
+    if unknown:
+        problem = "is no field of the model's Config"
+        raise ConfigError([Problem(f"model.overrides.{u}", overrides[u], problem, f"use {sorted(names)}") for u in unknown])
+    norm = {"norm_type": norm_type} if "norm_type" in names else {}
+    return module.Config(**{**module.FLAVORS[flavor], **norm, **overrides})
+
+
+def build(module: ModuleType, model_config: Any) -> nn.Module:
+    """Build a model on the meta device (names and shapes, no memory) and prove that its layout covers it."""
+    with torch.device("meta"):
+        model = module.Model(model_config)
+    names = [name for name, _ in model.named_parameters()]
+    broken = layouts.check(module.LAYOUT, (name for name, _ in model.named_modules()), names)
+    starts = module.initial(model_config)
+    broken += [
+        f"initial() has no rule for parameter {name}"
+        for name in names
+        if not any(layouts.matches(name, pattern) for pattern in starts)
+    ]
+    if broken:
+        raise ConfigError([f"model {module.__name__}: {sentence}" for sentence in broken])
+    return model
+
+
+def _load_in_tree(name: str) -> ModuleType:
+    files = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
+    if name not in files or name in ("__init__", "layers"):
+        known = [file for file in files if file not in ("__init__", "layers", "llama")]
+        raise ConfigError(Problem("model.name", name, "is no model file", f"use {', '.join(known)} or a path to a .py"))
+    return importlib.import_module(f"shardtrain.models.{name}")
+
+
+def _load_path(path: Path) -> ModuleType:
+    # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
+    if not path.is_file():
+        raise ConfigError(Problem("model.name", str(path), "is no file", "give the path of an existing model file"))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # a .py path always has a loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,125 @@
+"""Shared pure pieces of the in-tree models: norms, rotary angles, the attention core, the gated feed-forward.
+
+Shape suffixes: B batch, T tokens, D model, N heads, K key-value heads, H head, h half a head, F feed-forward.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:
+    """Give the normalisation over the last ``dim`` features that ``model.norm_type`` names.
+
+    rmsnorm and fused_rmsnorm are the same module: PyTorch's RMSNorm is one fused kernel. np_layernorm has no
+    parameters. Raises ValueError for an unknown name.
+    """
+    if norm_type in ("rmsnorm", "fused_rmsnorm"):
+        return nn.RMSNorm(dim, eps=eps)
+    if norm_type == "layernorm":
+        return nn.LayerNorm(dim, eps=eps, bias=False)
+    if norm_type == "np_layernorm":
+        return nn.LayerNorm(dim, eps=eps, elementwise_affine=False)
+    raise ValueError(f"norm_type={norm_type!r} is unknown; use rmsnorm, fused_rmsnorm, layernorm or np_layernorm")
+
+
+class RotaryAngles(nn.Module):
+    """Cosines and sines of the rotary position embedding, computed from positions (Su et al. 2021, RoFormer).
+
+    Holds no tensor: angles follow from the positions given, so cut or packed sequences need nothing special, and a
+    model built on the meta device loses nothing. ``scaling`` is "none", "linear" (positions divided by ``factor``,
+    Chen et al. 2023) or "llama3" (Llama 3.1: long wavelengths divided by ``factor``, short ones kept, a linear ramp
+    in between).
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float,
+        scaling: str = "none",
+        factor: float = 8.0,
+        low_freq_factor: float = 1.0,
+        high_freq_factor: float = 4.0,
+        original_seq_len: int = 8192,
+    ) -> None:
+        super().__init__()
+        if scaling not in ("none", "linear", "llama3"):
+            raise ValueError(f"rope_scaling={scaling!r} is unknown; use none, linear or llama3")
+        self.head_dim, self.theta, self.scaling, self.factor = head_dim, theta, scaling, factor
+        self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
+        self.original_seq_len = original_seq_len
+
+    def inverse_frequencies(self, device: torch.device | None = None) -> Tensor:
+        """Radians per position of each pair of features, float32, shape (H/2,)."""
+        exponents_h = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
+        frequencies_h = 1.0 / (self.theta**exponents_h)
+        if self.scaling == "linear":
+            return frequencies_h / self.factor
+        if self.scaling == "llama3":
+            wavelengths_h = 2 * math.pi / frequencies_h
+            low, high = self.low_freq_factor, self.high_freq_factor
+            ramp_h = ((self.original_seq_len / wavelengths_h - low) / (high - low)).clamp(0.0, 1.0)
+            return frequencies_h * (ramp_h + (1.0 - ramp_h) / self.factor)
+        return frequencies_h
+
+    def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, float32, each of shape (B, T, 1, H/2), for integer positions (B, T)."""
+        angles_BT1h = positions_BT.float()[..., None, None] * self.inverse_frequencies(positions_BT.device)
+        return angles_BT1h.cos(), angles_BT1h.sin()
+
+
+def rotate(x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (x_i, x_{i+H/2}) by its angle, in float32; the pairing of Hugging Face's Llama weights."""
+    cos_BT1h, sin_BT1h = angles
+    a_BTNh, b_BTNh = x_BTNH.float().chunk(2, dim=-1)
+    turned = (a_BTNh * cos_BT1h - b_BTNh * sin_BT1h, b_BTNh * cos_BT1h + a_BTNh * sin_BT1h)
+    return torch.cat(turned, dim=-1).type_as(x_BTNH)
+
+
+class AttentionCore(nn.Module):
+    """softmax(q k / sqrt(H)) v with a causal mask, and nothing else: the one seam that context parallelism needs."""
+
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
+        """Attention of queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K: (B, T, N, H)."""
+        q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+        grouped = q_BNTH.size(1) != k_BKTH.size(1)
+        out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
+        return out_BNTH.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions (Ainslie et al. 2023)."""
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, num_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.core = AttentionCore()
+        self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        # The number of heads comes out of the weights, so the line holds where a rank has only some of the heads.
+        q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        out_BTNH = self.core(rotate(q_BTNH, angles), rotate(k_BTKH, angles), v_BTKH)
+        return self.wo(out_BTNH.flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward: w2(silu(w1 x) * w3 x) (Shazeer 2020)."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))

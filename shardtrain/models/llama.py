@@ -1,0 +1,125 @@
+"""The Llama architecture: pre-norm decoder with rotary grouped-query attention and SwiGLU (Touvron et al. 2023).
+
+Sizes are in ``llama2.py`` and ``llama3.py``. Nothing here knows that there are other devices: see ``LAYOUT``.
+Shape suffixes: B batch, T tokens, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shardtrain.layout import Draw, Layout
+from shardtrain.models.layers import Attention, FeedForward, RotaryAngles, build_norm
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a Llama; each field can be set by ``model.overrides``."""
+
+    vocab_size: int = 32000
+    dim: int = 4096
+    num_layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int = 32
+    head_dim: int = 128
+    ffn_dim: int = 11008
+    norm_type: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: str = "none"
+    rope_scaling_factor: float = 8.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_seq_len: int = 8192
+    tied_embeddings: bool = False
+    depth_init: bool = True
+
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.attn_norm": "sequence",
+        "layers.*.attn": "gather",
+        "layers.*.attn.w[qkv]": "colwise",
+        "layers.*.attn.wo": "rowwise",
+        "layers.*.ffn_norm": "sequence",
+        "layers.*.ffn": "gather",
+        "layers.*.ffn.w[13]": "colwise",
+        "layers.*.ffn.w2": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+    },
+    context="layers.*.attn.core",
+)
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        self.attn = Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)
+        self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        self.ffn = FeedForward(c.dim, c.ffn_dim)
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles)
+        return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+
+
+class Model(nn.Module):
+    """A Llama: embed -> layers -> norm -> head."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.rope = RotaryAngles(
+            c.head_dim,
+            c.rope_theta,
+            c.rope_scaling,
+            c.rope_scaling_factor,
+            c.rope_low_freq_factor,
+            c.rope_high_freq_factor,
+            c.rope_original_seq_len,
+        )
+        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.num_layers)})
+        self.norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
+        if c.tied_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        """Logits (B, T, V) of integer tokens (B, T) at integer positions (B, T).
+
+        A pipeline stage receives (B, T, D) in place of tokens, or returns it in place of logits: the modules that it
+        lacks are ``nn.Identity``.
+        """
+        x_BTD = self.embed(tokens_BT)
+        angles = self.rope(positions_BT)
+        for layer in self.layers.values():
+            x_BTD = layer(x_BTD, angles)
+        return self.head(self.norm(x_BTD))
+
+
+def initial(c: Config) -> dict[str, Draw]:
+    """How each parameter starts, first match wins; the constants are torchtitan's for Llama 3."""
+    depth = "layer" if c.depth_init else "total"
+    return {
+        "*norm.weight": Draw("ones"),
+        "layers.*.*_norm.weight": Draw("ones"),
+        "embed.weight": Draw("normal", std=c.dim**-0.5 if c.tied_embeddings else 1.0),
+        "head.weight": Draw("truncated_normal", std=c.dim**-0.5, cutoff=3.0),
+        "layers.*.attn.w[qkv].weight": Draw("normal", std=0.02),
+        "layers.*.attn.wo.weight": Draw("normal", std=0.02, depth=depth),
+        "layers.*.ffn.w1.weight": Draw("normal", std=0.02),
+        "layers.*.ffn.w[23].weight": Draw("normal", std=0.02, depth=depth),
+    }
+
+

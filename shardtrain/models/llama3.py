@@ -1,0 +1,82 @@
+"""Llama 3.1 and 3.2 (Dubey et al. 2024): 1B and 3B are 3.2, 8B, 70B and 405B are 3.1.
+
+Llama 3 itself is the same without the scaled rotary angles: ``model.overrides.rope_scaling = "none"``.
+"""
+
+from __future__ import annotations
+
+from shardtrain.models.llama import LAYOUT, Config, Model, initial
+
+__all__ = ["FLAVORS", "LAYOUT", "Config", "Model", "initial"]
+
+FLAVORS = {
+    "debugmodel": {
+        "vocab_size": 2048,
+        "dim": 256,
+        "num_layers": 6,
+        "num_heads": 16,
+        "num_kv_heads": 16,
+        "head_dim": 16,
+        "ffn_dim": 768,
+        "rope_theta": 500000.0,
+    },
+    "1B": {
+        "vocab_size": 128256,
+        "dim": 2048,
+        "num_layers": 16,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 64,
+        "ffn_dim": 8192,
+        "rope_theta": 500000.0,
+        "rope_scaling": "llama3",
+        "rope_scaling_factor": 32.0,
+        "tied_embeddings": True,
+    },
+    "3B": {
+        "vocab_size": 128256,
+        "dim": 3072,
+        "num_layers": 28,
+        "num_heads": 24,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "ffn_dim": 8192,
+        "rope_theta": 500000.0,
+        "rope_scaling": "llama3",
+        "rope_scaling_factor": 32.0,
+        "tied_embeddings": True,
+    },
+    "8B": {
+        "vocab_size": 128256,
+        "dim": 4096,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "ffn_dim": 14336,
+        "rope_theta": 500000.0,
+        "rope_scaling": "llama3",
+    },
+    "70B": {
+        "vocab_size": 128256,
+        "dim": 8192,
+        "num_layers": 80,
+        "num_heads": 64,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "ffn_dim": 28672,
+        "rope_theta": 500000.0,
+        "rope_scaling": "llama3",
+    },
+    "405B": {
+        "vocab_size": 128256,
+        "dim": 16384,
+        "num_layers": 126,
+        "num_heads": 128,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "ffn_dim": 53248,
+        "rope_theta": 500000.0,
+        "rope_scaling": "llama3",
+    },
+}

@@ -1,0 +1,35 @@
+"""torch.compile, layer by layer and in place, so that names never change. Must run after recompute, before shard."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardtrain.config.schema import Config
+from shardtrain.layout import Layout, word_of
+from shardtrain.loss import ChunkFunction, chunk_loss
+from shardtrain.parallel.mesh import Mesh
+
+
+def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    """Compile each layer; with tensor parallelism, each layer's attention and feed-forward apart."""
+    if not (config.compile.enable and "model" in config.compile.components):
+        return
+    for name, layer in getattr(model, layout.layers).items():
+        for part in _parts(layer, f"{layout.layers}.{name}", layout, mesh):
+            part.compile(backend=config.compile.backend)
+
+
+def _parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> list[nn.Module]:
+    # A whole layer with sequence parallelism fails in backward when compiled: 'Tensor' object has no attribute
+    # '_local_tensor' (torch 2.13). The modules whose input is gathered compile well by themselves.
+    if mesh.size("tp") == 1:
+        return [layer]
+    return [child for name, child in layer.named_children() if word_of(layout, f"{path}.{name}") == "gather"]
+
+
+def compiled_chunk_loss(config: Config) -> ChunkFunction | None:
+    """The loss of one chunk of tokens as one compiled kernel, or None when it is not to be compiled."""
+    if not (config.compile.enable and "loss" in config.compile.components):
+        return None
+    return torch.compile(chunk_loss, backend=config.compile.backend)  # type: ignore[no-any-return]

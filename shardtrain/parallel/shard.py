@@ -1,0 +1,88 @@
+"""Data parallelism by FSDP2: sharded, replicated (DDP) and both (HSDP) are one mesh with different sizes.
+
+Also the home of mixed precision: parameters are kept in ``training.dtype``, gathered in the compute type and their
+gradients reduced in the reduce type, on one process as on thousands. Must run last: it must see final parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from shardtrain.config import derived
+from shardtrain.config.schema import Config
+from shardtrain.layout import Layout
+from shardtrain.parallel.mesh import Mesh
+
+
+def is_needed(mesh: Mesh, config: Config) -> bool:
+    """Whether one process has anything to do here: other ranks, another compute type, or offloading."""
+    mixed = derived.compute_dtype(config) != config.training.dtype
+    return mesh.device_mesh.size() > 1 or mixed or config.training.enable_cpu_offload
+
+
+def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    """Shard each layer, the embedding, and the norm with the head, each as one unit, in place."""
+    if not is_needed(mesh, config):
+        return
+    options: dict[str, Any] = {
+        "mesh": mesh.data_mesh(),
+        "mp_policy": precision_policy(config),
+        "offload_policy": _offload_policy(config, mesh.device),
+    }
+    reshard = _reshard_after_forward(config, mesh)
+    layers = list(getattr(model, layout.layers).values())
+    # the last layer's parameters are needed again at once in backward, so by default they are kept
+    keep_last = config.parallelism.fsdp_reshard_after_forward == "default"
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=reshard and not (keep_last and layer is layers[-1]), **options)
+    first = [getattr(model, name) for name in layout.first]
+    last = [getattr(model, name) for name in layout.last]
+    if not _share_parameters(first, last):  # tied ends stay with the root: one parameter has one owner
+        for ends, keep in ((first, False), (last, keep_last)):
+            with_parameters = [module for module in ends if any(True for _ in module.parameters())]
+            if with_parameters:
+                fully_shard(with_parameters, reshard_after_forward=reshard and not keep, **options)
+    fully_shard(model, reshard_after_forward=reshard and not keep_last, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are sums: the loss was divided once, by the global count of tokens. gloo has no PREMUL_SUM,
+            # which a divide factor of one would otherwise use, so plain sums are forced first.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def precision_policy(config: Config) -> MixedPrecisionPolicy:
+    """Types of gathered parameters and reduced gradients; inputs are not cast, so rotary angles stay float32."""
+    compute = getattr(torch, derived.compute_dtype(config))
+    reduce = getattr(torch, config.training.mixed_precision_reduce)
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+
+
+def set_gradient_sync(model: nn.Module, sync: bool) -> None:
+    """Reduce gradients in the next backward, or accumulate them without communication."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(sync)
+
+
+def _reshard_after_forward(config: Config, mesh: Mesh) -> bool:
+    policy = config.parallelism.fsdp_reshard_after_forward
+    if policy == "default":
+        # with one shard there is nothing to free but a copy in the compute type, at the price of copying twice
+        return mesh.size("dp_shard", "cp") > 1 and mesh.size("pp") == 1
+    return policy == "always"
+
+
+def _offload_policy(config: Config, device: torch.device) -> OffloadPolicy:
+    # pinning needs an accelerator; on the CPU the parameters are in host memory anyway
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.training.enable_cpu_offload else OffloadPolicy()
+
+
+def _share_parameters(first: list[nn.Module], last: list[nn.Module]) -> bool:
+    def owned(modules: list[nn.Module]) -> set[int]:
+        return {id(parameter) for module in modules for parameter in module.parameters()}
+
+    return bool(owned(first) & owned(last))

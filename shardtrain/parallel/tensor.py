@@ -1,0 +1,90 @@
+"""Tensor and sequence parallelism: the layout's words become PyTorch's parallel styles (Megatron-LM: Shoeybi et al.
+2019, Korthikanti et al. 2022). Must run before anything that replaces or wraps parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from shardtrain.config.schema import Config
+from shardtrain.layout import Layout, word_of
+from shardtrain.parallel.mesh import Mesh
+from shardtrain.tied import tie, tied_names
+
+AXIS = "tp"
+
+
+def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    """Split the model's layers over the tensor-parallel ranks, in place; parameters become DTensors."""
+    if mesh.size(AXIS) == 1:
+        return
+    loss_parallel = not config.parallelism.disable_loss_parallel
+    plan = {}
+    for path, module in model.named_modules():
+        word = word_of(layout, path)
+        if word is not None and not isinstance(module, nn.Identity):
+            plan[path] = _style(word, loss_parallel)
+    ties = tied_names(model)
+    parallelize_module(model, mesh.submesh(AXIS), plan)
+    tie(model, ties)  # parallelize_module gives each module a parameter of its own
+
+
+def _style(word: str, loss_parallel: bool) -> ParallelStyle:
+    sequence = Shard(1)
+    if word == "embed":
+        return RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
+    if word == "sequence":
+        return SequenceParallel()
+    if word == "gather":
+        return GatherSequence()
+    if word == "colwise":
+        return ColwiseParallel()
+    if word == "rowwise":
+        return RowwiseParallel(output_layouts=sequence)
+    if word == "head":
+        return ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1) if loss_parallel else Replicate())
+    raise ValueError(f"unknown layout word {word!r}")  # layout.check has refused it
+
+
+class GatherSequence(ParallelStyle):
+    """Gather a module's first input along the sequence; other inputs, such as rotary angles, are whole already."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x_BtD = inputs[0]
+            if not isinstance(x_BtD, DTensor):
+                x_BtD = DTensor.from_local(x_BtD, device_mesh, (Shard(1),), run_check=False)
+            return (x_BtD.redistribute(placements=(Replicate(),)), *inputs[1:])
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+class SplitVocabulary:
+    """The vocabulary split over tensor-parallel ranks, as the loss sees it (``loss.Vocabulary``)."""
+
+    def __init__(self, mesh: Mesh, vocab_size: int) -> None:
+        rows = -(-vocab_size // mesh.size(AXIS))
+        self.offset = rows * mesh.rank(AXIS)
+        self._group = mesh.group(AXIS)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Largest value over the ranks, in place."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        return values
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        dist.all_reduce(values, group=self._group)
+        return values

@@ -1,0 +1,76 @@
+"""What a run says of itself at start: the resolved configuration on disk, and the header of the log."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from shardtrain import __version__
+from shardtrain import config as configs
+from shardtrain.config import Loaded, derived
+from shardtrain.errors import StorageError
+from shardtrain.parallel.mesh import BATCH_AXES, Mesh
+from shardtrain.units import format_count
+
+RESOLVED_CONFIG = "config.resolved.toml"
+
+
+def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None:
+    """Write every option as it holds, with the versions as comments; loading the file gives the same config."""
+    header = f"# {versions()}, {world_size} ranks, started from {loaded.path or 'the defaults'}\n"
+    text = header + configs.resolved_toml(loaded.config)
+    paths = [folder / RESOLVED_CONFIG]
+    if loaded.config.job.save_config_file:
+        paths.append(folder / loaded.config.job.save_config_file)
+    try:
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            temporary.write_text(text)
+            temporary.replace(path)
+    except OSError as error:
+        raise StorageError(f"cannot write {error.filename}: {error.strerror}; check job.dump_folder") from error
+
+
+def describe(loaded: Loaded, mesh: Mesh, num_params: int, total_steps: int, num_samples: int) -> list[str]:
+    """Lines for the log: versions, model and mesh, the arithmetic of the batch, precision and seed."""
+    config, training = loaded.config, loaded.config.training
+    world_size = mesh.device_mesh.size()
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "one process"
+    batch = derived.global_batch_size(config, world_size)
+    micro = derived.accumulation_steps(config, world_size)
+    lines = [
+        versions(),
+        f"model {config.model.name} {config.model.flavor}: {format_count(num_params)} parameters on {axes}",
+        f"batch: {training.local_batch_size} sequences x {micro} accumulation x {mesh.size(*BATCH_AXES)} data ranks = "
+        f"{batch} sequences x {training.seq_len} = {batch * training.seq_len} tokens per step",
+        f"data: {training.dataset}, {num_samples} sequences; {total_steps} steps are "
+        f"{total_steps * batch / num_samples:.2f} epochs",
+        f"precision: stored {training.dtype}, computed {derived.compute_dtype(config)}, reduced "
+        f"{training.mixed_precision_reduce}; seed {config.debug.seed}",
+    ]
+    return lines + (configs.resolved_toml(config).splitlines() if config.job.print_config else [])
+
+
+def versions() -> str:
+    """One line: this package, its commit where it runs from a checkout, torch, Python."""
+    commit = _commit()
+    return (
+        f"shardtrain {__version__}{f' ({commit})' if commit else ''}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+
+
+def _commit() -> str:
+    here = Path(__file__).resolve().parents[1]
+    if not (here / ".git").exists():  # an installed package inside somebody else's repository has no commit of ours
+        return ""
+    command = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

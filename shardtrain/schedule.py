@@ -1,0 +1,77 @@
+"""The learning rate as a pure function of the step. Nothing to save, nothing to restore; no torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from shardtrain.config.schema import LRScheduler, Optimizer
+
+
+def learning_rate(optimizer: Optimizer, scheduler: LRScheduler, steps: int, step: int) -> float:
+    """Learning rate of one optimizer step, between 0 and ``optimizer.lr``.
+
+    ``step`` counts from 0; ``steps`` is the length of the run, and of the schedule unless ``scheduler.total_steps`` is
+    set. Steps after the schedule keep its last rate.
+    """
+    total = scheduler.total_steps or steps
+    factor = _SCHEDULES[scheduler.name](scheduler, total, min(step, total - 1))
+    return optimizer.lr * min(1.0, max(0.0, factor))
+
+
+def _warmup_stable_decay(scheduler: LRScheduler, total: int, step: int) -> float:
+    """Linear warmup, peak, decay; the last rate is one step short of the end, as torchtitan v0.2 counts.
+
+    W=2, N=10, linear: 1/2, 1, 1, 7/8, 6/8, ..., 1/8.
+    """
+    warmup = min(scheduler.warmup_steps, total)
+    decay = total - warmup
+    if scheduler.decay_ratio is not None:
+        decay = min(decay, round(total * scheduler.decay_ratio))
+    stable_end = total + 1 - decay
+    if step < warmup:
+        return (step + 1) / warmup
+    if step < stable_end:
+        return 1.0
+    progress = (step + 1 - stable_end) / decay
+    shapes = {
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }
+    return scheduler.min_lr_factor + (1 - scheduler.min_lr_factor) * shapes[scheduler.decay_type]
+
+
+def _linear_linear(scheduler: LRScheduler, total: int, step: int) -> float:
+    """Linear warmup that reaches the peak one step after it, then linear decay (torchtrain, 2024).
+
+    W=2, N=10: 1/3, 2/3, 1, 7/8, ..., 1/8.
+    """
+    warmup = scheduler.warmup_steps
+    return (step + 1) / (warmup + 1) if step < warmup else 1 - (step - warmup) / (total - warmup)
+
+
+def _linear_by_proportion(scheduler: LRScheduler, total: int, step: int) -> float:
+    """Linear from 0 over a share of the steps, then linear to 0 (Hugging Face's linear schedule)."""
+    warmup = int(scheduler.warmup_proportion * total)
+    return step / max(1, warmup) if step < warmup else (total - step) / max(1, total - warmup)
+
+
+def _deepspeed_warmup(scheduler: LRScheduler, total: int, step: int) -> float:
+    """From min_lr_factor to the peak, by the logarithm of the step or linearly, then the peak (DeepSpeed's WarmupLR).
+
+    Like there, a warmup takes at least 2 steps.
+    """
+    warmup = max(2, scheduler.warmup_steps)
+    if step >= warmup:
+        return 1.0
+    share = math.log(step + 1) / math.log(warmup) if scheduler.warmup_type == "log" else step / warmup
+    return scheduler.min_lr_factor + (1 - scheduler.min_lr_factor) * share
+
+
+_SCHEDULES: dict[str, Callable[[LRScheduler, int, int], float]] = {
+    "warmup_stable_decay": _warmup_stable_decay,
+    "linear_linear": _linear_linear,
+    "linear_by_proportion": _linear_by_proportion,
+    "deepspeed_warmup": _deepspeed_warmup,
+}

@@ -1,0 +1,60 @@
+"""Which part of a parameter this rank holds: the one place that reads DTensor placements."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The memory that this rank holds of a tensor; the tensor itself when it is not distributed."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """The tensor dimension that a placement splits, or None when every rank of the axis holds all of it."""
+    # FSDP over tensor parallelism is a private placement (_StridedShard), a subclass of Shard or not by version
+    return placement.dim if isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard" else None
+
+
+def split_axes(tensor: Tensor) -> tuple[int, ...]:
+    """Axes of the tensor's own mesh, with more than one rank, over which it is split."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    placements = enumerate(tensor.placements)
+    return tuple(i for i, p in placements if sharded_dim(p) is not None and tensor.device_mesh.size(i) > 1)
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole tensor, one slice per dimension.
+
+    Splits are those of ``torch.chunk``. Where two axes split one dimension, plain shards come first, left to right,
+    and strided ones cut what those left: FSDP cuts what tensor parallelism left, though its axis stands to the left.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    slices = [(0, size) for size in tensor.shape]
+    mesh, placements = tensor.device_mesh, list(enumerate(tensor.placements))
+    strided_last = sorted(placements, key=lambda item: type(item[1]).__name__ == "_StridedShard")
+    for axis, placement in strided_last:
+        dim = sharded_dim(placement)
+        if dim is None:
+            continue
+        start, stop = slices[dim]
+        chunk = -(-(stop - start) // mesh.size(axis))
+        first = min(start + chunk * mesh.get_local_rank(axis), stop)
+        slices[dim] = (first, min(first + chunk, stop))
+    return tuple(slice(start, stop) for start, stop in slices)
+
+
+def to_full(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank (a collective when it is distributed); for tests, export and verification."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def squared_norm(tensors: list[Tensor]) -> Tensor:
+    """Sum of squares of local tensors in float32, a scalar on their device; a list must not be empty."""
+    norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
+    return torch.stack(norms).square().sum()

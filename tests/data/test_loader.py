@@ -1,0 +1,181 @@
+"""Laws of the loader: the batches of a step depend on seed and samples consumed, never on ranks or accumulation."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardtrain.config.schema import Config, DataLoader, Debug, Model, Training, Validation
+from shardtrain.data import IGNORE, Batch, open_stream, steps_for_epochs
+from shardtrain.data.order import sample_at
+from shardtrain.errors import ConfigError, DataError
+
+SEQ_LEN, GLOBAL_BATCH, NUM_SAMPLES = 4, 8, 23
+
+
+@pytest.fixture
+def config(tmp_path):
+    """23 rows of 4 tokens: 93 tokens, of which 2 are bos and eos."""
+    (tmp_path / "a.txt").write_text("".join(chr(33 + i) for i in range(91)))
+    training = Training(dataset="text", dataset_path=str(tmp_path), local_batch_size=GLOBAL_BATCH, seq_len=SEQ_LEN)
+    return Config(training=training, debug=Debug(seed=7))
+
+
+def with_training(config, **changes):
+    return replace(config, training=replace(config.training, **changes))
+
+
+def open_rank(config, rank=0, ranks=1, accumulation=1, **options):
+    """A stream of one rank such that the global batch is GLOBAL_BATCH."""
+    config = with_training(config, local_batch_size=GLOBAL_BATCH // ranks // accumulation)
+    return open_stream(config, batch_rank=rank, num_batch_ranks=ranks, accumulation=accumulation, **options)
+
+
+def global_steps(config, ranks, accumulation, steps, samples_consumed=0):
+    """Sample ids and tokens of each step, ranks one after another."""
+    streams = [open_rank(config, r, ranks, accumulation, samples_consumed=samples_consumed) for r in range(ranks)]
+    result = []
+    for _ in range(steps):
+        batches = [next(stream) for stream in streams for _ in range(accumulation)]
+        ids = torch.cat([batch.sample_ids_B for batch in batches])
+        result.append((ids.tolist(), torch.cat([batch.tokens_BT for batch in batches]).tolist()))
+    assert {stream.samples_consumed for stream in streams} == {samples_consumed + steps * GLOBAL_BATCH}
+    return result
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), list(itertools.product((1, 2, 4), (1, 2))))
+@pytest.mark.parametrize("resume_step", [0, 2, 5])
+def test_ranks_accumulation_and_resumes_change_no_sample(config, ranks, accumulation, resume_step):
+    expected = global_steps(config, 1, 1, steps=9)
+    resumed = global_steps(config, ranks, accumulation, 9 - resume_step, resume_step * GLOBAL_BATCH)
+    assert resumed == expected[resume_step:]
+
+
+def test_ranks_are_disjoint_and_complete_over_an_epoch(config):
+    steps = global_steps(config, 4, 2, steps=NUM_SAMPLES)  # 23 steps of 8 samples are 8 epochs of 23
+    ids = [sample for step_ids, _ in steps for sample in step_ids]
+    for epoch in range(GLOBAL_BATCH):
+        assert sorted(ids[epoch * NUM_SAMPLES : (epoch + 1) * NUM_SAMPLES]) == list(range(NUM_SAMPLES))
+    assert ids == sample_at(range(len(ids)), NUM_SAMPLES, seed=7).tolist()
+
+
+def test_a_stream_starts_at_any_number_of_samples(config):
+    # the global batch size may change between runs, so the start need not be a multiple of it
+    assert (
+        next(open_rank(config, samples_consumed=13)).sample_ids_B.tolist()
+        == sample_at(range(13, 13 + GLOBAL_BATCH), NUM_SAMPLES, seed=7).tolist()
+    )
+    far = next(open_rank(config, samples_consumed=10**15))
+    assert far.sample_ids_B.shape == (GLOBAL_BATCH,)
+
+
+def test_a_batch_holds_the_rows_of_its_samples(config):
+    stream = open_rank(config)
+    batch = next(stream)
+    line = [256, *range(33, 124), 257]
+    for row, sample in enumerate(batch.sample_ids_B.tolist()):
+        assert batch.tokens_BT[row].tolist() == line[sample * SEQ_LEN : (sample + 1) * SEQ_LEN]
+        assert batch.targets_BT[row].tolist() == line[sample * SEQ_LEN + 1 : (sample + 1) * SEQ_LEN + 1]
+        assert batch.positions_BT[row].tolist() == list(range(SEQ_LEN))
+    assert {t.dtype for t in (batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.sample_ids_B)} == {
+        torch.int64
+    }
+    assert batch.num_targets == GLOBAL_BATCH * SEQ_LEN
+    assert (stream.num_samples, stream.global_batch, stream.vocab) == (NUM_SAMPLES, GLOBAL_BATCH, 258)
+
+
+def test_ignored_targets_are_not_counted_and_a_batch_moves_as_a_whole():
+    two = torch.tensor([[1, 2]])
+    batch = Batch(two, torch.tensor([[2, IGNORE]]), torch.tensor([[0, 1]]), torch.tensor([0]))
+    assert batch.num_targets == 1
+    assert batch.to("meta").targets_BT.device.type == "meta"
+    assert batch.to("cpu").targets_BT.tolist() == [[2, IGNORE]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_without_loop_all_ranks_end_together_and_each_sample_comes_once(config, ranks):
+    per_rank = [list(open_rank(config, r, ranks, accumulation=2, loop=False)) for r in range(ranks)]
+    assert {len(batches) for batches in per_rank} == {2 * 3}  # 23 samples in steps of 8: three steps, one row filled up
+    batches = list(itertools.chain(*per_rank))
+    ids = torch.cat([batch.sample_ids_B for batch in batches]).tolist()
+    assert sorted(ids) == [-1, *range(NUM_SAMPLES)]
+    assert sum(batch.num_targets for batch in batches) == NUM_SAMPLES * SEQ_LEN
+
+
+def test_without_shuffle_rows_come_in_order(config):
+    stream = open_rank(config, shuffle=False)
+    ids = torch.cat([next(stream).sample_ids_B for _ in range(6)]).tolist()
+    assert ids == [i % NUM_SAMPLES for i in range(48)]
+
+
+def test_a_new_epoch_is_said_once(config, caplog):
+    with caplog.at_level(logging.WARNING):
+        stream = open_rank(config, accumulation=2)
+        for _ in range(2 * 6):  # 48 samples of 23: epoch 2 begins in step 3 and epoch 3 in step 6
+            next(stream)
+    assert [record.getMessage() for record in caplog.records] == [
+        "dataset text is being re-looped (epoch 2)",
+        "dataset text is being re-looped (epoch 3)",
+    ]
+
+
+def test_a_resume_within_an_epoch_does_not_say_it_again(config, caplog):
+    next(open_rank(config, samples_consumed=24))
+    assert not caplog.records
+
+
+def test_the_fingerprint_changes_with_data_tokens_length_and_seed_alone(config, tmp_path):
+    first = open_rank(config).fingerprint
+    assert open_rank(config, 1, 4, 2, samples_consumed=80).fingerprint == first
+    assert (
+        open_stream(with_training(config, seq_len=5), batch_rank=0, num_batch_ranks=1, accumulation=1).fingerprint
+        != first
+    )
+    assert open_rank(replace(config, debug=Debug(seed=8))).fingerprint != first
+    assert open_rank(config, shuffle=False).fingerprint != first
+    (tmp_path / "a.txt").write_text("x" * 91)
+    assert open_rank(config).fingerprint != first
+
+
+def test_validation_reads_its_own_section(config):
+    validation = Validation(dataset="text", dataset_path=config.training.dataset_path, local_batch_size=3, seq_len=6)
+    stream = open_stream(config, batch_rank=0, num_batch_ranks=1, accumulation=1, section=validation)
+    assert next(stream).tokens_BT.shape == (3, 6)
+    with pytest.raises(ConfigError, match=r"validation.dataset="):
+        open_stream(
+            config, batch_rank=0, num_batch_ranks=1, accumulation=1, section=replace(validation, dataset="nothing")
+        )
+
+
+def test_options_without_effect_are_said_aloud(config, caplog, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    open_rank(with_training(config, dataloader=DataLoader(num_workers=2, pin_memory=True)))
+    text = caplog.text
+    assert "num_workers" in text
+    assert "pin_memory=true has no effect" in text
+
+
+def test_bad_input_names_its_option(config):
+    with pytest.raises(DataError, match=r"training.seq_len=5000"):
+        open_rank(with_training(config, seq_len=5000))
+    with pytest.raises(ConfigError, match=r"training.seq_len=0 must be at least 1"):
+        open_rank(with_training(config, seq_len=0))
+    with pytest.raises(ConfigError, match=r"model.tokenizer_path"):
+        open_rank(replace(config, model=Model(tokenizer_path="/nowhere/tokenizer.json")))
+    with pytest.raises(ValueError, match="batch_rank=2"):
+        open_rank(config, rank=2, ranks=2)
+    with pytest.raises(ValueError, match="samples_consumed=-1"):
+        open_rank(config, samples_consumed=-1)
+
+
+def test_epochs_give_whole_steps():
+    assert steps_for_epochs(132 * 8, 3, 8) == 396
+    assert steps_for_epochs(132 * 8 + 7, 1, 8) == 132
+    assert steps_for_epochs(5, 3, 8) == 1
+    assert steps_for_epochs(12, 3, 8) == 4  # epochs join without a gap: 36 samples, not three times one step
+    with pytest.raises(DataError, match=r"training.epochs=1 gives 5 samples, less than one step of 8"):
+        steps_for_epochs(5, 1, 8)

@@ -1,0 +1,87 @@
+"""A run with a trainer of a few lines: ``ranks.py FOLDER NPROC MODE HOW``; HOW is fork or fresh."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from shardtrain.config.schema import Config, Job, Metrics
+from shardtrain.errors import ConfigError, DataError, Preempted, Problem
+from shardtrain.launch import environment, local
+
+
+def loaded(folder):
+    return SimpleNamespace(config=Config(job=Job(dump_folder=folder), metrics=Metrics()))
+
+
+def trainer(mode):
+    def main(_loaded):
+        import torch
+        import torch.distributed as dist
+
+        rank = int(os.environ["RANK"])
+        (Path(_loaded.config.job.dump_folder) / f"pid-{rank}").write_text(str(os.getpid()))
+        print(f"rank {rank} says hello")
+        if mode == "early" and rank == 1:
+            raise RuntimeError("boom")
+        dist.init_process_group("gloo")
+        number = torch.ones(1)
+        dist.all_reduce(number)
+        assert int(number) == dist.get_world_size()
+        if mode == "listen":
+            (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
+            time.sleep(60)
+        if mode == "wait":
+            asked = []
+            signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+            (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
+            while not asked:
+                time.sleep(0.02)
+            raise Preempted("saved at step 3")
+        if mode == "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
+            time.sleep(60)
+        if rank == 1:
+            act(mode)
+        if mode != "none":
+            dist.all_reduce(number)
+
+    def act(mode):
+        if mode == "boom":
+            raise RuntimeError("boom")
+        if mode == "data":
+            raise DataError("the data ends at sample 7")
+        if mode == "config":
+            raise ConfigError([Problem("a.b", 1, "is wrong", "use 2"), Problem("c.d", 3, "is wrong", "use 4")])
+        if mode == "memory":
+            raise MemoryError
+        if mode == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mode == "leave":
+            os._exit(9)
+        if mode == "alone_stubborn":
+            raise RuntimeError("boom")
+
+    return main
+
+
+if __name__ == "__main__":
+    folder, count, mode, how = sys.argv[1:]
+    run = loaded(folder)
+    if "SHARDTRAIN_PARENT" in os.environ:
+        local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
+        local.leave(local.run_child(run, trainer(mode)))
+    environment.set_process_defaults(os.environ, int(count), 2, alone=True)
+    if how == "alone":
+        local.prepare(Path(folder))
+        sys.exit(local.run_rank(run, trainer(mode)))
+    if how == "fork":
+        import torch.distributed  # noqa: F401  the parent imports what its forks need
+
+        sys.exit(local.launch(run, int(count), main=trainer(mode)))
+    sys.exit(local.launch(run, int(count), command=(sys.executable, *sys.argv)))

@@ -1,0 +1,209 @@
+"""Laws of the local launcher, each on real processes with a trainer of a few lines (programs/ranks.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).parent / "programs" / "ranks.py"
+LINUX = sys.platform == "linux"
+HOW = ["fork", "fresh"] if LINUX else ["fresh"]
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are POSIX")
+
+
+def start(folder, mode, how="fork", count=2, **environment):
+    names = {name: value for name, value in os.environ.items() if name not in ("LOG_RANK", "NGPU")}
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(folder), str(count), mode, how],
+        env={**names, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder, mode, how="fork", count=2, **environment):
+    process = start(folder, mode, how, count, **environment)
+    out, err = process.communicate(timeout=90)
+    return process.returncode, out, err.splitlines(), json.loads((folder / "exit.json").read_text())
+
+
+def wait_for(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def pids(folder):
+    return [int(path.read_text()) for path in sorted(folder.glob("pid-*"))]
+
+
+def runs(pid):
+    """Whether a process runs; one that has ended and waits for its parent to notice does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_run_that_ends_well_has_status_0_and_an_exit_file_that_says_so(tmp_path, how):
+    code, out, err, record = run(tmp_path, "well", how)
+    assert (code, record["code"], err) == (0, 0, [])
+    assert out == "rank 0 says hello\n"
+    assert (tmp_path / "logs/rank-1.out").read_text() == "rank 1 says hello\n"
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_failing_rank_is_named_once_with_its_cause_and_place(tmp_path, how):
+    code, _, err, record = run(tmp_path, "boom", how)
+    assert code == record["code"] == 1
+    assert len(err) == 1, err
+    assert err[0].startswith("error[1]: rank 1 (host ")
+    assert "failed: RuntimeError: boom (ranks.py:" in err[0]
+    assert err[0].endswith(f"full trace: {tmp_path}/logs/rank-1.log")
+    assert (record["class"], record["message"], record["rank"]) == ("RuntimeError", "boom", 1)
+    assert record["retryable"] is False
+    assert "RuntimeError: boom" in (tmp_path / "logs/rank-1.log").read_text()
+    assert not any(runs(pid) for pid in pids(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "words"),
+    [
+        ("early", 1, "rank 1 (host"),  # while rank 0 still waits for it in the rendezvous
+        ("data", 3, "DataError: the data ends at sample 7"),
+        ("memory", 7, "MemoryError"),
+        ("kill", 6, "rank 1 (host"),
+        ("leave", 9, "ended with status 9 and left no exception"),
+    ],
+)
+def test_the_status_of_the_culprit_is_the_status_of_the_run(tmp_path, mode, status, words):
+    code, _, err, record = run(tmp_path, mode)
+    assert code == record["code"] == status
+    assert record["rank"] == 1
+    assert len(err) == 1 and words in err[0], err
+    assert not any(runs(pid) for pid in pids(tmp_path))
+
+
+def test_a_rank_killed_by_a_signal_is_named_with_the_signal(tmp_path):
+    _, _, err, record = run(tmp_path, "kill")
+    assert "rank 1 (host" in err[0] and "was killed by signal 9" in err[0]
+    assert record["retryable"] is True
+
+
+def test_each_problem_of_a_configuration_is_a_line_of_its_own(tmp_path):
+    code, _, err, _ = run(tmp_path, "config")
+    assert code == 2
+    assert err == ["error[2]: a.b=1 is wrong; use 2", "error[2]: c.d=3 is wrong; use 4"]
+
+
+def test_ranks_in_log_rank_share_the_terminal(tmp_path):
+    _, out, _, _ = run(tmp_path, "well", LOG_RANK="0,1")
+    assert sorted(out.splitlines()) == ["rank 0 says hello", "rank 1 says hello"]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_parent_reaches_every_rank_and_their_status_passes_through(tmp_path, how, number):
+    process = start(tmp_path, "wait", how)
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert err.splitlines() == ["stopped[75]: saved at step 3"]
+    assert json.loads((tmp_path / "exit.json").read_text())["retryable"] is True
+
+
+def test_a_second_signal_kills_ranks_that_do_not_answer(tmp_path):
+    process = start(tmp_path, "stubborn")
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 76
+    assert "before anything was saved" in err
+    assert not any(runs(pid) for pid in pids(tmp_path))
+
+
+@pytest.mark.skipif(not LINUX, reason="the kernel of Linux alone ends children with their parent")
+@pytest.mark.parametrize("how", HOW)
+def test_ranks_die_with_a_parent_that_is_killed(tmp_path, how):
+    process = start(tmp_path, "stubborn", how)
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    process.kill()
+    process.communicate(timeout=30)
+    wait_for(lambda: not any(runs(pid) for pid in pids(tmp_path)), seconds=10)
+
+
+@pytest.mark.skipif(not LINUX, reason="reads /proc")
+def test_nothing_listens_beyond_the_loopback_address(tmp_path):
+    process = start(tmp_path, "listen")
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+        addresses = [address for pid in [process.pid, *pids(tmp_path)] for address in listening(pid)]
+        assert addresses, "the store listens somewhere"
+        assert set(addresses) == {"0100007F"}, "127.0.0.1, as /proc/net/tcp writes it"
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def listening(pid):
+    """Local addresses on which a process listens, in the hexadecimal form of /proc."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(link))
+        except FileNotFoundError:
+            continue
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                yield fields[1].partition(":")[0]
+
+
+def test_a_run_of_one_process_honours_the_same_contract(tmp_path):
+    code, _, err, record = run(
+        tmp_path, "well", "alone", RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
+    assert (code, err, record["code"]) == (0, [], 0)
+
+
+def test_a_failure_of_one_process_is_one_line_and_an_exit_file(tmp_path):
+    code, _, err, record = run(tmp_path, "early", "alone", RANK="1", WORLD_SIZE="2")
+    assert code == record["code"] == 1
+    assert len(err) == 1 and err[0].startswith("error[1]: RuntimeError: boom (ranks.py:"), err
+    assert "Traceback" in (tmp_path / "logs/rank-1.log").read_text()
+
+
+def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
+    from shardtrain.errors import StorageError
+    from shardtrain.launch import local
+
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"job\.dump_folder=.*cannot be written"):
+        local.prepare(tmp_path / "file" / "outputs")
+
+
+def test_an_exit_file_of_an_earlier_run_is_removed_at_the_start(tmp_path):
+    from shardtrain.launch import local
+
+    (tmp_path / "exit.json").write_text("{}")
+    local.prepare(tmp_path)
+    assert not (tmp_path / "exit.json").exists()

@@ -1,0 +1,53 @@
+"""Laws of parameter groups: every parameter in exactly one, and no pattern without effect."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from shardtrain.errors import ConfigError
+from shardtrain.optim import parameter_groups
+
+
+@pytest.fixture
+def model():
+    layer = nn.ModuleDict({"attn": nn.Linear(2, 2), "attn_norm": nn.LayerNorm(2)})
+    return nn.ModuleDict({"embed": nn.Embedding(3, 2), "layers": nn.ModuleDict({"0": layer}), "norm": nn.LayerNorm(2)})
+
+
+def decay_by_name(model, groups):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    listed = [(names[p], group["weight_decay"]) for group in groups for p in group["params"]]
+    assert len(listed) == len(names) == len(dict(listed))
+    return dict(listed)
+
+
+def test_patterns_cross_dots_and_split_the_parameters(model):
+    groups = parameter_groups(model.named_parameters(), ["*norm*", "*.bias"], 0.1)
+    decays = decay_by_name(model, groups)
+    assert {name for name, decay in decays.items() if decay == 0.1} == {"embed.weight", "layers.0.attn.weight"}
+    assert len(groups) == 2
+
+
+def test_without_patterns_all_parameters_decay(model):
+    groups = parameter_groups(model.named_parameters(), [], 0.1)
+    assert set(decay_by_name(model, groups).values()) == {0.1}
+
+
+def test_patterns_that_cover_all_or_overlap_leave_no_parameter_twice(model):
+    groups = parameter_groups(model.named_parameters(), ["*", "*norm*"], 0.1)
+    assert set(decay_by_name(model, groups).values()) == {0.0}
+
+
+def test_a_pattern_without_a_match_is_refused(model):
+    with pytest.raises(ConfigError) as caught:
+        parameter_groups(model.named_parameters(), ["*norm*", "*.gamma", "norms"], 0.1)
+    assert [problem.value for problem in caught.value.problems] == ["*.gamma", "norms"]
+    assert 'optimizer.no_weight_decay="*.gamma" matches no parameter; ' in str(caught.value)
+
+
+def test_a_pattern_may_fit_another_pipeline_stage(model):
+    names = [name for name, _ in model.named_parameters()]
+    stage = [(name, parameter) for name, parameter in model.named_parameters() if name.startswith("norm")]
+    groups = parameter_groups(stage, ["embed*"], 0.1, all_names=names)
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(2, 0.1)]

@@ -1,0 +1,77 @@
+"""Laws of the loss scale: halve on overflow, double after a row of finite steps, stay in float16's reach."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.optim import LossScaler
+from shardtrain.optim.scaler import LARGEST, SMALLEST
+
+
+def test_an_overflow_skips_the_update_and_halves_the_scale():
+    scaler = LossScaler(1024.0, growth_interval=3)
+    assert scaler.update(finite=False) is False
+    assert scaler.scale == 512.0
+    assert scaler.update(finite=True) is True
+    assert scaler.scale == 512.0
+
+
+def test_the_scale_doubles_after_finite_steps_in_a_row_only():
+    scaler = LossScaler(8.0, growth_interval=3)
+    scales = []
+    for finite in (True, True, False, True, True, True, True, True, True):
+        scaler.update(finite)
+        scales.append(scaler.scale)
+    assert scales == [8, 8, 4, 4, 4, 8, 8, 8, 16]
+
+
+def test_the_scale_stays_within_its_bounds():
+    scaler = LossScaler(1.0, growth_interval=1)
+    for _ in range(100):
+        scaler.update(finite=False)
+    assert scaler.scale == SMALLEST == 2**-14
+    for _ in range(100):
+        scaler.update(finite=True)
+    assert scaler.scale == LARGEST
+
+
+def test_a_loaded_state_continues_the_row():
+    outcomes = [True, False, True, True, True, True]
+    straight, first, second = (LossScaler(2.0**16, growth_interval=4) for _ in range(3))
+    for finite in outcomes:
+        straight.update(finite)
+    for finite in outcomes[:4]:
+        first.update(finite)
+    second.load(first.state())
+    for finite in outcomes[4:]:
+        second.update(finite)
+    assert second.state() == straight.state() == {"scale": 2.0**16, "finite_steps": 0}
+
+
+def test_a_shorter_interval_after_a_load_still_grows():
+    scaler = LossScaler(4.0, growth_interval=2)
+    scaler.load({"scale": 4.0, "finite_steps": 100})
+    scaler.update(finite=True)
+    assert scaler.scale == 8.0
+
+
+@pytest.mark.parametrize("initial", [0.0, -1.0, math.inf, math.nan, 2.0**25])
+def test_a_first_scale_out_of_range_is_refused(initial):
+    with pytest.raises(ConfigError, match=r"training.initial_loss_scale"):
+        LossScaler(initial, 2000)
+
+
+def test_an_interval_below_one_is_refused():
+    with pytest.raises(ConfigError, match=r"training.loss_scale_growth_interval=0"):
+        LossScaler(2.0, 0)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"scale": 2.0}, {"scale": math.nan, "finite_steps": 0}, {"scale": 2.0, "finite_steps": -1}]
+)
+def test_a_state_that_is_none_is_refused(state):
+    with pytest.raises(CheckpointError, match="loss scaler"):
+        LossScaler(2.0, 5).load(state)

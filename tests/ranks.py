@@ -1,0 +1,74 @@
+"""Run a function on n forked ranks joined by gloo on loopback: a four-rank law costs about a second.
+
+Forking shares the parent's imports, where spawning pays them again. Every wait has a limit, and no port is fixed: the
+ranks meet through a file.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_SECONDS = 120
+
+
+def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The results of ``function(rank, *arguments)`` on each rank, in order; raises AssertionError if a rank fails."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+        processes = [
+            context.Process(target=_rank, args=(rank, num_ranks, folder, pipes[rank][1], function, arguments), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            return [_receive(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _receive(rank: int, receiver: Any) -> Any:
+    if not receiver.poll(TIMEOUT_SECONDS):
+        raise AssertionError(f"rank {rank} did not answer in {TIMEOUT_SECONDS} s")
+    try:
+        ok, value = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        raise AssertionError(f"rank {rank} died") from None
+    if not ok:
+        raise AssertionError(f"rank {rank} failed:\n{value}")
+    return value
+
+
+def _rank(rank: int, num_ranks: int, folder: str, sender: Any, function: Callable[..., Any], arguments: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+    try:
+        store = dist.FileStore(f"{folder}/store", num_ranks)
+        timeout = timedelta(seconds=TIMEOUT_SECONDS)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        # plain bytes: PyTorch's own pickler would pass file descriptors of a process that is about to end
+        sender.send_bytes(pickle.dumps((True, function(rank, *arguments))))
+        dist.destroy_process_group()
+    except BaseException:
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        sender.close()
+        os._exit(0)  # skip the parent's exit handlers, which are not this process's to run
