@@ -148,13 +148,11 @@ def _train_here(arguments: Arguments, words: list[str]) -> int:
     from shardtrain.launch import environment, local
 
     loaded = _load(arguments)
-    for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
     environment.set_allocator_default(os.environ)
     accelerators = environment.count_accelerators(loaded.config.training.device)
     cores = environment.usable_cores()
     choice = environment.choose_processes(loaded.config, arguments.nproc, os.environ, accelerators, cores)
-    _require(loaded, choice.count)
+    _require(loaded, choice.count)  # what it has to tell without stopping is in the rank's log
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
@@ -169,6 +167,7 @@ def _train_here(arguments: Arguments, words: list[str]) -> int:
 
 
 def _require(loaded: Loaded, world_size: int) -> None:
+    """Stop unless this configuration works on this machine; every problem is told at once."""
     from shardtrain import config
     from shardtrain.launch import environment
 
@@ -178,7 +177,7 @@ def _require(loaded: Loaded, world_size: int) -> None:
     config.require(loaded, world_size=world_size, device=device, num_devices=found)
 
 
-def _trainer() -> Callable[[Loaded], None]:
+def _trainer() -> Callable[[Loaded], object]:
     from shardtrain.train import main as train
 
     return train
@@ -201,11 +200,13 @@ def _config_show(words: list[str]) -> int:
 
 
 def _config_check(words: list[str]) -> int:
-    """Print errors, then notes; only errors make the status 2."""
+    """Print errors, then notes; only errors make the status 2. This machine counts with ``--nproc`` alone."""
     from shardtrain import config
 
     arguments = _split(words)
-    report, code = config.check_report(_load(arguments), world_size=arguments.nproc)
+    loaded = _load(arguments)
+    extra = config.machine_notes(loaded, arguments.nproc, None, None) if arguments.nproc else ()
+    report, code = config.check_report(loaded, extra)
     print(report)
     return code
 
@@ -213,7 +214,11 @@ def _config_check(words: list[str]) -> int:
 def _config_help(words: list[str]) -> int:
     from shardtrain import config
 
-    print(config.help_text(words[0] if words else ""))
+    name = words[0].lstrip("-") if words else ""
+    try:
+        print(config.help_text(name))
+    except KeyError as error:
+        raise ConfigError(str(error.args[0])) from None
     return 0
 
 

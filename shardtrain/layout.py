@@ -104,4 +104,6 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
             problems.append(
                 f"parameter {name} is named by {len(hits)} rules of LAYOUT.tensor {hits}; it needs exactly one"
             )
+        elif layout.tensor[hits[0]] == "gather":
+            problems.append(f"parameter {name} belongs to a 'gather' module, which may hold none; move it into a child")
     return problems

@@ -19,9 +19,13 @@ CHUNK_NUMEL = 1 << 24
 
 
 class Vocabulary(Protocol):
-    """How the vocabulary is split: this rank's first id, and reductions over the ranks that share a token."""
+    """How the vocabulary is split: this rank's first id, and reductions over the ranks that share a token.
+
+    ``columns`` is the size of the largest part: equal on all ranks, so that all reduce chunks of the same tokens.
+    """
 
     offset: int
+    columns: int
 
     def max(self, values: Tensor) -> Tensor: ...  # noqa: D102
     def sum(self, values: Tensor) -> Tensor: ...  # noqa: D102
@@ -47,7 +51,9 @@ def cross_entropy_sum(
     if chunk is None:
         chunk = chunk_loss if vocabulary is None else split_vocabulary_chunk_loss(vocabulary)
     weight = torch.as_tensor(weight, dtype=torch.float32, device=logits_BTV.device)
-    return _CrossEntropySum.apply(logits_BTV.flatten(0, -2), targets_BT.flatten(), weight, chunk)  # type: ignore[no-any-return]
+    rows = max(1, CHUNK_NUMEL // (logits_BTV.size(-1) if vocabulary is None else vocabulary.columns))
+    logits_NV, targets_N = logits_BTV.flatten(0, -2), targets_BT.flatten()
+    return _CrossEntropySum.apply(logits_NV, targets_N, weight, chunk, rows)  # type: ignore[no-any-return]
 
 
 def chunk_loss(logits_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,8 +89,9 @@ def split_vocabulary_chunk_loss(vocabulary: Vocabulary) -> ChunkFunction:
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, weight: Tensor, chunk: ChunkFunction) -> Tensor:
-        rows = max(1, CHUNK_NUMEL // logits_NV.size(-1))
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, weight: Tensor, chunk: ChunkFunction, rows: int
+    ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
         gradient_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
         for start in range(0, logits_NV.size(0), rows):
@@ -98,7 +105,7 @@ class _CrossEntropySum(torch.autograd.Function):
         return loss * weight
 
     @staticmethod
-    def backward(ctx: Any, *gradient_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradient_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient_NV,) = ctx.saved_tensors
         # In place: the trainer calls backward once, with an output gradient of exactly one.
-        return gradient_NV.mul_(gradient_outputs[0].to(gradient_NV.dtype)), None, None, None
+        return gradient_NV.mul_(gradient_outputs[0].to(gradient_NV.dtype)), None, None, None, None

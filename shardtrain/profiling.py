@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +105,8 @@ class _Trace:
             activities.append(ProfilerActivity.CUDA)
         self._folder, self._rank = run_folder / options.save_traces_folder, rank
         self._in_step = False
+        # Each trace holds its own steps: what the warning calls a loss is what is wanted.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
         self._profile = torch.profiler.profile(
             activities=activities,
             schedule=torch.profiler.schedule(

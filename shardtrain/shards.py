@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -51,6 +53,8 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 def to_full(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank (a collective when it is distributed); for tests, export and verification."""
+    # two gathers where FSDP cuts what tensor parallelism left are right here; the hint about their speed is noise
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

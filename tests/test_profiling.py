@@ -59,9 +59,9 @@ def test_profiling_that_cannot_take_effect_is_an_error(tmp_path):
     ]
     with pytest.raises(ConfigError, match="profile_freq"), profiling.profiler(bad, tmp_path, 0, "cpu"):
         pass
-    assert [p.option for p in profiling.profiling_problems(config(enable_profiling=True, profiler_active=0), "cpu")] == [
-        "profiling.profiler_active"
-    ]
+    assert [
+        p.option for p in profiling.profiling_problems(config(enable_profiling=True, profiler_active=0), "cpu")
+    ] == ["profiling.profiler_active"]
     assert not profiling.profiling_problems(config(enable_memory_snapshot=True), "cuda")
     assert not profiling.profiling_problems(config(profile_freq=1), "cpu")
 

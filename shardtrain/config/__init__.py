@@ -12,7 +12,6 @@ from shardtrain.config.load import Loaded, load
 from shardtrain.config.machine import machine_notes
 from shardtrain.config.model_file import ModelFacts, model_names, read_model_file, shape
 from shardtrain.config.options import help_text
-from shardtrain.config.options_page import options_page
 from shardtrain.config.schema import Config
 from shardtrain.config.show import check_report, resolved_toml, show
 from shardtrain.errors import ConfigError
@@ -28,7 +27,6 @@ __all__ = [
     "machine_notes",
     "model_names",
     "notes",
-    "options_page",
     "read_model_file",
     "require",
     "resolved_toml",

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardtrain.config.coerce import Unfit, coerce, from_texts
-from shardtrain.config.settings import Setting
+from shardtrain.config.settings import Setting, Value
 from shardtrain.errors import Problem
 
 FLOAT8_CONVERTER = "quantize.linear.float8"
@@ -249,7 +249,7 @@ def _finish(done: Rewritten, old: list[Setting]) -> None:
     _one_implementation(done, given)
 
 
-def _add(done: Rewritten, option: str, value: Any, where: str, why: str) -> None:
+def _add(done: Rewritten, option: str, value: Value, where: str, why: str) -> None:
     done.settings.append(Setting(option, value, where))
     done.notices.append(f"{where}: {option} = {str(value).lower() if isinstance(value, bool) else value}: {why}")
 
@@ -283,7 +283,7 @@ def _integer(setting: Setting) -> int:
 
 
 def _folder(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
-    """An empty checkpoint folder turned checkpoints off; in files before enable_checkpoint, any other turned them on."""
+    """Read an empty checkpoint folder as checkpoints off; in files before enable_checkpoint, any other as on."""
     folder = new.get("checkpoint.folder")
     if folder is None:
         return

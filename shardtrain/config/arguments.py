@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin
 
 from shardtrain.config.options import Option, options, sections, suggestion
-from shardtrain.config.settings import COMMAND_LINE, Setting
+from shardtrain.config.settings import COMMAND_LINE, Kind, Setting
 from shardtrain.errors import Problem
 
 CONFIG_FILE = "job.config_file"
@@ -55,7 +55,7 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
 
 
 def _add(
-    read: Arguments, seen: set[str], name: str, option: str | None, kind: Any, values: list[str], negated: bool
+    read: Arguments, seen: set[str], name: str, option: str | None, kind: Kind, values: list[str], negated: bool
 ) -> None:
     """Enter one argument into what was read, as a setting or as a problem."""
     shown = values[0] if len(values) == 1 else (values or None)
@@ -111,12 +111,12 @@ def _option_of(name: str, kinds: Mapping[str, Any]) -> str | None:
     return table if isinstance(option, Option) and option.is_table else None
 
 
-def _kind(name: str, option: str | None, kinds: Mapping[str, Any]) -> Any:
+def _kind(name: str, option: str | None, kinds: Mapping[str, Any]) -> Kind:
     """Return the type that decides how many values an argument takes; None for a key of a table."""
     return kinds[name] if option == name else None
 
 
-def _most_values(kind: Any) -> int:
+def _most_values(kind: Kind) -> int:
     """Return how many values an option of this type may take."""
     if get_origin(kind) in (Union, types.UnionType):
         kind = next(arg for arg in get_args(kind) if arg is not type(None))

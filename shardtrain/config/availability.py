@@ -28,6 +28,12 @@ UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("model.converters", bool, "replacing modules (float8, MX)", "set model.converters = []"),
     ("model.print_after_conversion", bool, "replacing modules (float8, MX)", "remove it"),
     ("optimizer.early_step_in_backward", bool, "updating in backward, which would come before clipping", "remove it"),
+    (
+        "lr_scheduler.warmup_min_lr",
+        bool,
+        "a first rate as such",
+        "set lr_scheduler.min_lr_factor to its share of the peak",
+    ),
     ("training.dataset", _known_elsewhere, "this dataset", 'use "python_stdlib", or a file of yours with another one'),
     ("training.dataloader.num_workers", bool, "preparing batches in other processes", "set it to 0"),
     ("training.dataloader.pin_memory", bool, "pinned host memory", "set it to false"),

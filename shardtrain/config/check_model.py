@@ -12,6 +12,7 @@ from shardtrain.config.coerce import Unfit, coerce
 from shardtrain.config.load import Loaded
 from shardtrain.config.model_file import ModelFacts, read_model_file, shape
 from shardtrain.config.options import nearest
+from shardtrain.config.settings import Value
 from shardtrain.errors import ConfigError, Problem
 
 SOURCES_FOLDER = Path(__file__).parent.parent / "data" / "sources"
@@ -53,7 +54,7 @@ def check_model(loaded: Loaded) -> Iterator[Problem]:
         yield from _check_override(loaded, facts, key, value)
 
 
-def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Any) -> Iterator[Problem]:
+def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Value) -> Iterator[Problem]:
     option = f"model.overrides.{key}"
     where = loaded.origins.get(option, "")
     if key not in facts.fields:

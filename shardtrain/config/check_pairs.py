@@ -157,18 +157,6 @@ PAIRS: tuple[Rule, ...] = (
         "needs workers",
         "set validation.dataloader.num_workers above 0, or remove it",
     ),
-    (
-        "lr_scheduler.total_steps",
-        lambda c: (
-            c.lr_scheduler.total_steps is not None
-            and 0 < c.lr_scheduler.total_steps < c.training.steps
-            and c.training.epochs is None
-            and c.lr_scheduler.name != "deepspeed_warmup"
-            and c.lr_scheduler.min_lr_factor == 0
-        ),
-        "ends the schedule before training.steps, and the rest would train at a rate of 0",
-        "raise it, remove it, or set min_lr_factor above 0",
-    ),
 )
 
 # Options that were written down and cannot take effect: (option, when it has none, why, the fix).
@@ -218,7 +206,7 @@ _SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "warmup_stable_decay": ("warmup_steps", "total_steps", "decay_ratio", "decay_type", "min_lr_factor"),
     "linear_linear": ("warmup_steps", "total_steps"),
     "linear_by_proportion": ("warmup_proportion", "total_steps"),
-    "deepspeed_warmup": ("warmup_steps", "warmup_type", "warmup_min_lr"),
+    "deepspeed_warmup": ("warmup_steps", "warmup_type", "total_steps", "min_lr_factor"),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
+from shardtrain.config.settings import Value
 from shardtrain.errors import Problem
 
 
@@ -16,7 +17,7 @@ def problem(loaded: Loaded, option: str, rule: str, fix: str) -> Problem:
     return Problem(option, loaded.value(option), rule, fix, loaded.where(option))
 
 
-def any_of(names: Any) -> str:
+def any_of(names: Value) -> str:
     """Join values as prose: ``1, 2 or 4``."""
     words = [str(name) for name in names]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
@@ -143,7 +144,7 @@ def check_words(loaded: Loaded) -> Iterator[Problem]:
             if word not in known:
                 near = nearest(word, known)
                 rule = "must be" if not isinstance(value, list) else f'holds "{word}", which is not'
-                fix = f'did you mean "{near}"?' if near else f"use {any_of(known)}"
+                fix = f'did you mean "{near}"?' if near else f'use "{known[0]}"'
                 yield problem(loaded, option, f"{rule} {any_of(known)}", fix)
 
 

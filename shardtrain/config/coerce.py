@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from shardtrain.config.options import nearest
+from shardtrain.config.settings import Kind, Value
 
 
 class Unfit(ValueError):
@@ -21,7 +22,7 @@ class Unfit(ValueError):
         self.fix = fix
 
 
-def coerce(value: Any, kind: Any) -> Any:
+def coerce(value: Value, kind: Kind) -> Value:
     """Turn a TOML value into a value of the type ``kind``; raises Unfit.
 
     An integer may be written 1e6; a number may be written as an integer; a boolean is never a number.
@@ -43,7 +44,7 @@ def coerce(value: Any, kind: Any) -> Any:
     return _SCALARS[kind](value)
 
 
-def from_text(text: str, kind: Any) -> Any:
+def from_text(text: str, kind: Kind) -> Value:
     """Turn the text of one command-line value into a value of the type ``kind``; raises Unfit."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType) and type(None) in args:
@@ -65,20 +66,20 @@ def from_text(text: str, kind: Any) -> Any:
     return coerce(_toml_value(text, text), kind)
 
 
-def from_texts(texts: Sequence[str], kind: Any) -> Any:
+def from_texts(texts: Sequence[str], kind: Kind) -> Value:
     """Turn several command-line values of one list option into its value; raises Unfit."""
     if len(texts) == 1:
         return from_text(texts[0], kind)
     return [item for text in texts for item in from_text(text, kind)]
 
 
-def plain(text: str) -> Any:
+def plain(text: str) -> Value:
     """Turn text of unknown type into what it looks like: a number, true, false, or itself."""
     value = _toml_value(text, text)
     return value if isinstance(value, bool | int | float) else text
 
 
-def _toml_value(text: str, otherwise: Any) -> Any:
+def _toml_value(text: str, otherwise: Value) -> Value:
     """Read text as one TOML value, or give ``otherwise``; 1e6 and 5. are numbers too."""
     if re.fullmatch(r"[+-]?\d+\.", text):
         text += "0"
@@ -91,7 +92,7 @@ def _toml_value(text: str, otherwise: Any) -> Any:
     return table["value"] if table.keys() == {"value"} else otherwise
 
 
-def _literal(value: Any, allowed: tuple[Any, ...]) -> Any:
+def _literal(value: Value, allowed: tuple[Any, ...]) -> Value:
     """Return a value out of a fixed set of words."""
     if any(value == item and type(value) is type(item) for item in allowed):
         return value
@@ -100,7 +101,7 @@ def _literal(value: Any, allowed: tuple[Any, ...]) -> Any:
     raise Unfit(f"must be one of {words}", f'did you mean "{near}"?' if near else f'use "{allowed[0]}"')
 
 
-def _union(value: Any, kinds: tuple[Any, ...]) -> Any:
+def _union(value: Value, kinds: tuple[Any, ...]) -> Value:
     """Return a value of the first of several types that it fits; the exact type first, so 1 stays an integer."""
     kinds = tuple(kind for kind in kinds if kind is not type(None))
     if type(value) in kinds:
@@ -110,7 +111,7 @@ def _union(value: Any, kinds: tuple[Any, ...]) -> Any:
     raise Unfit("must be a number, true, false or text", "write a plain value")
 
 
-def _integer(value: Any) -> int:
+def _integer(value: Value) -> int:
     """Return a whole number; 1e6 is one, true and "3" are not."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -121,7 +122,7 @@ def _integer(value: Any) -> int:
     raise Unfit("must be an integer", _unquoted(value, int) or "write a whole number")
 
 
-def _number(value: Any) -> float:
+def _number(value: Value) -> float:
     """Return a number; an integer is one."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if math.isnan(value):
@@ -130,7 +131,7 @@ def _number(value: Any) -> float:
     raise Unfit("must be a number", _unquoted(value, float) or "write a number such as 0.1 or 3e-4")
 
 
-def _boolean(value: Any) -> bool:
+def _boolean(value: Value) -> bool:
     """Return true or false; 0, 1 and words are neither."""
     if isinstance(value, bool):
         return value
@@ -139,7 +140,7 @@ def _boolean(value: Any) -> bool:
     raise Unfit("must be true or false", f"write {word}" if word else "write true or false")
 
 
-def _text(value: Any) -> str:
+def _text(value: Value) -> str:
     """Return text; a number without quotes is none."""
     if isinstance(value, str):
         return value
@@ -148,7 +149,7 @@ def _text(value: Any) -> str:
     raise Unfit("must be text", "write it in quotes")
 
 
-def _unquoted(value: Any, kind: type) -> str | None:
+def _unquoted(value: Value, kind: type) -> str | None:
     """Return the fix for a number that was written in quotes."""
     try:
         kind(value if isinstance(value, str) else "")

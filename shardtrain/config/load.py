@@ -16,7 +16,7 @@ from shardtrain.config.arguments import CONFIG_FILE, read_arguments
 from shardtrain.config.coerce import Unfit, coerce, from_texts, plain
 from shardtrain.config.options import nearest, options, sections, suggestion
 from shardtrain.config.schema import Config
-from shardtrain.config.settings import COMMAND_LINE, DEFAULT, Setting
+from shardtrain.config.settings import COMMAND_LINE, DEFAULT, Setting, Value
 from shardtrain.config.toml_lines import key_lines
 from shardtrain.errors import ConfigError, Problem
 
@@ -34,7 +34,7 @@ class Loaded:
     notices: tuple[str, ...] = ()
     path: Path | None = None
 
-    def value(self, option: str) -> Any:
+    def value(self, option: str) -> Value:
         """Return the value of a dotted option."""
         return value_of(self.config, option)
 
@@ -47,7 +47,7 @@ class Loaded:
         return self.origins[option] if self.is_set(option) else ""
 
 
-def value_of(config: Config, option: str) -> Any:
+def value_of(config: Config, option: str) -> Value:
     """Return the value of a dotted option of a config."""
     value: Any = config
     for part in option.split("."):
@@ -140,7 +140,7 @@ def _unknown(setting: Setting) -> Problem:
     return Problem(name, setting.shown, "is not an option", suggestion(name, ALIASES), setting.where)
 
 
-def _build(section: str, values: Mapping[str, Any]) -> Any:
+def _build(section: str, values: Mapping[str, Any]) -> Value:
     """Build the dataclass of a section from the values that are set; the others keep their defaults."""
     cls = sections()[section]
     prefix = f"{section}." if section else ""
@@ -168,9 +168,9 @@ def _read_file(file: Path, problems: list[Problem]) -> list[Setting]:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         match = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
-        at = f"{file.name}:{match[1]}" if match else file.name
+        line = match[1] if match else len(text.rstrip().splitlines())  # without a line it is "at end of document"
         rule = "is not valid TOML: " + re.sub(r" \(at .*\)$", "", str(error))
-        problems.append(Problem("the file", None, rule, f"correct this {'line' if match else 'file'}", at))
+        problems.append(Problem("the file", None, rule, "correct this line", f"{file.name}:{line}"))
         return []
     lines = key_lines(text)
     return list(_flatten(table, (), lines, file.name))

@@ -7,16 +7,19 @@ flavor to the fields that it changes. Either may come from another model file by
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardtrain.config.options import nearest
+from shardtrain.config.settings import Value
 from shardtrain.errors import ConfigError, Problem
 
 MODELS_FOLDER = Path(__file__).parent.parent / "models"
 _PACKAGE = "shardtrain.models."
+_HAS_FLAVORS = re.compile(r"^(FLAVORS\b|from .* import .*\bFLAVORS\b)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ def model_path(name: str) -> Path:
 def model_names() -> list[str]:
     """Return the models of this package: files of the models folder that define or import FLAVORS."""
     files = sorted(MODELS_FOLDER.glob("*.py"))
-    return [file.stem for file in files if "FLAVORS" in file.read_text(encoding="utf-8") and file.stem[0] != "_"]
+    return [file.stem for file in files if _HAS_FLAVORS.search(file.read_text(encoding="utf-8"))]
 
 
 def read_model_file(name: str) -> ModelFacts:
@@ -119,8 +122,8 @@ def _fields(module: ast.Module, cls: ast.AST, name: str) -> dict[str, tuple[str,
     return found
 
 
-def _literal(node: ast.expr | None) -> Any:
-    """Return the value of a literal (10_000, 2 * 1024 and 4 << 10 too), or None."""
+def _literal(node: ast.expr | None) -> Value:
+    """Return the value of a literal (also of sums, differences and products of numbers), or None."""
     if node is None:
         return None
     try:

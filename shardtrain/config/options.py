@@ -15,6 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardtrain.config import schema
 from shardtrain.config.schema import Config
+from shardtrain.config.settings import Kind, Value
+from shardtrain.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _help_texts() -> Mapping[str, Mapping[str, str]]:
     return found
 
 
-def kind_text(kind: Any) -> str:
+def kind_text(kind: Kind) -> str:
     """Write a type as the option's documentation shows it.
 
     >>> kind_text(list[str]), kind_text(int | None), kind_text(Literal["a", "b"])
@@ -106,9 +108,10 @@ def kind_text(kind: Any) -> str:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the name that is spelt most like ``name``, or None where none comes close."""
-    matches = difflib.get_close_matches(name, list(names), 1, cutoff)
-    return matches[0] if matches else None
+    """Return the name that is spelt most like ``name``, whatever its case, or None where none comes close."""
+    by_lower_case = {other.lower(): other for other in names}
+    matches = difflib.get_close_matches(name.lower(), by_lower_case, 1, cutoff)
+    return by_lower_case[matches[0]] if matches else None
 
 
 def suggestion(name: str, extra: Iterable[str] = ()) -> str:
@@ -140,7 +143,7 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
 def help_text(name: str = "") -> str:
     """Return the help of a section, of one option, or (without a name) the list of sections.
 
-    Raises KeyError where nothing has that name.
+    Raises ConfigError where nothing has that name.
     """
     if name in options():
         option = options()[name]
@@ -148,7 +151,7 @@ def help_text(name: str = "") -> str:
             option.help, 100, initial_indent="    ", subsequent_indent="    "
         )
     if name not in sections():
-        raise KeyError(f"no section or option is named {name}; {suggestion(name)}")
+        raise ConfigError(Problem(name, None, "is neither a section nor an option", suggestion(name)))
     if not name:
         lines = [f"  [{section}]  {_first_line(cls)}" for section, cls in sections().items() if section]
         return "Sections:\n" + "\n".join(lines)
@@ -161,7 +164,7 @@ def _first_line(cls: type) -> str:
     return (cls.__doc__ or "").strip().splitlines()[0]
 
 
-def default_text(value: Any) -> str:
+def default_text(value: Value) -> str:
     """Write a default as in TOML; an unset one as "unset"."""
     if value is None:
         return "unset"

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+Value: TypeAlias = Any
+"""A value of any TOML type."""
+Kind: TypeAlias = Any
+"""A type as the schema's annotations write it: ``int``, ``list[str]``, ``int | None``, ``Literal[...]``."""
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -22,6 +27,6 @@ class Setting:
     is_text: bool = False
 
     @property
-    def shown(self) -> Any:
+    def shown(self) -> Value:
         """The value as an error message shows it."""
         return (self.value[0] if len(self.value) == 1 else list(self.value)) if self.is_text else self.value

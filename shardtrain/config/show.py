@@ -10,10 +10,11 @@ from shardtrain.config.check import check, notes
 from shardtrain.config.load import Loaded, value_of
 from shardtrain.config.options import kind_text, options, sections
 from shardtrain.config.schema import Config
+from shardtrain.config.settings import Value
 from shardtrain.errors import Problem
 
 
-def toml_value(value: Any) -> str:
+def toml_value(value: Value) -> str:
     """Write a value as TOML.
 
     >>> toml_value([1.0, True, 'say "hi"'])

@@ -48,6 +48,8 @@ class Failure:
 
 def describe(error: BaseException, rank: int) -> Failure:
     """Turn an exception of this process into a Failure; values of secret environment variables are masked."""
+    if isinstance(error, KeyboardInterrupt):
+        return stopped(rank, str(error) or "SIGINT")
     kind = type(error).__name__
     text = " ".join(str(error).split())
     is_peer = kind in _PEER_TYPES or (isinstance(error, RuntimeError) and any(word in text for word in _PEER_WORDS))
@@ -78,6 +80,12 @@ def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
     return Failure(rank, socket.gethostname(), "", message, "", time_seconds, exit_code)
 
 
+def stopped(rank: int, name: str) -> Failure:
+    """The end of a rank that a signal stopped before it could save; ``name`` is SIGTERM or SIGINT."""
+    message = f"stopped by {name}; nothing was saved on the way out"
+    return Failure(rank, socket.gethostname(), "", message, "", time.time(), NOT_SAVED)
+
+
 def culprit(failures: Iterable[Failure]) -> Failure:
     """The rank to blame: first by time among those with a cause of their own, before those that lost a peer."""
     return min(failures, key=lambda failure: (failure.is_peer, failure.time_seconds))
@@ -85,8 +93,8 @@ def culprit(failures: Iterable[Failure]) -> Failure:
 
 def lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]:
     """What the terminal shows: one line, or one for each problem of a wrong configuration."""
-    if failure.exit_code == PREEMPTED:
-        return [f"stopped[{PREEMPTED}]: {failure.message}"]
+    if failure.exit_code in (PREEMPTED, NOT_SAVED):
+        return [f"stopped[{failure.exit_code}]: {failure.message}"]
     start = f"error[{failure.exit_code}]: "
     if failure.problems:
         return [start + problem for problem in failure.problems]
@@ -101,6 +109,8 @@ def lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]:
 
 def append_trace(failure: Failure, log_path: Path) -> None:
     """Add the full trace to the rank's log, where the one line points; a full disk must not hide the first error."""
+    if not failure.trace:
+        return
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("a", encoding="utf-8") as file:
@@ -168,8 +178,6 @@ def _exit_code(error: BaseException, kind: str, text: str, is_peer: bool) -> int
         return error.exit_code
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    if isinstance(error, KeyboardInterrupt):
-        return NOT_SAVED
     # torch.OutOfMemoryError by name: this module does not import torch
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(word in text for word in _MEMORY_WORDS):
         return OUT_OF_MEMORY

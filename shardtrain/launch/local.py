@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain import log
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from shardtrain.config import Loaded
 
-Main = Callable[["Loaded"], None]
+Main = Callable[["Loaded"], object]
 
 
 def log_path(loaded: Loaded, rank: int) -> Path:
@@ -63,6 +64,8 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     """
     rank = int(os.environ.get("RANK", "0"))
     run_folder = Path(loaded.config.job.dump_folder)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _interrupt)  # until the trainer sets a handler that saves first
     try:
         main(loaded)
     except BaseException as error:
@@ -79,6 +82,10 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     if rank == 0:
         failure.write_exit(run_folder, None, 0)
     return 0
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def launch(
@@ -246,9 +253,8 @@ def _tell(loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Wat
         code = first.exit_code
         print(*failure.lines(first, log_path(loaded, first.rank), len(statuses)), sep="\n", file=sys.stderr)
     elif watch.signal_number or any(status not in FINE for status in statuses.values()):
-        first, code = None, failure.NOT_SAVED
-        name = signal.Signals(watch.signal_number or signal.SIGTERM).name
-        print(f"error[{code}]: stopped by {name} before anything was saved", file=sys.stderr)
+        first, code = failure.stopped(0, signal.Signals(watch.signal_number or signal.SIGTERM).name), failure.NOT_SAVED
+        print(*failure.lines(first, "", len(statuses)), file=sys.stderr)
     else:
         first, code = None, max(statuses.values())
     failure.write_exit(run_folder, first, code)

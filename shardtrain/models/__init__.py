@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from torch import nn
 
 from shardtrain import layout as layouts
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.layout import Layout
 
 _PARTS = ("Config", "Model", "LAYOUT", "FLAVORS", "initial")
 
@@ -44,7 +46,9 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     unknown = sorted(set(overrides) - names)
     if unknown:
         problem = "is no field of the model's Config"
-        raise ConfigError([Problem(f"model.overrides.{u}", overrides[u], problem, f"use {sorted(names)}") for u in unknown])
+        raise ConfigError(
+            [Problem(f"model.overrides.{u}", overrides[u], problem, f"use {sorted(names)}") for u in unknown]
+        )
     norm = {"norm_type": norm_type} if "norm_type" in names else {}
     return module.Config(**{**module.FLAVORS[flavor], **norm, **overrides})
 
@@ -55,6 +59,7 @@ def build(module: ModuleType, model_config: Any) -> nn.Module:
         model = module.Model(model_config)
     names = [name for name, _ in model.named_parameters()]
     broken = layouts.check(module.LAYOUT, (name for name, _ in model.named_modules()), names)
+    broken += _broken_promises(model, module.LAYOUT)
     starts = module.initial(model_config)
     broken += [
         f"initial() has no rule for parameter {name}"
@@ -64,6 +69,22 @@ def build(module: ModuleType, model_config: Any) -> nn.Module:
     if broken:
         raise ConfigError([f"model {module.__name__}: {sentence}" for sentence in broken])
     return model
+
+
+def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
+    """What a model may not be, beyond the names that ``layout.check`` reads."""
+    layers = dict(model.named_modules()).get(layout.layers)
+    broken = []
+    if layers is not None and not isinstance(layers, nn.ModuleDict):
+        broken.append(f"{layout.layers} must be an nn.ModuleDict with string keys, not {type(layers).__name__}")
+    broken += [
+        f"{name} must be a direct child of the model"
+        for name in (*layout.first, layout.layers, *layout.last)
+        if "." in name
+    ]
+    # the model is built without memory, and what a buffer was set to is lost; only parameters are drawn
+    broken += [f"buffer {name} would lose its values; compute it in forward" for name, _ in model.named_buffers()]
+    return broken
 
 
 def _load_in_tree(name: str) -> ModuleType:
@@ -78,8 +99,10 @@ def _load_path(path: Path) -> ModuleType:
     # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
     if not path.is_file():
         raise ConfigError(Problem("model.name", str(path), "is no file", "give the path of an existing model file"))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"shardtrain_model_file_{path.stem}"  # a prefix, so that no file can stand in for an installed package
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a .py path always has a loader
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
     return module

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardtrain import init
 from shardtrain.config.schema import Config
 from shardtrain.layout import Draw, Layout
-from shardtrain.loss import ChunkFunction, cross_entropy_sum, split_vocabulary_chunk_loss
+from shardtrain.loss import cross_entropy_sum
 from shardtrain.parallel import compile, recompute, shard, tensor
 from shardtrain.parallel.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
 from shardtrain.parallel.zero import SplitStates
@@ -44,7 +44,9 @@ class Runner:
     def __init__(self, model: nn.Module, mesh: Mesh, config: Config, vocab_size: int) -> None:
         self.model = model
         self._mesh, self._config = mesh, config
-        self._chunk_loss = _chunk_loss(mesh, config, vocab_size)
+        split = mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel
+        self._vocabulary = tensor.SplitVocabulary(mesh, vocab_size) if split else None
+        self._chunk_loss = None if split else compile.compiled_chunk_loss(config)
         self._split_states: SplitStates | None = None
 
     def materialize(self, draws: Mapping[str, Draw], seed: int) -> None:
@@ -100,7 +102,7 @@ class Runner:
 
     def _loss(self, batch: Batch, weight: Tensor) -> Tensor:
         logits_BTV = self.model(batch.tokens_BT, batch.positions_BT)
-        return cross_entropy_sum(logits_BTV, batch.targets_BT, weight, chunk=self._chunk_loss)
+        return cross_entropy_sum(logits_BTV, batch.targets_BT, weight, self._vocabulary, self._chunk_loss)
 
 
 def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vocab_size: int) -> Runner:
@@ -110,10 +112,3 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     for step in STEPS:
         step(model, layout, mesh, config)
     return Runner(model, mesh, config, vocab_size)
-
-
-def _chunk_loss(mesh: Mesh, config: Config, vocab_size: int) -> ChunkFunction | None:
-    if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
-        return split_vocabulary_chunk_loss(tensor.SplitVocabulary(mesh, vocab_size))
-    return compile.compiled_chunk_loss(config)
-

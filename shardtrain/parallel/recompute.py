@@ -22,6 +22,13 @@ from shardtrain.parallel.mesh import Mesh
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default)
 
 
+def _weight_shape(operation: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """The (out, in) shape of the weight that a matmul multiplies by."""
+    if operation is torch.ops.aten.linear.default:
+        return tuple(arguments[1].shape)
+    return tuple(reversed(arguments[2 if operation is torch.ops.aten.addmm.default else 1].shape))
+
+
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Make layers recompute as ``[activation_checkpoint]`` says, in place."""
     options = config.activation_checkpoint
@@ -102,7 +109,7 @@ def _selective_contexts(layer: nn.Module, path: str, options: ActivationCheckpoi
 
         def policy(ctx: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
             if operation in _MATMULS:
-                if tuple(reversed(arguments[1].shape)) in forced_shapes:
+                if _weight_shape(operation, arguments) in forced_shapes:
                     return CheckpointPolicy.PREFER_RECOMPUTE
                 matmuls[ctx.is_recompute] += 1
                 keep = matmuls[ctx.is_recompute] % 2 == 1
@@ -121,10 +128,9 @@ def _names(path: str, pattern: str) -> bool:
 
 
 def _set_memory_budget(options: ActivationCheckpoint, dump_folder: str) -> None:
-    import torch._functorch.config as compiler  # noqa: PLC0415  (loads the compiler; needed by this mode alone)
+    import torch._functorch.config as compiler  # loads the compiler; needed by this mode alone
 
     compiler.activation_memory_budget = options.memory_budget
     if options.visualize_memory_budget_pareto:
         compiler.visualize_memory_budget_pareto = True
         compiler.memory_budget_pareto_dir = f"{dump_folder}/memory_budget_pareto"
-

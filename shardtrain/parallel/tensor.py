@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +30,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Split the model's layers over the tensor-parallel ranks, in place; parameters become DTensors."""
     if mesh.size(AXIS) == 1:
         return
+    # FSDP warns of in-place operations on the views that sequence parallelism returns; models here have none
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     loss_parallel = not config.parallelism.disable_loss_parallel
     plan = {}
     for path, module in model.named_modules():
@@ -75,8 +78,8 @@ class SplitVocabulary:
     """The vocabulary split over tensor-parallel ranks, as the loss sees it (``loss.Vocabulary``)."""
 
     def __init__(self, mesh: Mesh, vocab_size: int) -> None:
-        rows = -(-vocab_size // mesh.size(AXIS))
-        self.offset = rows * mesh.rank(AXIS)
+        self.columns = -(-vocab_size // mesh.size(AXIS))
+        self.offset = self.columns * mesh.rank(AXIS)
         self._group = mesh.group(AXIS)
 
     def max(self, values: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Optimizer state split over replicas (ZeRO stage 1, Rajbhandari et al. 2020), on top of replicated parameters.
 
-Each replica updates one slice of each parameter, in place in the parameter's own memory, and the slices are then
-gathered. The optimizer sees the slices as DTensors split over dp_replicate, so checkpoints reshard like any other.
+Each replica updates one slice of each parameter, and the slices are then gathered. The parameter stays the truth: a
+slice is taken from it before each update. The optimizer sees the slices as DTensors split over dp_replicate, so
+checkpoints reshard like any other.
 """
 
 from __future__ import annotations
@@ -30,20 +31,23 @@ class SplitStates:
         self.slices = {name: self._slice(name, parameter) for name, parameter in parameters.items()}
 
     def before_update(self) -> None:
-        """Give each slice its part of the reduced gradient."""
+        """Give each slice its part of the parameter and of the reduced gradient."""
         for name, piece in self.slices.items():
-            gradient = self._parameters[name].grad
-            if piece is not self._parameters[name] and gradient is not None:
-                part = self._part(name, local_tensor(gradient))
-                assert isinstance(piece, DTensor)
-                piece.grad = DTensor.from_local(
-                    part, piece.device_mesh, piece.placements, shape=piece.shape, stride=piece.stride()
-                )
+            parameter = self._parameters[name]
+            if piece is parameter or parameter.grad is None:
+                continue
+            assert isinstance(piece, DTensor)
+            piece.to_local().detach().copy_(self._part(name, parameter.to_local().detach()))
+            part = self._part(name, local_tensor(parameter.grad)).contiguous()
+            piece.grad = DTensor.from_local(
+                part, piece.device_mesh, piece.placements, shape=piece.shape, stride=piece.stride()
+            )
 
     def after_update(self) -> None:
         """Gather the updated slices into the whole parameters on every replica, one collective per type."""
         names = [name for name, dim in self._dims.items() if dim is not None]
-        for dtype in {self._parameters[name].dtype for name in names}:
+        # a dict and not a set: every rank must take the types in the same order
+        for dtype in dict.fromkeys(self._parameters[name].dtype for name in names):
             self._gather([name for name in names if self._parameters[name].dtype == dtype])
         for name in names:
             self.slices[name].grad = None
@@ -55,8 +59,8 @@ class SplitStates:
         padded = sum(chunks[0].numel() for chunks in parts)
         sent = wholes[0].new_zeros(padded)
         offset = 0
-        for chunks in parts:
-            mine = chunks[self._replica]
+        for name, chunks in zip(names, parts, strict=True):
+            mine = local_tensor(self.slices[name]).detach()
             sent[offset : offset + mine.numel()].copy_(mine.flatten())
             offset += chunks[0].numel()
         received = [torch.empty_like(sent) for _ in range(self._replicas)]
@@ -75,8 +79,9 @@ class SplitStates:
         axis = list(parameter.device_mesh.mesh_dim_names or ()).index(AXIS)
         placements = list(parameter.placements)
         placements[axis] = Shard(dim)
+        # A copy: the fused AdamW kernel reads memory in a row and silently does wrong to a slice with gaps (torch 2.13)
         piece = DTensor.from_local(
-            self._part(name, parameter.to_local().detach()),
+            self._part(name, parameter.to_local().detach()).clone(memory_format=torch.contiguous_format),
             parameter.device_mesh,
             placements,
             shape=parameter.shape,

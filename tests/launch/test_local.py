@@ -136,7 +136,7 @@ def test_a_second_signal_kills_ranks_that_do_not_answer(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 76
-    assert "before anything was saved" in err
+    assert err.splitlines() == ["stopped[76]: stopped by SIGTERM; nothing was saved on the way out"]
     assert not any(runs(pid) for pid in pids(tmp_path))
 
 
@@ -190,6 +190,17 @@ def test_a_failure_of_one_process_is_one_line_and_an_exit_file(tmp_path):
     assert code == record["code"] == 1
     assert len(err) == 1 and err[0].startswith("error[1]: RuntimeError: boom (ranks.py:"), err
     assert "Traceback" in (tmp_path / "logs/rank-1.log").read_text()
+
+
+def test_a_signal_to_a_run_of_one_process_is_told_and_recorded(tmp_path):
+    process = start(
+        tmp_path, "listen", "alone", count=1, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
+    wait_for(lambda: (tmp_path / "ready-0").exists())
+    process.terminate()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == json.loads((tmp_path / "exit.json").read_text())["code"] == 76
+    assert err.splitlines()[-1] == "stopped[76]: stopped by SIGTERM; nothing was saved on the way out"
 
 
 def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):

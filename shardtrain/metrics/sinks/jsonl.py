@@ -28,7 +28,6 @@ class JsonlFile:
         self.path = path
         self.num_lost = 0
         self.history: list[dict[str, Any]] = []
-        self._torn = False
         self._warned = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,13 +53,15 @@ class JsonlFile:
     def _append(self, line: bytes) -> None:
         # Opened per record: at most once per log_freq steps, and a mount that comes back is written to again.
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
+        size = os.fstat(descriptor).st_size
         try:
-            # After a partial write (a full disk) the rest of that line must not swallow the next record.
-            data = b"\n" + line if self._torn else line
-            written = os.write(descriptor, data)
-            self._torn = written != len(data)
-            if self._torn:
-                raise OSError(f"wrote {written} of {len(data)} bytes")
+            written = os.write(descriptor, line)
+            if written != len(line):
+                raise OSError(f"wrote {written} of {len(line)} bytes")
+        except OSError:
+            # A full disk may take a part of a line; without it the next record stands on a line of its own.
+            os.ftruncate(descriptor, size)
+            raise
         finally:
             os.close(descriptor)
 

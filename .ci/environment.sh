@@ -1,0 +1,79 @@
+# Sourced by run_train.sh and run_tests.sh: sets $python to an interpreter that has the package, and makes it if needed.
+# Expects $here, the repository, and $extras, "" or "dev".
+
+fail() {
+    echo "error[2]: $1" >&2
+    exit 2
+}
+
+has_package() { # interpreter, module: whether the package and one of its needs are installed for it
+    (cd / && "$1" -c "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ['shardtrain', '$2'])))") \
+        2>/dev/null
+}
+
+find_python() {
+    local name
+    for name in ${PYTHON:-python3.13 python3.12 python3.11 python3 python}; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer was found; install one, or set PYTHON to its path"
+}
+
+wanted() { # what an environment with these extras is made from; another text means that it is made anew
+    echo "$1" "$here" "$constraints"
+    cat "$here/pyproject.toml" "$here"/constraints/*.txt
+}
+
+current() { # whether the environment holds what is needed; the one of the tests serves training too
+    local kind
+    [[ -x "$python" ]] || return 1
+    for kind in "$extras" dev; do
+        wanted "$kind" | cmp -s - "$venv/.shardtrain-${kind:-train}" && return
+    done
+    return 1
+}
+
+install() {
+    local torch target="$here"
+    [[ -n "$extras" ]] && target="$here[$extras]"
+    torch="$(sed -n '/^torch==/p' "$constraints")"
+    echo "installing shardtrain and $torch into $venv (once)" >&2
+    if [[ "$constraints" == */default.txt ]]; then
+        "$python" -m pip install --quiet "$torch" || fail "pip could not install $torch; its message is above"
+    elif ! "$python" -m pip install --quiet "$torch" 2>/dev/null; then
+        echo "$torch is not on the configured index; taking it from PyTorch's own" >&2
+        "$python" -m pip install --quiet --index-url https://download.pytorch.org/whl/cpu "$torch" ||
+            fail "pip could not install $torch; its message is above"
+    fi
+    "$python" -m pip install --quiet --constraint "$constraints" --editable "$target" ||
+        fail "pip could not install the package; its message is above"
+}
+
+# Without an NVIDIA device nothing of CUDA is downloaded. macOS has one kind of wheel.
+constraints="$here/constraints/cpu.txt"
+if [[ "$(uname -s)" != Linux ]] || compgen -G '/dev/nvidia[0-9]*' >/dev/null || nvidia-smi -L >/dev/null 2>&1; then
+    constraints="$here/constraints/default.txt"
+fi
+
+need=torch
+[[ "$extras" == dev ]] && need=pytest
+active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}"
+if [[ -z "${SHARDTRAIN_VENV:-}" && -n "$active" && -x "$active/bin/python" ]] && has_package "$active/bin/python" $need
+then
+    python="$active/bin/python"
+else
+    venv="${SHARDTRAIN_VENV:-$here/.venv}"
+    python="$venv/bin/python"
+    if ! current; then
+        if [[ ! -x "$python" ]]; then
+            base="$(find_python)"
+            "$base" -m venv "$venv" || fail "$base cannot make $venv; on Debian and Ubuntu install python3-venv"
+        fi
+        "$python" -m pip --version >/dev/null 2>&1 || fail "$venv has no pip; remove it and install python3-venv"
+        install
+        wanted "$extras" >"$venv/.shardtrain-${extras:-train}"
+    fi
+fi

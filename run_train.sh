@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Train on all devices of this machine. On the first call it makes .venv and installs the package into it.
+#
+#   ./run_train.sh [--section.key value ...]
+#
+# CONFIG_FILE  configuration (configs/debug.toml)        NGPU       number of ranks (all devices)
+# LOG_RANK     ranks that write to the terminal (0)      COMM_MODE  same as --comm.mode, for one step
+# SHARDTRAIN_VENV  folder of the environment (.venv)     PYTHON     interpreter that makes it (python3.13, .12, .11)
+set -euo pipefail
+
+here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
+extras=""
+source "$here/.ci/environment.sh"
+
+# torchtitan's default is a path below its own folder; so is ours, but a path of the caller's is relative to the caller
+config_file="${CONFIG_FILE:-$here/configs/debug.toml}"
+arguments=()
+if [[ -n "${NGPU:-}" ]]; then
+    arguments+=(--nproc "$NGPU")
+fi
+if [[ -n "${COMM_MODE:-}" ]]; then
+    arguments+=("--comm.mode=$COMM_MODE" --training.steps=1)
+fi
+if [[ -n "${TRAIN_FILE:-}" ]]; then
+    echo "note: TRAIN_FILE=$TRAIN_FILE is ignored; the trainer is shardtrain.train" >&2
+fi
+# exec, so that a scheduler's signals reach the trainer and not this shell
+exec "$python" -m shardtrain train "$config_file" ${arguments[@]+"${arguments[@]}"} "$@"

@@ -1,0 +1,208 @@
+"""Older files load with their old meaning; each old name gives one notice, and none is dropped in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardtrain.config import Loaded, check, load, read_model_file, resolved_toml, shape
+from shardtrain.config.aliases import ALIASES
+from shardtrain.config.options import options
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "configs"
+FILES = sorted(FIXTURES.rglob("*.toml"))
+AGES = ("torchtrain_2024_02", "torchtitan_2024_04", "torchtitan_2025_02", "torchtitan_v0_2_2")
+
+
+def read(tmp_path: Path, text: str, *arguments: str) -> Loaded:
+    file = tmp_path / "old.toml"
+    file.write_text(text)
+    return load(file, arguments)
+
+
+def values(loaded: Loaded, *names: str) -> tuple[object, ...]:
+    return tuple(loaded.value(name) for name in names)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
+def test_files_of_every_age_check_without_errors(file: Path) -> None:
+    loaded = load(file)
+    assert check(loaded) == []
+    assert (loaded.notices == ()) == (file.parent.name == "torchtitan_v0_2_2")
+
+
+def test_there_are_fixtures_of_every_age() -> None:
+    assert [len(list((FIXTURES / age).glob("*.toml"))) for age in AGES] == [1, 4, 4, 4]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
+def test_every_key_of_a_file_is_set_or_mentioned(file: Path) -> None:
+    """Count lines: each ``key = value`` line is the origin of an option or of a notice."""
+    loaded = load(file)
+    mentioned = set(loaded.origins.values()) | {notice.partition(": ")[0] for notice in loaded.notices}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if "=" in line:
+            assert f"{file.name}:{number}" in mentioned, line
+
+
+def test_every_alias_leads_to_an_option_and_hides_none() -> None:
+    for old, alias in ALIASES.items():
+        assert old not in options()
+        assert alias.new is None or alias.new in options()
+        assert alias.new is not None or alias.why
+
+
+def test_torchtrain_2024_02_debug_model() -> None:
+    loaded = load(FIXTURES / "torchtrain_2024_02" / "debug_model.toml")
+    c = loaded.config
+    assert (c.model.name, c.model.flavor) == ("llama2", "debugmodel")
+    assert c.model.tokenizer_path == "./torchtrain/datasets/tokenizer/tokenizer.model"
+    assert (c.profiling.enable_profiling, c.profiling.profile_freq) == (True, 10)
+    assert (c.training.local_batch_size, c.training.steps) == (8, 10)
+    assert (c.lr_scheduler.name, c.lr_scheduler.warmup_steps) == ("linear_linear", 2)
+    assert (c.optimizer.beta2, c.optimizer.weight_decay) == (0.999, 0.01)
+    assert (c.parallelism.data_parallel_shard_degree, c.parallelism.tensor_parallel_degree) == (-1, 1)
+    assert (c.checkpoint.enable, c.checkpoint.interval, c.checkpoint.folder) == (False, 3600, "checkpoint")
+    assert c.checkpoint.interval_type == "steps"
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "norm", "lr", "batch", "seq_len", "steps", "warmup", "tp", "mode", "option"),
+    [
+        ("debug_model", "debugmodel", "fused_rmsnorm", 8e-4, 8, 2048, 10, 2, 1, "selective", "2"),
+        ("llama_7b", "7B", "fused_rmsnorm", 3e-4, 8, 2048, 1000, 200, 1, "selective", "op"),
+        ("llama_13b", "13B", "fused_rmsnorm", 3e-4, 2, 4096, 1000, 200, 1, "selective", "op"),
+        ("llama_70b", "70B", "rmsnorm", 1.5e-4, 16, 4096, 1000, 200, 8, "full", "2"),
+    ],
+)
+def test_torchtitan_2024_04(
+    name: str, flavor: str, norm: str, lr: float, batch: int, seq_len: int, steps: int, warmup: int, tp: int,
+    mode: str, option: str,
+) -> None:  # fmt: skip
+    c = load(FIXTURES / "torchtitan_2024_04" / f"{name}.toml").config
+    assert (c.model.name, c.model.flavor, c.model.norm_type, c.model.converters) == ("llama2", flavor, norm, [])
+    assert (c.optimizer.lr, c.optimizer.beta2, c.optimizer.weight_decay) == (lr, 0.95, 0.1)
+    assert (c.training.local_batch_size, c.training.seq_len, c.training.steps) == (batch, seq_len, steps)
+    assert (c.lr_scheduler.name, c.lr_scheduler.warmup_steps) == ("linear_linear", warmup)
+    assert (c.parallelism.data_parallel_shard_degree, c.parallelism.tensor_parallel_degree) == (-1, tp)
+    assert (c.activation_checkpoint.mode, c.activation_checkpoint.selective_ac_option) == (mode, option)
+    assert (c.checkpoint.enable, c.checkpoint.last_save_model_only) == (False, False)
+    assert c.profiling.enable_profiling and not c.metrics.disable_color_printing and not c.compile.enable
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "lr", "batch", "seq_len", "steps", "warmup", "tp", "mode", "enable"),
+    [
+        ("debug_model", "debugmodel", 8e-4, 8, 2048, 10, 2, 1, "selective", False),
+        ("llama3_8b", "8B", 3e-4, 1, 8192, 1000, 200, 1, "selective", True),
+        ("llama3_70b", "70B", 1.5e-4, 8, 8192, 1000, 200, 8, "full", True),
+        ("llama3_405b", "405B", 8e-5, 2, 8192, 3000, 600, 8, "full", True),
+    ],
+)
+def test_torchtitan_2025_02(
+    name: str, flavor: str, lr: float, batch: int, seq_len: int, steps: int, warmup: int, tp: int, mode: str,
+    enable: bool,
+) -> None:  # fmt: skip
+    c = load(FIXTURES / "torchtitan_2025_02" / f"{name}.toml").config
+    large = flavor == "405B"
+    assert (c.model.name, c.model.flavor) == ("llama3", flavor)
+    assert c.model.converters == (["quantize.linear.float8"] if large else [])
+    assert (c.optimizer.lr, c.training.local_batch_size, c.training.seq_len, c.training.steps) == (
+        lr,
+        batch,
+        seq_len,
+        steps,
+    )
+    assert (c.lr_scheduler.name, c.lr_scheduler.warmup_steps) == ("linear_linear", warmup)
+    p = c.parallelism
+    assert (p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree) == (1, -1, tp)
+    assert (p.context_parallel_degree, p.pipeline_parallel_degree, p.enable_async_tensor_parallel) == (1, 1, large)
+    assert (c.compile.enable, c.activation_checkpoint.mode) == (large, mode)
+    assert (c.checkpoint.enable, c.checkpoint.last_save_model_only) == (enable, False)
+    assert c.checkpoint.folder == ("/checkpoints" if enable else "checkpoint")
+    float8 = c.quantize.linear.float8
+    assert float8.enable_fsdp_float8_all_gather is large
+    assert float8.precompute_float8_dynamic_scale_for_fsdp is large
+    assert c.debug.seed == 42
+
+
+@pytest.mark.parametrize("name", ["debug_model", "llama3_8b", "llama3_70b", "llama3_405b"])
+def test_torchtitan_v0_2_2_runs_under_its_own_names(name: str) -> None:
+    loaded = load(FIXTURES / "torchtitan_v0_2_2" / f"{name}.toml")
+    c = loaded.config
+    assert c.lr_scheduler.name == "warmup_stable_decay"
+    assert c.checkpoint.last_save_model_only is (name != "debug_model")
+    assert c.model.converters == (["quantize.linear.float8"] if name == "llama3_405b" else [])
+    assert c.quantize.linear.float8.filter_fqns == ["output"]
+    assert shape(read_model_file(c.model.name), c.model.flavor, c.model.overrides)["num_layers"] in (6, 32, 80, 126)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
+def test_the_resolved_form_of_an_old_file_needs_no_alias(file: Path, tmp_path: Path) -> None:
+    config = load(file).config
+    again = read(tmp_path, resolved_toml(config))
+    assert again.config == config and again.notices == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "value"),
+    [
+        ("[metrics]\nenable_color_printing = false", "metrics.disable_color_printing", True),
+        ("[metrics]\nrank_0_only = false", "metrics.save_for_all_ranks", True),
+        ("[training]\nenable_loss_parallel = false", "parallelism.disable_loss_parallel", True),
+        ("[optimizer]\nfused = true", "optimizer.implementation", "fused"),
+        ("[optimizer]\nfused = false", "optimizer.implementation", "foreach"),
+        ("[optimizer]\nfused = false\nforeach = false", "optimizer.implementation", "for-loop"),
+        ("[optimizer]\nforeach = true\nfused = true", "optimizer.implementation", "fused"),
+        ("[optimizer]\nfused = false\nforeach = true", "optimizer.implementation", "foreach"),
+        ("[training]\nsequence_parallel_degree = 4", "parallelism.tensor_parallel_degree", 4),
+        ("[training]\ndeterministic = true", "debug.deterministic", True),
+        ("[training]\nseed = 7", "debug.seed", 7),
+        ('[training]\nfp8_linear = "dynamic"', "model.converters", ["quantize.linear.float8"]),
+        ("[float8]\nenable_float8_linear = true", "model.converters", ["quantize.linear.float8"]),
+        (
+            '[float8]\nenable_float8_linear = true\n[model]\nconverters = ["quantize.linear.mx"]',
+            "model.converters",
+            ["quantize.linear.mx", "quantize.linear.float8"],
+        ),
+        ('[model]\nconverters = "float8,mx"', "model.converters", ["quantize.linear.float8", "quantize.linear.mx"]),
+        ('[float8]\nfilter_fqns = "output, attn"', "quantize.linear.float8.filter_fqns", ["output", "attn"]),
+        ("[validation]\nenabled = true", "validation.enable", True),
+        ("[checkpoint]\nmodel_weights_only = true", "checkpoint.last_save_model_only", True),
+        ('[training]\ncheckpoint_folder = "ckpt"', "checkpoint.folder", "ckpt"),
+        ('[training]\ncheckpoint_folder = "ckpt"', "checkpoint.enable", True),
+        ('[checkpoint]\nfolder = ""', "checkpoint.enable", False),
+        ('[checkpoint]\nfolder = "x"\n[training]\ndata_parallel_degree = -1', "checkpoint.enable", True),
+        ('[checkpoint]\nfolder = "x"', "checkpoint.enable", False),
+        ('[experimental]\ncustom_model_path = "my_model.py"', "model.name", "my_model.py"),
+        ("[experimental]\npipeline_parallel_microbatches = 4", "parallelism.pipeline_parallel_microbatch_size", 2),
+        ("[lr_scheduler]\nlr_min = 0.1", "lr_scheduler.min_lr_factor", 0.1),
+        ("[training]\nwarmup_pct = 0.01\nsteps = 1000", "lr_scheduler.warmup_steps", 10),
+        ("[training]\nwarmup_steps = 3\n[lr_scheduler]\ndecay_ratio = 0.5", "lr_scheduler.name", "warmup_stable_decay"),
+    ],
+    ids=lambda v: v.replace("\n", " ") if isinstance(v, str) else None,
+)
+def test_an_old_value_keeps_its_meaning(tmp_path: Path, text: str, option: str, value: object) -> None:
+    assert read(tmp_path, text).value(option) == value
+
+
+def test_an_alias_carries_its_origin_and_one_notice(tmp_path: Path) -> None:
+    loaded = read(tmp_path, "[training]\n\nbatch_size = 3\n")
+    assert loaded.origins["training.local_batch_size"] == "old.toml:3"
+    assert loaded.notices == ("old.toml:3: training.batch_size is called training.local_batch_size now",)
+
+
+def test_the_command_line_takes_old_names_and_beats_the_file(tmp_path: Path) -> None:
+    text = "[training]\nbatch_size = 3\nwarmup_pct = 0.5\nsteps = 10\n"
+    loaded = read(tmp_path, text, "--training.compile", "--training.local_batch_size=5", "--training.steps=40")
+    assert values(loaded, "compile.enable", "training.local_batch_size", "lr_scheduler.warmup_steps") == (True, 5, 20)
+    assert loaded.origins["compile.enable"] == "command line"
+    loaded = read(tmp_path, "[training]\nlocal_batch_size = 3\n", "--training.batch_size", "6", "--job.no_print_args")
+    assert values(loaded, "training.local_batch_size", "job.print_config") == (6, False)
+
+
+def test_what_had_no_counterpart_is_said_to_be_ignored(tmp_path: Path) -> None:
+    loaded = read(tmp_path, "[job]\nuse_for_integration_test = true\n[experimental]\nenable_compiled_autograd = true\n")
+    assert len(loaded.notices) == 2
+    assert all(" is ignored: " in notice for notice in loaded.notices)

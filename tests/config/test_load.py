@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardtrain.config import Config, ConfigError, load
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return file
+
+
+def test_command_line_beats_file_beats_default(tmp_path: Path) -> None:
+    file = write(tmp_path, "[training]\nsteps = 50\nseq_len = 64\nlocal_batch_size = 2\n")
+    loaded = load(file, ["--training.seq_len", "128"])
+    training = loaded.config.training
+    assert (training.steps, training.seq_len, training.local_batch_size) == (50, 128, 2)
+    assert training.max_norm == Config().training.max_norm
+    assert loaded.config.optimizer == Config().optimizer
+    assert loaded.origins["training.steps"] == "run.toml:2"
+    assert loaded.origins["training.seq_len"] == "command line"
+    assert loaded.origins["training.max_norm"] == "default"
+
+
+def test_nothing_at_all_is_the_default_config() -> None:
+    loaded = load(None)
+    assert loaded.config == Config()
+    assert set(loaded.origins.values()) == {"default"}
+    assert loaded.notices == () and loaded.path is None
+
+
+def test_the_file_may_be_named_by_an_option_which_replaces_the_first(tmp_path: Path) -> None:
+    file = write(tmp_path, "[training]\nsteps = 7\n")
+    loaded = load("another.toml", ["--job.config_file", str(file)])
+    assert loaded.config.training.steps == 7 and loaded.path == file
+    assert load(None, [f"--job.config-file={file}"]).config.training.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "value"),
+    [
+        (["--training.steps", "5"], "training.steps", 5),
+        (["--training.steps=5"], "training.steps", 5),
+        (["--training.steps=1e3"], "training.steps", 1000),
+        (["--training.global-batch-size", "-1"], "training.global_batch_size", -1),
+        (["--optimizer.lr", "3e-4"], "optimizer.lr", 3e-4),
+        (["--optimizer.lr", "1"], "optimizer.lr", 1.0),
+        (["--training.max_norm=inf"], "training.max_norm", float("inf")),
+        (["--compile.enable"], "compile.enable", True),
+        (["--compile.enable", "false"], "compile.enable", False),
+        (["--compile.enable=True"], "compile.enable", True),
+        (["--compile.no_enable"], "compile.enable", False),
+        (["--activation_checkpoint.no-preserve-rng-state"], "activation_checkpoint.preserve_rng_state", False),
+        (["--compile.no_enable=false"], "compile.enable", True),
+        (["--job.description", "2"], "job.description", "2"),
+        (["--job.description=--odd"], "job.description", "--odd"),
+        (["--job.description="], "job.description", ""),
+        (["--activation_checkpoint.selective_ac_option", "2"], "activation_checkpoint.selective_ac_option", "2"),
+        (["--training.dtype", "bfloat16"], "training.dtype", "bfloat16"),
+        (["--training.epochs", "None"], "training.epochs", None),
+        (["--training.epochs", "2"], "training.epochs", 2),
+        (["--training.dataset_path", "none"], "training.dataset_path", None),
+        (["--training.dataloader.num_workers", "2"], "training.dataloader.num_workers", 2),
+        (["--optimizer.no_weight_decay", "a,b"], "optimizer.no_weight_decay", ["a", "b"]),
+        (["--optimizer.no_weight_decay", "a", "b"], "optimizer.no_weight_decay", ["a", "b"]),
+        (["--optimizer.no_weight_decay="], "optimizer.no_weight_decay", []),
+        (["--optimizer.no_weight_decay", '["*,x", "b"]'], "optimizer.no_weight_decay", ["*,x", "b"]),
+        (["--compile.components", "loss"], "compile.components", ["loss"]),
+        (
+            ["--parallelism.module_fqns_per_model_part", '[["a", "b"], ["c"]]'],
+            "parallelism.module_fqns_per_model_part",
+            [["a", "b"], ["c"]],
+        ),
+        (["--model.overrides.num_layers", "4"], "model.overrides", {"num_layers": 4}),
+        (["--model.overrides.num-layers=4"], "model.overrides", {"num_layers": 4}),
+        (["--model.overrides", "{dim = 8, x = true}"], "model.overrides", {"dim": 8, "x": True}),
+        (
+            ["--model.overrides.norm_eps", "1e-6", "--model.overrides.rope_scaling", "none"],
+            "model.overrides",
+            {"norm_eps": 1e-6, "rope_scaling": "none"},
+        ),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) and v and str(v[0]).startswith("--") else None,
+)
+def test_an_argument_sets_its_option(arguments: list[str], option: str, value: object) -> None:
+    loaded = load(None, arguments)
+    got = loaded.value(option)
+    assert got == value and type(got) is type(value)
+    assert loaded.origins[option] == "command line"
+    changed = {name for name in loaded.origins if loaded.is_set(name)}
+    assert {name for name in changed if not name.startswith("model.overrides.")} == {option}
+
+
+def test_a_switch_does_not_take_the_next_option_for_its_value() -> None:
+    config = load(None, ["--compile.enable", "--training.steps", "1", "--debug.deterministic"]).config
+    assert (config.compile.enable, config.training.steps, config.debug.deterministic) == (True, 1, True)
+
+
+def test_an_integer_may_be_written_as_an_integral_float_and_a_float_as_an_integer(tmp_path: Path) -> None:
+    config = load(write(tmp_path, "[training]\nsteps = 1e6\nmax_norm = 1\n")).config.training
+    assert config.steps == 1_000_000 and type(config.steps) is int
+    assert config.max_norm == 1.0 and type(config.max_norm) is float
+
+
+def test_overrides_of_file_and_command_line_join_key_by_key(tmp_path: Path) -> None:
+    file = write(tmp_path, "[model]\noverrides = {dim = 64, num_layers = 2}\n")
+    loaded = load(file, ["--model.overrides.num_layers", "4"])
+    assert loaded.config.model.overrides == {"dim": 64, "num_layers": 4}
+    assert loaded.origins["model.overrides.dim"] == "run.toml:2"
+    assert loaded.origins["model.overrides.num_layers"] == "command line"
+
+
+LAYOUTS = """\
+# a comment with [brackets] and key = 1
+title.ignored = 1   # line 2: no option, reported below
+[ "training" ]   # quoted section
+"steps" = 5
+'seq_len' = 6
+dataset = '''
+[optimizer]
+lr = 3'''
+dataloader.num_workers = 0
+dataloader = 3
+[model]
+overrides.num_layers = 2
+converters = [ # comment ]
+  "a",
+  "}, b = 1",
+]
+flavor = "x\\"] # no comment"
+[quantize]
+linear = { float8 = { emulate = true, filter_fqns = ["x"] }, mx.recipe_name = "r" }
+"""
+
+
+def test_origins_are_lines_however_the_toml_is_written(tmp_path: Path) -> None:
+    text = "\n".join(line for line in LAYOUTS.splitlines() if not line.startswith("dataloader = 3"))
+    text = text.replace("title.ignored = 1 ", "")
+    origins = load(write(tmp_path, text)).origins
+    expected = {
+        "training.steps": 4,
+        "training.seq_len": 5,
+        "training.dataset": 6,
+        "training.dataloader.num_workers": 9,
+        "model.overrides.num_layers": 11,
+        "model.converters": 12,
+        "model.flavor": 16,
+        "quantize.linear.float8.emulate": 18,
+        "quantize.linear.float8.filter_fqns": 18,
+        "quantize.linear.mx.recipe_name": 18,
+    }
+    assert {name: f"run.toml:{line}" for name, line in expected.items()} == {
+        name: origin for name, origin in origins.items() if name in expected
+    }
+    assert origins["optimizer.lr"] == "default"
+
+
+def test_lines_end_as_windows_writes_them_and_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xef\xbb\xbf[training]\r\n\r\nsteps = 5\r\n")
+    assert load(file).origins["training.steps"] == "run.toml:3"
+
+
+def test_loading_twice_gives_equal_configs_that_share_no_list(tmp_path: Path) -> None:
+    one, two = load(None).config, load(None).config
+    assert one == two
+    assert one.compile.components is not two.compile.components
+
+
+def test_load_and_check_never_import_torch(tmp_path: Path) -> None:
+    file = write(tmp_path, "[training]\nsteps = 5\n")
+    code = (
+        "import sys; from shardtrain.config import load, check, show, machine_notes, unavailable; "
+        f"l = load({str(file)!r}, ['--training.seq_len=32']); assert check(l) == []; show(l); unavailable(l); "
+        "machine_notes(l, 2, 'cpu', 0); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_config_error_is_raised_and_nothing_is_loaded_in_part(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        load(write(tmp_path, "[training]\nsteps = 5\nwrong = 1\n"))

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardtrain.config import Config, ConfigError, check_report, help_text, load, resolved_toml, show
+from shardtrain.config.options import options, sections
+from shardtrain.config.options_page import options_page
+from shardtrain.config.show import toml_value
+
+TEXT = st.text(st.characters(blacklist_categories=("Cs",)), max_size=8)
+
+
+def strategy(kind: Any) -> st.SearchStrategy[Any]:
+    """Return any value of an annotation of the schema."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin is list:
+        return st.lists(strategy(args[0]), max_size=2)
+    if origin is dict:
+        keys = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="."), min_size=1, max_size=5)
+        return st.dictionaries(keys, strategy(args[1]), max_size=2)
+    if args:
+        return st.one_of([st.none() if arg is type(None) else strategy(arg) for arg in args])
+    return {
+        int: st.integers(-(2**63), 2**63 - 1),  # what TOML holds
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+        str: TEXT,
+    }[kind]
+
+
+def configs() -> st.SearchStrategy[Config]:
+    """Return configs of which a few options have any value of their type."""
+    pairs = st.one_of([st.tuples(st.just(name), strategy(option.kind)) for name, option in options().items()])
+    return st.lists(pairs, max_size=12).map(lambda chosen: build("", dict(chosen)))
+
+
+def build(section: str, values: dict[str, Any]) -> Any:
+    given_fields = {}
+    for field in dataclasses.fields(sections()[section]):
+        name = f"{section}.{field.name}".lstrip(".")
+        if name in sections():
+            given_fields[field.name] = build(name, values)
+        elif name in values:
+            given_fields[field.name] = values[name]
+    return sections()[section](**given_fields)
+
+
+@given(config=configs())
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_a_resolved_config_reloads_to_an_identical_one(config: Config, tmp_path_factory: Any) -> None:
+    file = tmp_path_factory.getbasetemp() / "resolved.toml"
+    file.write_bytes(resolved_toml(config).encode())
+    assert load(file).config == config
+
+
+@given(value=st.recursive(st.one_of(strategy(int), strategy(float), st.booleans(), TEXT), st.lists, max_leaves=4))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_a_value_written_as_toml_reads_back_with_its_type(value: Any) -> None:
+    again = tomllib.loads(f"x = {toml_value(value)}")["x"]
+    assert again == value and type(again) is type(value)
+
+
+def test_the_resolved_default_config_is_the_default_and_says_what_is_unset() -> None:
+    text = resolved_toml(Config())
+    assert "# epochs: unset (integer or unset)" in text
+    table = tomllib.loads(text)
+    unset = {name for name, option in options().items() if option.default is None}
+    for name in options():
+        at: Any = table
+        for part in name.split("."):
+            at = at.get(part) if isinstance(at, dict) else None
+        assert (at is None) == (name in unset), name
+
+
+def test_show_names_the_origin_of_every_value_and_is_valid_toml(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nbatch_size = 4\nsteps = 50\n[model.overrides]\ndim = 64\n")
+    loaded = load(file, ["--optimizer.lr", "3e-4"])
+    text = show(loaded)
+    assert "steps = 50  # run.toml:3\n" in text
+    assert "local_batch_size = 4  # run.toml:2\n" in text
+    assert "lr = 0.0003  # command line\n" in text
+    assert "beta1 = 0.9  # default\n" in text
+    assert "dim = 64  # run.toml:5\n" in text
+    (tmp_path / "again.toml").write_text(text)
+    assert load(tmp_path / "again.toml").config == loaded.config
+
+
+def test_the_report_lists_errors_then_notes_and_fails_for_errors_alone(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nbatch_size = 4\nsteps = 0\ndataset = 'c4'\n[validation]\nfreq = 3\n")
+    text, code = check_report(load(file))
+    lines = text.splitlines()
+    assert code == 2
+    assert lines[0].startswith("error: run.toml:3: training.steps=0 must be at least 1")
+    assert [line.partition(":")[0] for line in lines[1:-1]] == ["note"] * 3
+    assert "batch_size is called" in lines[1]
+    assert "validation.freq: without effect, which needs validation.enable" in lines[2]
+    assert 'training.dataset="c4"' in lines[3] and "not available yet" in lines[3]
+    assert lines[-1].endswith("run.toml: 1 error, 3 notes")
+    text, code = check_report(load(file, ["--training.steps=500"]))
+    assert code == 0 and text.endswith("0 errors, 3 notes")
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("[training]\nsteps = 5\n[lr_scheduler]\nwarmup_steps = 9", "ends before the peak rate"),
+        ("[training]\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 9\ndecay_ratio = 0.5", "right after the warmup"),
+        ("[training]\nsteps = 400\n[lr_scheduler]\ntotal_steps = 300", "the rest keeps the last rate"),
+        ("[checkpoint]\nenable_ft_dataloader_checkpoints = true", "no replica groups"),
+        ("[quantize.linear.float8]\nemulate = true", '"quantize.linear.float8" in model.converters'),
+    ],
+)
+def test_what_is_no_error_and_worth_a_line_is_a_note(tmp_path: Path, text: str, fragment: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    report, code = check_report(load(file))
+    assert code == 0 and report.count("note:") == 1 and fragment in report
+
+
+def test_every_option_has_help_that_its_section_shows() -> None:
+    for name, option in options().items():
+        assert option.help, name
+        assert help_text(name).startswith(f"--{name}  (")
+    assert "--training.steps  (integer; default 10000)\n    Optimizer steps of the run." in help_text("training")
+    assert "[training]" in help_text() and "[quantize.linear.float8]" in help_text()
+    with pytest.raises(ConfigError, match="trainin is neither a section nor an option"):
+        help_text("trainin")
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    page = Path(__file__).parents[2] / "docs" / "options.md"
+    assert page.read_text(encoding="utf-8") == options_page(), "run python -m shardtrain.config.options_page"

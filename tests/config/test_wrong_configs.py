@@ -1,0 +1,342 @@
+"""Each wrong config gives exactly the problem that it has: option, value, rule and fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardtrain.config import ConfigError, Loaded, check, load
+
+# (name, lines of the file, arguments, fragments of the one expected problem)
+READING = [
+    (
+        "unknown key",
+        "[training]\nstepz = 3",
+        [],
+        ["run.toml:2:", "training.stepz=3", "not an option", "training.steps?"],
+    ),
+    ("unknown section", "[traning]\nsteps = 3", [], ["run.toml:1:", "[traning]", "not a section", "[training]?"]),
+    (
+        "unknown nested section",
+        "[training.dataloadr]\nnum_workers = 1",
+        [],
+        ["run.toml:1: [training.dataloadr] is not a section", "[training.dataloader]?"],
+    ),
+    ("key of another section", "[training]\nbeta1 = 0.5", [], ["training.beta1=0.5", "did you mean optimizer.beta1?"]),
+    ("section as a value", "training = 3", [], ["training=3", "is a section", "write [training] above its keys"]),
+    ("top-level key", "steps = 3", [], ["steps=3", "not an option", "did you mean training.steps?"]),
+    ("fraction for an integer", "[training]\nsteps = 1.5", [], ["steps=1.5", "must be an integer", "write 1 or 2"]),
+    ("boolean for an integer", "[training]\nsteps = true", [], ["steps=true", "must be an integer", "whole number"]),
+    ("quoted integer", '[training]\nsteps = "10"', [], ['steps="10"', "must be an integer", "without quotes: 10"]),
+    ("infinite integer", "[training]\nsteps = inf", [], ["steps=inf", "must be an integer"]),
+    ("quoted number", '[optimizer]\nlr = "3e-4"', [], ['lr="3e-4"', "must be a number", "without quotes: 3e-4"]),
+    ("boolean for a number", "[optimizer]\nlr = false", [], ["lr=false", "must be a number"]),
+    ("nan", "[optimizer]\nlr = nan", [], ["lr=nan", "must be a number", "nan is none"]),
+    ("number for a boolean", "[compile]\nenable = 1", [], ["enable=1", "must be true or false", "write true"]),
+    ("word for a boolean", '[compile]\nenable = "no"', [], ['enable="no"', "must be true or false", "write false"]),
+    (
+        "number for text",
+        "[activation_checkpoint]\nselective_ac_option = 2",
+        [],
+        ["=2", "must be text", 'in quotes: "2"'],
+    ),
+    (
+        "word not in the list",
+        '[optimizer]\nname = "adamw"',
+        [],
+        ['name="adamw"', '"AdamW", "Adam"', 'did you mean "AdamW"?'],
+    ),
+    ("literal in a list", '[compile]\ncomponents = ["modle"]', [], ["components", "must be one of", 'mean "model"?']),
+    ("text for a list", '[optimizer]\nno_weight_decay = "*.bias"', [], ["must be a list", 'write ["*.bias"]']),
+    ("flat list of lists", '[parallelism]\nmodule_fqns_per_model_part = ["a"]', [], ["must be a list", 'write ["a"]']),
+    ("table for an option", "[training.steps]\nx = 1", [], ["training.steps", "must be an integer"]),
+    ("list as an override", "[model.overrides]\ndim = [1]", [], ["model.overrides.dim=[1]", "must be a number"]),
+    ("syntax error", "[training]\nsteps = = 3", [], ["run.toml:2:", "not valid TOML", "correct this line"]),
+    ("duplicate key", "[training]\nsteps = 3\nsteps = 4", [], ["run.toml:3:", "not valid TOML", "overwrite"]),
+    ("old and new name", "[training]\nbatch_size = 1\nlocal_batch_size = 2", [], ["local_batch_size", "given twice"]),
+    ("unknown old key", "[float8]\nfilter_fqnz = []", [], ["float8.filter_fqnz", "did you mean float8.filter_fqns?"]),
+    ("old value", '[training]\nfp8_linear = "static"', [], ["training.fp8_linear", '"" or "dynamic"', "converters"]),
+    ("old type", "[training]\nbatch_size = 1.5", [], ["training.batch_size=1.5", "must be an integer"]),
+    ("plain copies", '[training]\ndata_parallel_type = "ddp"', [], ["data_parallel_type", "replicate_degree"]),
+    (
+        "split points",
+        '[experimental]\npipeline_parallel_split_points = ["layers.4"]',
+        [],
+        ["split_points", "parallelism.module_fqns_per_model_part"],
+    ),
+    (
+        "micro-batches",
+        "[experimental]\npipeline_parallel_microbatches = 3",
+        [],
+        ["pipeline_parallel_microbatches=3", "does not divide the local batch of 8", "choose a divisor"],
+    ),
+    ("unknown argument", "", ["--training.stepz", "1"], ["command line:", "--training.stepz", "mean training.steps?"]),
+    ("unknown section of an argument", "", ["--trainin.steps=1"], ["--trainin.steps", "mean training.steps?"]),
+    (
+        "argument without value",
+        "",
+        ["--training.steps"],
+        ["--training.steps", "has no value", "--training.steps VALUE"],
+    ),
+    (
+        "argument twice",
+        "",
+        ["--training.steps=1", "--training.steps=2"],
+        ["--training.steps", "given twice", "give it once"],
+    ),
+    ("section as an argument", "", ["--training", "3"], ["--training", "is a section", "--training.KEY"]),
+    ("stray word", "", ["steps", "--training.steps=1"], ['"steps"', "belongs to no option", "--section.key VALUE"]),
+    ("second file", "", ["other.toml"], ['"other.toml"', "is a second file"]),
+    ("text for a number", "", ["--optimizer.lr", "fast"], ['lr="fast"', "must be a number"]),
+    ("fraction as an argument", "", ["--training.steps=2.5"], ["training.steps", "must be an integer", "2 or 3"]),
+    ("word for a switch", "", ["--compile.enable=yes"], ["compile.enable", "must be true or false", "write true"]),
+    ("wrong word", "", ["--training.dtype", "bf16"], ["training.dtype", "bf16", '"float32", "bfloat16"']),
+    ("negated non-boolean", "", ["--training.no_steps"], ["--training.no_steps", "is not an option"]),
+    ("list of lists as words", "", ["--parallelism.module_fqns_per_model_part", "a,b"], ["list of lists", "as TOML"]),
+    ("missing file on the line", "", ["--job.config_file", "nowhere/x.toml"], ["nowhere/x.toml", "does not exist"]),
+]
+
+CHECKING = [
+    ("no steps", "[training]\nsteps = 0", [], ["training.steps=0", "at least 1"]),
+    ("endless", "[training]\nsteps = -1", [], ["training.steps=-1", "without end", "training.epochs"]),
+    ("no batch", "[training]\nlocal_batch_size = 0", [], ["local_batch_size=0", "at least 1"]),
+    ("no log", "[metrics]\nlog_freq = 0", [], ["metrics.log_freq=0", "at least 1"]),
+    ("no garbage collection", "[training]\ngc_freq = -1", [], ["gc_freq=-1", "at least 1"]),
+    ("degree 0", "[parallelism]\ntensor_parallel_degree = 0", [], ["tensor_parallel_degree=0", "at least 1"]),
+    ("shard 0", "[parallelism]\ndata_parallel_shard_degree = 0", [], ["shard_degree=0", "at least 1, or -1"]),
+    ("replicate -1", "[parallelism]\ndata_parallel_replicate_degree = -1", [], ["replicate_degree=-1", "at least 1"]),
+    ("no interval", "[checkpoint]\nenable = true\ninterval = 0", [], ["checkpoint.interval=0", "at least 1"]),
+    ("negative rate", "[optimizer]\nlr = -1e-3", [], ["optimizer.lr=-0.001", "not be negative"]),
+    ("infinite rate", "[optimizer]\nlr = inf", [], ["optimizer.lr=inf", "not be negative"]),
+    ("beta of 1", "[optimizer]\nbeta1 = 1", [], ["optimizer.beta1=1.0", "below 1"]),
+    ("no epsilon", "[optimizer]\neps = 0", [], ["optimizer.eps=0.0", "above 0"]),
+    ("percent", "[lr_scheduler]\ndecay_ratio = 80", [], ["decay_ratio=80.0", "between 0 and 1", "10 % is 0.1"]),
+    ("minimum above the peak", "[lr_scheduler]\nmin_lr_factor = 1.5", [], ["min_lr_factor=1.5", "between 0 and 1"]),
+    ("no norm", "[training]\nmax_norm = 0", [], ["training.max_norm=0.0", "above 0"]),
+    ("negative seed", "[debug]\nseed = -1", [], ["debug.seed=-1", "not be negative"]),
+    ("one checkpoint", "[checkpoint]\nkeep_latest_k = 1", [], ["keep_latest_k=1", "only good checkpoint", "0 for all"]),
+    ("load step -2", "[checkpoint]\nenable = true\nload_step = -2", [], ["load_step=-2", "-1 for the newest"]),
+    ("every 0-th layer", '[activation_checkpoint]\nselective_ac_option = "0"', [], ['="0"', '"op"']),
+    ("unknown operation", '[activation_checkpoint]\nselective_ac_option = "ops"', [], ['="ops"', '"op"']),
+    ("schedule's name", '[parallelism]\npipeline_parallel_schedule = "1f1b"', [], ['"1f1b"', 'did you mean "1F1B"?']),
+    ("part of a checkpoint", '[checkpoint]\nexclude_from_loading = ["optim"]', [], ['"optim"', 'mean "optimizer"?']),
+    ("one log of all ranks", '[metrics]\nsave_log_file = "log"', [], ["save_log_file", "{rank}"]),
+    ("model", '[model]\nname = "lama3"', [], ['model.name="lama3"', "is not a model", "llama3?", "llama2, llama3"]),
+    ("model path", '[model]\nname = "no/such.py"', [], ["no/such.py", "is not a file"]),
+    ("flavor", '[model]\nflavor = "8b"', [], ['flavor="8b"', "not a flavor of llama3", "mean 8B?", "debugmodel"]),
+    ("override", "[model.overrides]\nnum_layer = 2", [], ["run.toml:2", "num_layer=2", "not a field", "num_layers?"]),
+    ("override's type", "[model.overrides]\nnum_layers = 2.5", [], ["num_layers=2.5", "must be an integer"]),
+    ("override's sign", "[model.overrides]\nnum_layers = -2", [], ["num_layers=-2", "not be negative"]),
+    ("dataset", '[training]\ndataset = "python_stdlb"', [], ["python_stdlb", "not a dataset", "python_stdlib?"]),
+    (
+        "heads",
+        "[parallelism]\ntensor_parallel_degree = 16\n[model.overrides]\nnum_kv_heads = 8",
+        [],
+        ["tensor_parallel_degree=16", "does not divide the 8 KV heads of model llama3/debugmodel", "use 1, 2, 4 or 8"],
+    ),
+    (
+        "heads and vocabulary",
+        "[parallelism]\ntensor_parallel_degree = 4\n[model.overrides]\nnum_kv_heads = 2\nvocab_size = 258",
+        [],
+        ["2 KV heads", "vocabulary of 258", "use 1 or 2"],
+    ),
+    (
+        "sequence",
+        "[parallelism]\ntensor_parallel_degree = 4\n[training]\nseq_len = 30",
+        [],
+        ["training.seq_len=30", "not a multiple of 4", "use 28 or 32"],
+    ),
+    (
+        "sequence and context",
+        "[parallelism]\ncontext_parallel_degree = 4\n[training]\nseq_len = 12",
+        [],
+        ["training.seq_len=12", "not a multiple of 8", "use 8 or 16"],
+    ),
+    ("layers", "[parallelism]\npipeline_parallel_degree = 8", [], ["degree=8", "6 layers", "at most 6"]),
+    (
+        "global batch",
+        "[training]\nglobal_batch_size = 12",
+        [],
+        ["global_batch_size=12", "multiple", "use 8 or 16, or -1"],
+    ),
+    (
+        "global batch over ranks",
+        "[training]\nglobal_batch_size = 8\n[parallelism]\ndata_parallel_shard_degree = 2",
+        [],
+        ["global_batch_size=8", "local_batch_size 8 times 2", "use 16"],
+    ),
+    (
+        "steps and epochs",
+        "[training]\nsteps = 5\nepochs = 1",
+        [],
+        ["training.steps=5", "training.epochs", "one of the two"],
+    ),
+    (
+        "two half precisions",
+        '[training]\ndtype = "bfloat16"\nmixed_precision_param = "float16"',
+        [],
+        ["mixed_precision_param", "cannot compute in float16"],
+    ),
+    ("loss scale", "[training]\ninitial_loss_scale = 1024.0", [], ["initial_loss_scale", "without float16"]),
+    ("skips", "[training]\nnonfinite_max_skips = 3", [], ["nonfinite_max_skips=3", "nonfinite_policy"]),
+    ("sharded state of one copy", "[parallelism]\nshard_optimizer_states = true", [], ["needs copies of the model"]),
+    (
+        "sharded state off the device",
+        "[parallelism]\nshard_optimizer_states = true\ndata_parallel_replicate_degree = 2\n"
+        "[training]\nenable_cpu_offload = true",
+        [],
+        ["shard_optimizer_states", "enable_cpu_offload"],
+    ),
+    (
+        "memory budget",
+        '[activation_checkpoint]\nmode = "memory_budget"',
+        [],
+        ["decision of the compiler", "compile.enable"],
+    ),
+    ("budget without its mode", "[activation_checkpoint]\nmemory_budget = 0.7", [], ["memory_budget=0.7", "no effect"]),
+    (
+        "budget curve",
+        "[activation_checkpoint]\nvisualize_memory_budget_pareto = true",
+        [],
+        ["visualize_memory_budget_pareto", 'mode = "memory_budget"'],
+    ),
+    (
+        "offloaded activations",
+        '[activation_checkpoint]\nmode = "none"\ncpu_offload = true',
+        [],
+        ["activation_checkpoint.cpu_offload", "recomputed"],
+    ),
+    (
+        "async without tensor parallelism",
+        "[parallelism]\nenable_async_tensor_parallel = true\n[compile]\nenable = true",
+        [],
+        ["enable_async_tensor_parallel", "needs tensor parallelism"],
+    ),
+    (
+        "async without the compiler",
+        "[parallelism]\nenable_async_tensor_parallel = true\ntensor_parallel_degree = 2",
+        [],
+        ["enable_async_tensor_parallel", "pass of the compiler"],
+    ),
+    ("experts", "[parallelism]\nexpert_tensor_parallel_degree = 2", [], ["neither 1 nor tensor_parallel_degree"]),
+    (
+        "pipeline batch",
+        "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 3",
+        [],
+        ["microbatch_size=3", "does not divide training.local_batch_size"],
+    ),
+    (
+        "warn only",
+        "[debug]\ndeterministic_warn_only = true",
+        [],
+        ["deterministic_warn_only", "debug.deterministic = true"],
+    ),
+    ("load step without checkpoints", "[checkpoint]\nload_step = 5", [], ["load_step=5", "checkpoint.enable = true"]),
+    ("seed without checkpoints", "[checkpoint]\ncreate_seed_checkpoint = true", [], ["needs checkpoints"]),
+    ("load only without checkpoints", "[checkpoint]\nload_only = true", [], ["checkpoint.load_only", "are off"]),
+    ("start without checkpoints", '[checkpoint]\ninitial_load_path = "x"', [], ["initial_load_path", "are off"]),
+    ("nothing to compile", "[compile]\nenable = true\ncomponents = []", [], ["compile.components=[]", "nothing"]),
+    (
+        "crowded trace",
+        "[profiling]\nenable_profiling = true\nprofile_freq = 3",
+        [],
+        ["profile_freq=3", "profiler_warmup plus profiler_active"],
+    ),
+    ("no workers to keep", "[training.dataloader]\npersistent_workers = true", [], ["needs workers", "num_workers"]),
+    (
+        "no workers to prefetch",
+        "[training.dataloader]\nprefetch_factor = 2",
+        [],
+        ["prefetch_factor=2", "needs workers"],
+    ),
+    (
+        "decay of another schedule",
+        '[lr_scheduler]\nname = "deepspeed_warmup"\ndecay_ratio = 0.5',
+        [],
+        ["decay_ratio=0.5", "no effect", "warmup_stable_decay"],
+    ),
+    (
+        "warmup of another schedule",
+        '[lr_scheduler]\nname = "linear_by_proportion"\nwarmup_steps = 5',
+        [],
+        ["warmup_steps=5", "no effect with lr_scheduler.name = linear_by_proportion"],
+    ),
+    ("two tokenizers", '[model]\nhf_assets_path = "a"\ntokenizer_path = "b"', [], ["hf_assets_path", "one of the two"]),
+    ("from the command line", "", ["--training.steps", "0"], ["command line: training.steps=0", "at least 1"]),
+]
+
+
+def read(tmp_path: Path, text: str, arguments: list[str]) -> Loaded:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return load(file, arguments)
+
+
+def expect_one(problems: list[object], fragments: list[str]) -> None:
+    assert len(problems) == 1, [str(problem) for problem in problems]
+    line = str(problems[0])
+    assert "\n" not in line
+    for fragment in fragments:
+        assert fragment in line, line
+
+
+@pytest.mark.parametrize(("text", "arguments", "fragments"), [c[1:] for c in READING], ids=[c[0] for c in READING])
+def test_what_cannot_be_read_is_one_problem_with_its_fix(
+    tmp_path: Path, text: str, arguments: list[str], fragments: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text, arguments)
+    expect_one(list(caught.value.problems), fragments)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("text", "arguments", "fragments"), [c[1:] for c in CHECKING], ids=[c[0] for c in CHECKING])
+def test_what_cannot_work_is_one_problem_with_its_fix(
+    tmp_path: Path, text: str, arguments: list[str], fragments: list[str]
+) -> None:
+    expect_one(list(check(read(tmp_path, text, arguments))), fragments)
+
+
+def test_all_problems_of_file_and_command_line_come_together(tmp_path: Path) -> None:
+    text = '[training]\nsetps = 3\nsteps = 1.5\n[optimzer]\nlr = 1\n[optimizer]\nname = "SGD"\n'
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text, ["--training.seq-lenn", "1", "--optimizer.lr=x"])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 6
+    for option in ("setps", "training.steps", "[optimzer]", "optimizer.name", "--training.seq_lenn", "optimizer.lr"):
+        assert any(option in line for line in lines), option
+
+
+def test_a_broken_file_does_not_hide_what_is_wrong_with_the_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, "[training", ["--training.stepz=1"])
+    assert len(caught.value.problems) == 2
+
+
+def test_all_rules_report_together(tmp_path: Path) -> None:
+    text = "[training]\nsteps = 0\nseq_len = 0\n[optimizer]\nlr = -1\n[checkpoint]\nkeep_latest_k = 1\n"
+    problems = check(read(tmp_path, text, []))
+    assert [p.option for p in problems] == [
+        "training.steps",
+        "training.seq_len",
+        "optimizer.lr",
+        "checkpoint.keep_latest_k",
+    ]
+    assert [p.where for p in problems] == ["run.toml:2", "run.toml:3", "run.toml:5", "run.toml:7"]
+
+
+def test_a_missing_file_offers_the_nearest_and_a_folder_is_none(tmp_path: Path) -> None:
+    (tmp_path / "debug.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"does not exist; did you mean .*debug\.toml\?"):
+        load(tmp_path / "debgu.toml")
+    with pytest.raises(ConfigError, match="is a folder; name the TOML file in it"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match="there is no folder"):
+        load(tmp_path / "nowhere" / "run.toml")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        load(tmp_path / "run.toml")

@@ -1,0 +1,124 @@
+"""Laws of what the environment says: who is a rank, and how many ranks fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardtrain.config.schema import Config, Parallelism, Training
+from shardtrain.errors import ConfigError
+from shardtrain.launch import environment
+
+SRUN = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+
+
+def config(replicate=1, shard=-1, tensor=1, batch=-1, local=1):
+    parallelism = Parallelism(
+        data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard, tensor_parallel_degree=tensor
+    )
+    return Config(parallelism=parallelism, training=Training(global_batch_size=batch, local_batch_size=local))
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_RUN_ID": "x"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2"}, False),  # a pod of PyTorchJob: the rank of a node
+        (SRUN, True),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun of one task: one process that starts its ranks
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, False),  # the body of an sbatch script
+    ],
+)
+def test_a_rank_is_known_by_what_its_launcher_sets(names, expected):
+    assert environment.is_rank(names) is expected
+
+
+def test_a_task_of_srun_gets_the_names_that_torch_reads():
+    names = dict(SRUN)
+    environment.adopt_slurm(names)
+    assert (names["RANK"], names["LOCAL_RANK"], names["WORLD_SIZE"]) == ("5", "1", "8")
+    assert (names["MASTER_ADDR"], names["MASTER_PORT"]) == ("gpu07", "21234")
+
+
+def test_names_that_are_set_already_are_kept():
+    names = {**SRUN, "MASTER_PORT": "1"}
+    environment.adopt_slurm(names)
+    assert names["MASTER_PORT"] == "1"
+    ranked = {**SRUN, "RANK": "0"}
+    environment.adopt_slurm(ranked)
+    assert ranked == {**SRUN, "RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("n[3,5-9]", "n3"), ("a[01-02]b[7-8],c", "a01b7"), ("", "")],
+)
+def test_the_first_host_of_a_node_list(nodes, first):
+    assert environment.first_host(nodes) == first
+
+
+@pytest.mark.parametrize("names", [{"PET_NNODES": "2"}, {"PET_NNODES": "1:4"}, {"SKYPILOT_NUM_NODES": "3"}])
+def test_one_of_several_nodes_is_refused_with_the_command_that_works(names):
+    with pytest.raises(ConfigError, match="torchrun -m shardtrain train"):
+        environment.refuse_one_of_several_nodes(names)
+
+
+@pytest.mark.parametrize("names", [{}, {"PET_NNODES": "1"}, {"PET_NNODES": ""}, {"SKYPILOT_NUM_NODES": "1"}])
+def test_a_single_node_is_not_refused(names):
+    environment.refuse_one_of_several_nodes(names)
+
+
+@pytest.mark.parametrize(
+    ("run", "accelerators", "cores", "count"),
+    [
+        (config(), 0, 8, 2),  # a CPU: two ranks, so that sharding is real
+        (config(), 0, 1, 1),
+        (config(tensor=4), 0, 2, 4),  # the mesh decides
+        (config(tensor=3), 0, 2, 3),
+        (config(replicate=2), 0, 1, 2),
+        (config(shard=1), 0, 8, 1),
+        (config(shard=4, tensor=2), 0, 2, 8),
+        (config(), 8, 64, 8),
+        (config(tensor=3), 8, 64, 6),
+        (config(tensor=4), 2, 64, 4),  # too few devices: the check says so, with the options in the message
+        (config(batch=3, local=1), 0, 8, 1),  # three sequences do not divide over two ranks
+        (config(batch=6, local=1), 8, 64, 6),
+        (config(batch=8, local=2, tensor=2), 8, 64, 8),
+        (config(batch=7, local=2), 4, 8, 4),  # fits nowhere: the check says so
+    ],
+)
+def test_the_number_of_ranks_fits_devices_mesh_and_batch(run, accelerators, cores, count):
+    assert environment.choose_processes(run, None, {}, accelerators, cores).count == count
+
+
+def test_what_is_asked_for_comes_first_and_the_option_beats_the_variable():
+    assert environment.choose_processes(config(), 3, {"NGPU": "5"}, 8, 8).count == 3
+    assert environment.choose_processes(config(), None, {"NGPU": "5"}, 8, 8).count == 5
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
+def test_a_wrong_ngpu_is_an_error(text):
+    with pytest.raises(ConfigError, match="NGPU"):
+        environment.choose_processes(config(), None, {"NGPU": text}, 0, 2)
+
+
+def test_defaults_share_the_cores_and_keep_what_the_user_set():
+    names = {"OMP_NUM_THREADS": "7"}
+    environment.set_process_defaults(names, 2, 8, alone=True)
+    assert names["OMP_NUM_THREADS"] == "7"
+    assert names["GLOO_SOCKET_IFNAME"].startswith("lo")
+    other: dict[str, str] = {}
+    environment.set_process_defaults(other, 3, 8, alone=False)
+    assert other["OMP_NUM_THREADS"] == "2"
+    assert "GLOO_SOCKET_IFNAME" not in other, "ranks on other machines are not reached over the loopback interface"
+
+
+def test_a_cpu_run_counts_no_accelerators_and_does_not_ask_torch():
+    assert environment.count_accelerators("cpu") == 0

@@ -1,0 +1,132 @@
+"""Laws of how a failure is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardtrain.errors import CheckpointError, ConfigError, DataError, PeerError, Preempted, Problem
+from shardtrain.launch import failure
+
+GLOO = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's."""
+
+
+def caught(error, rank=1):
+    try:
+        raise error
+    except BaseException as raised:
+        return failure.describe(raised, rank)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "is_peer"),
+    [
+        (RuntimeError("boom"), 1, False),
+        (ConfigError("x"), 2, False),
+        (DataError("x"), 3, False),
+        (CheckpointError("x"), 5, False),
+        (PeerError("x"), 6, True),
+        (RuntimeError(GLOO), 6, True),
+        (ValueError("a file name with gloo/transport in it"), 1, False),
+        (MemoryError(), 7, False),
+        (OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 7, False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 7, False),
+        (Preempted("saved at step 3"), 75, False),
+        (KeyboardInterrupt(), 76, False),
+        (SystemExit(0), 0, False),
+        (SystemExit(4), 4, False),
+        (SystemExit("words"), 1, False),
+    ],
+)
+def test_each_kind_of_error_has_its_status(error, code, is_peer):
+    told = caught(error)
+    assert (told.exit_code, told.is_peer) == (code, is_peer)
+
+
+def test_the_line_names_status_rank_host_cause_place_and_log():
+    told = caught(DataError("the data\nends"), rank=3)
+    (line,) = failure.lines(told, "out/logs/rank-3.log", world_size=4)
+    assert line == (
+        f"error[3]: rank 3 (host {told.host}) failed: DataError: the data ends ({told.where}); "
+        "full trace: out/logs/rank-3.log"
+    )
+    assert told.where.startswith("test_failure.py:")
+
+
+def test_a_run_of_one_names_no_rank():
+    (line,) = failure.lines(caught(RuntimeError("boom"), rank=0), "log", world_size=1)
+    assert line.startswith("error[1]: RuntimeError: boom (test_failure.py:")
+
+
+def test_a_configuration_has_a_line_per_problem():
+    told = caught(ConfigError([Problem("a.b", 1, "is wrong", "use 2"), "another"]))
+    assert failure.lines(told, "log", 2) == ["error[2]: a.b=1 is wrong; use 2", "error[2]: another"]
+
+
+def test_a_long_message_is_cut_on_the_terminal_and_whole_in_the_trace():
+    told = caught(RuntimeError("x" * 5000))
+    assert len(told.message) == failure.MESSAGE_LENGTH
+    assert "x" * 5000 in told.trace
+
+
+def test_secrets_are_masked_in_line_and_trace(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_canary_0123456789")
+    told = caught(RuntimeError("401 for hf_canary_0123456789"))
+    assert "canary" not in told.message
+    assert "hf_canary_0123456789" not in told.trace
+
+
+def test_the_culprit_is_the_first_with_a_cause_of_its_own(tmp_path):
+    peer, first, second = caught(RuntimeError(GLOO), 0), caught(RuntimeError("a"), 1), caught(RuntimeError("b"), 2)
+    assert failure.culprit([second, peer, first]).rank == 1
+    assert failure.culprit([peer]).rank == 0
+    died = failure.killed(3, 9, time_seconds=first.time_seconds - 1)
+    assert failure.culprit([peer, first, died]).rank == 3
+
+
+def test_a_record_survives_the_way_to_the_parent_and_is_torchelastics(tmp_path):
+    told = caught(ConfigError(["one", "two"]))
+    failure.write_record(told, tmp_path / "error.json")
+    assert failure.read_record(tmp_path / "error.json") == told
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"].startswith("ConfigError: one two")
+    assert set(message["extraInfo"]) == {"py_callstack", "timestamp"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"shardtrain": {"rank": 1}}', '{"shardtrain": 3}'])
+def test_a_record_that_is_none_is_none(tmp_path, text):
+    (tmp_path / "error.json").write_text(text)
+    assert failure.read_record(tmp_path / "error.json") is None
+    assert failure.read_record(tmp_path / "missing.json") is None
+
+
+def test_the_exit_file_tells_machines_all_they_need(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 20, "loss": null}\n{"ste')
+    told = caught(PeerError("gone"), rank=2)
+    failure.write_exit(tmp_path, told, told.exit_code)
+    assert json.loads((tmp_path / "exit.json").read_text()) == {
+        "code": 6,
+        "class": "PeerError",
+        "message": "gone",
+        "rank": 2,
+        "host": told.host,
+        "retryable": True,
+        "last_step": 20,
+    }
+
+
+@pytest.mark.parametrize(("code", "retryable"), [(0, False), (1, False), (2, False), (6, True), (7, False), (75, True)])
+def test_only_what_a_retry_can_help_is_retryable(tmp_path, code, retryable):
+    failure.write_exit(tmp_path, None, code)
+    assert json.loads((tmp_path / "exit.json").read_text())["retryable"] is retryable
+
+
+def test_without_metrics_there_is_no_last_step(tmp_path):
+    assert failure.last_step(tmp_path / "metrics.jsonl") is None
+    (tmp_path / "metrics.jsonl").write_text("not json\n")
+    assert failure.last_step(tmp_path / "metrics.jsonl") is None

@@ -1,0 +1,109 @@
+import json
+import os
+
+import pytest
+
+from shardtrain.metrics.sinks.jsonl import JsonlFile, read_records
+
+
+def steps(path):
+    return [record["step"] for record in read_records(path)]
+
+
+def write(path, numbers, start_step=0):
+    file = JsonlFile(path, start_step)
+    for number in numbers:
+        file.write({"step": number, "loss": 1.0 / number})
+    file.close()
+    return file
+
+
+def test_records_are_on_disk_as_soon_as_they_are_written(tmp_path):
+    file = JsonlFile(tmp_path / "metrics.jsonl", 0)
+    file.write({"step": 1})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_records_after_the_checkpoint_are_removed_on_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 10, 20, 30])
+    file = write(path, [25, 30, 40], start_step=20)
+    assert steps(path) == [1, 10, 20, 25, 30, 40]
+    assert [record["step"] for record in file.history] == [1, 10, 20]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "torn", ['{"step": 20, "lo', '{"step": 20}', "\x00\x00\x00", "[1]\n", '{"step": "x"}\n', "7\n"]
+)
+def test_a_torn_line_is_dropped_and_the_next_record_is_whole(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 10])
+    with path.open("a") as file:
+        file.write(torn)
+    write(path, [30], start_step=20)
+    whole = [20] if torn == '{"step": 20}' else []
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 10, *whole, 30]
+
+
+def test_steps_written_twice_keep_the_later_history(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {s}, "run": {r}}}\n' for s, r in [(1, 0), (10, 0), (20, 0), (10, 1)]))
+    file = JsonlFile(path, 30)
+    assert [(record["step"], record["run"]) for record in file.history] == [(1, 0), (10, 1)]
+    assert steps(path) == [1, 10]
+
+
+def test_a_history_that_is_straight_already_is_not_rewritten(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 10])
+    before = path.stat()
+    JsonlFile(path, 10)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_fresh_run_keeps_an_earlier_history_aside(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 10])
+    with caplog.at_level("INFO", logger="shardtrain"):
+        write(path, [1])
+    assert steps(path) == [1]
+    (aside,) = [child for child in tmp_path.iterdir() if child != path]
+    assert steps(aside) == [1, 10]
+    assert aside.name in caplog.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_no_record_holds_a_number_that_json_has_no_word_for(tmp_path, value):
+    path = tmp_path / "metrics.jsonl"
+    JsonlFile(path, 0).write({"step": 1, "loss": value})
+    assert path.read_text() == '{"step": 1, "loss": null}\n'
+
+
+def test_a_disk_that_fails_costs_records_and_one_warning_but_no_training(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "metrics.jsonl"
+    file = JsonlFile(path, 0)
+    file.write({"step": 1})
+    real = os.write
+
+    def full(descriptor, data):
+        real(descriptor, data[:5])  # a partial write, then no space
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        file.write({"step": 2})
+        file.write({"step": 3})
+    file.write({"step": 4})
+    file.close()
+    assert steps(path) == [1, 4]
+    assert caplog.text.count("No space left") == 1
+    assert "2 records" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
+    (tmp_path / "run").write_text("a file where the folder should be")
+    file = JsonlFile(tmp_path / "run" / "metrics.jsonl", 0)
+    file.write({"step": 1})
+    file.close()
+    assert "training goes on" in caplog.text and file.num_lost == 1

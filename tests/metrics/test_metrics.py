@@ -1,0 +1,250 @@
+import json
+import math
+import re
+import threading
+
+import pytest
+import torch
+
+from shardtrain.metrics import Metrics, metrics_problems
+from shardtrain.metrics.flops import flops_per_token
+from shardtrain.metrics.meters import Window
+
+KEYS = [
+    "step",
+    "loss",
+    "max_loss",
+    "grad_norm",
+    "lr",
+    "tokens_seen",
+    "tps",
+    "tokens_per_second",
+    "tflops",
+    "mfu",
+    "memory_gib",
+    "step_seconds",
+    "data_seconds",
+]
+
+
+def records(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_the_first_step_every_log_freq_steps_and_the_last_are_logged(tmp_path, kit):
+    kit.run(tmp_path, 12)
+    assert [record["step"] for record in records(tmp_path)] == [1, 5, 10, 12]
+
+
+def test_a_record_has_exactly_the_documented_keys(tmp_path, kit):
+    kit.run(tmp_path, 1)
+    (record,) = records(tmp_path)
+    assert list(record) == KEYS
+
+
+def test_speeds_times_and_counts_follow_from_steps_tokens_and_the_clock(tmp_path, kit):
+    kit.run(tmp_path, 5, options={"peak_flops": 4e12}, world_size=2)
+    record = records(tmp_path)[1]
+    # 100 tokens per half second on 2 devices; 2e9 FLOPs per token. All numbers are exact in binary or nearly so.
+    assert record["tokens_per_second"] == pytest.approx(200)
+    assert record["tps"] == pytest.approx(100)
+    assert record["tflops"] == pytest.approx(0.2)
+    assert record["mfu"] == pytest.approx(0.05)
+    assert record["step_seconds"] == pytest.approx(0.5)
+    assert record["data_seconds"] == pytest.approx(0.125)
+    assert record["tokens_seen"] == 500
+    assert record["loss"] == pytest.approx((1 / 2 + 1 / 3 + 1 / 4 + 1 / 5) / 4)
+
+
+def test_loss_is_the_mean_over_tokens_and_max_loss_the_worst_rank(tmp_path, kit):
+    # Three ranks, uneven tokens, a window of two steps (steps 2 and 3); rank 2 has no tokens, as an earlier stage of
+    # a pipeline. Step 1 is its own window and must not leak into the next.
+    sums = {0: [5.0, 10.0, 2.0], 1: [7.0, 30.0, 60.0], 2: [0.0, 0.0, 0.0]}
+    tokens = {0: [1, 10, 5], 1: [1, 20, 10], 2: [0, 0, 0]}
+    ranks, logged = kit.Ranks(3), {}
+
+    def play(rank):
+        facts = kit.facts(rank=rank, world_size=3, is_writer=rank == 1, total_steps=3)
+        metrics = Metrics(kit.config(log_freq=3), tmp_path, facts, ranks.of(rank))
+        logged[rank] = [
+            metrics.update(
+                step + 1, torch.tensor(sums[rank][step]), tokens[rank][step], (2, 30, 15)[step], 1.0, 1e-3, 0.0
+            )
+            for step in range(3)
+        ]
+        metrics.close()
+
+    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert set(logged) == {0, 1, 2}
+    for first, middle, last in logged.values():
+        assert (first.loss, first.max_loss) == (6.0, 7.0)
+        assert middle is None
+        # (10 + 2 + 30 + 60) / 45 tokens; rank 0 has 12/15, rank 1 has 90/30.
+        assert last.loss == pytest.approx(102 / 45, rel=1e-12)
+        assert last.max_loss == pytest.approx(3.0, rel=1e-12)
+        assert last.tokens_seen == 47
+    # Two collectives per rank on each of the two log steps, none between.
+    assert ranks.calls == 3 * 2 * 2
+    assert [record["step"] for record in records(tmp_path)] == [1, 3]
+
+
+def test_steps_between_log_steps_do_not_wait_for_the_device(kit):
+    # A meta tensor has no value: reading it raises, as waiting for it would.
+    window = Window(kit.Clock())
+    for _ in range(3):
+        window.add(torch.zeros((), device="meta"), 1, 1, 0.0)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        window.read(kit.OneRank())
+
+
+def test_a_window_sums_in_double_precision(kit):
+    # 2**24 + 1 does not exist in float32.
+    window = Window(kit.Clock())
+    for value in (2.0**24, 1.0):
+        window.add(torch.tensor(value), 1, 1, 0.0)
+    assert window.read(kit.OneRank()).loss * 2 == 2**24 + 1
+
+
+def test_a_window_does_not_keep_the_graph(kit):
+    loss = torch.ones((), requires_grad=True) * 2
+    window = Window(kit.Clock())
+    window.add(loss, 1, 1, 0.0)
+    assert not window._sums.loss.requires_grad
+
+
+def test_a_window_without_steps_cannot_be_read(kit):
+    with pytest.raises(ValueError, match="without steps"):
+        Window(kit.Clock()).read(kit.OneRank())
+
+
+def test_a_window_without_tokens_has_no_loss_and_does_not_fail(kit):
+    window = Window(kit.Clock())
+    window.add(torch.zeros(()), 0, 0, 0.0)
+    means = window.read(kit.OneRank())
+    assert math.isnan(means.loss) and math.isnan(means.max_loss)
+    assert means.tokens_per_second == 0
+
+
+def test_paused_time_is_no_step_time(tmp_path, kit):
+    clock = kit.Clock()
+    metrics = Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank(), clock=clock)
+    with metrics.pause():
+        clock.now += 1000
+    clock.now += 2
+    assert metrics.update(1, torch.tensor(1.0), 1, 1, 1.0, 1.0, 0.0).step_seconds == pytest.approx(2)
+    metrics.close()
+
+
+def test_numbers_that_are_not_finite_are_null_in_valid_json(tmp_path, kit):
+    with Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank()) as metrics:
+        metrics.update(1, torch.tensor(float("nan")), 1, 1, float("inf"), 1.0, 0.0, {"own": float("-inf"), "n": 3})
+    text = (tmp_path / "metrics.jsonl").read_text()
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    record = json.loads(text, parse_constant=refuse)
+    assert record["loss"] is None and record["grad_norm"] is None and record["own"] is None
+    assert record["n"] == 3
+
+
+def test_an_unknown_device_has_no_mfu_and_says_so(tmp_path, kit, caplog):
+    with caplog.at_level("INFO", logger="shardtrain"):
+        kit.run(tmp_path, 1)
+    assert records(tmp_path)[0]["mfu"] is None
+    assert "AMD EPYC is not known" in caplog.text and "metrics.peak_flops" in caplog.text
+
+
+def test_a_known_device_has_its_mfu_from_the_table(tmp_path, kit):
+    kit.run(tmp_path, 1, device_name="NVIDIA H200", flops_per_token=989e12 / 400)
+    assert records(tmp_path)[0]["mfu"] == pytest.approx(0.5)
+
+
+def test_extra_metrics_may_not_take_the_name_of_a_standard_one(tmp_path, kit):
+    metrics = Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank())
+    with pytest.raises(ValueError, match="lr"):
+        metrics.update(1, torch.tensor(1.0), 1, 1, 1.0, 1.0, 0.0, {"lr": 2.0})
+    metrics.close()
+
+
+def test_only_the_writer_writes_files(tmp_path, kit):
+    kit.run(tmp_path, 5, is_writer=False, options={"enable_tensorboard": True})
+    assert not list(tmp_path.iterdir())
+
+
+NUMBER = r"\s*-?[\d.,]+(e[+-]\d+)?"
+
+
+@pytest.mark.parametrize("mfu", [True, False])
+def test_the_console_line_has_the_words_that_users_search_for(tmp_path, kit, caplog, mfu):
+    with caplog.at_level("INFO", logger="shardtrain"):
+        kit.run(tmp_path, 1, options={"peak_flops": 1e12} if mfu else {})
+    (line,) = [message for message in caplog.messages if message.startswith("step:")]
+    words = ["step:", "loss:", "grad_norm:", "lr:"]
+    pattern = "  ".join(word + NUMBER for word in words)
+    pattern += rf"  memory:{NUMBER} GiB  tps:{NUMBER}  tflops:{NUMBER}"
+    pattern += r"  mfu: [\d.]+%" if mfu else "  mfu: -"
+    pattern += rf"  data:{NUMBER}s  left: \S+"
+    assert re.fullmatch(pattern, line), line
+    assert line.startswith("step:  1  loss:  1.00000  grad_norm:  0.2500")
+
+
+def test_the_coloured_line_is_the_plain_line_with_colours(tmp_path, kit, caplog):
+    with caplog.at_level("INFO", logger="shardtrain"):
+        kit.run(tmp_path, 1)
+    (record,) = [r for r in caplog.records if r.message.startswith("step:")]
+    assert "\x1b[" in record.colored
+    assert re.sub(r"\x1b\[\d+m", "", record.colored) == record.message
+    assert "\x1b" not in record.message
+
+
+def test_the_summary_tells_steps_losses_tokens_speed_and_files(tmp_path, kit, caplog):
+    with caplog.at_level("INFO", logger="shardtrain"):
+        kit.run(tmp_path, 4, total_steps=4)
+    text = caplog.text
+    assert "done: 4 steps (to step 4) in 2s, loss 1.0000 -> 0.3611, 400 tokens, 200 tokens/s" in text
+    assert str(tmp_path / "metrics.jsonl") in text
+
+
+def test_a_failed_run_has_no_summary(tmp_path, kit, caplog):
+    with caplog.at_level("INFO", logger="shardtrain"), pytest.raises(KeyError):  # noqa: SIM117
+        with Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank()):
+            raise KeyError("stop")
+    assert "done:" not in caplog.text
+
+
+def test_a_resumed_run_counts_tokens_on(tmp_path, kit):
+    kit.run(tmp_path, 10)
+    kit.run(tmp_path, 12, start_step=10)
+    assert [(r["step"], r["tokens_seen"]) for r in records(tmp_path)] == [(1, 100), (5, 500), (10, 1000), (12, 1200)]
+
+
+def test_restore_sets_the_tokens_of_a_checkpoint(tmp_path, kit):
+    metrics = Metrics(kit.config(), tmp_path, kit.facts(start_step=4), kit.OneRank())
+    metrics.restore(4000)
+    assert metrics.update(5, torch.tensor(1.0), 10, 10, 1.0, 1.0, 0.0).tokens_seen == 4010
+    metrics.close()
+
+
+def test_validation_has_its_own_file(tmp_path, kit, caplog):
+    caplog.set_level("INFO", logger="shardtrain")
+    with Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank()) as metrics:
+        metrics.validation(7, {"loss": 2.5})
+    assert records(tmp_path, "validation.jsonl") == [{"step": 7, "loss": 2.5}]
+    assert "validation step:  7  loss: 2.50000" in caplog.text
+
+
+def test_options_that_cannot_take_effect_are_problems(kit):
+    bad = kit.config(log_freq=0, peak_flops=-1.0)
+    assert [problem.option for problem in metrics_problems(bad)] == ["metrics.log_freq", "metrics.peak_flops"]
+    assert not metrics_problems(kit.config(enable_tensorboard=True))
+
+
+def test_flops_of_llama_2_7b():
+    # 6.74e9 parameters less the 32000 x 4096 embedding; 6 N + 12 L H head_dim T by hand.
+    count = flops_per_token(6_738_415_616 - 32000 * 4096, num_layers=32, num_heads=32, head_dim=128, seq_len=2048)
+    assert count == 39_644_061_696 + 3_221_225_472

@@ -1,0 +1,134 @@
+import importlib.util
+import math
+import time
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from shardtrain.errors import ConfigError
+from shardtrain.metrics import Metrics
+from shardtrain.metrics.memory import CudaMemory
+from shardtrain.metrics.record import Record
+from shardtrain.metrics.sinks.tensorboard import TensorBoardSink
+
+TAGS = {
+    "loss_metrics/global_avg_loss",
+    "loss_metrics/global_max_loss",
+    "grad_norm",
+    "lr",
+    "throughput(tps)",
+    "tflops",
+    "time_metrics/end_to_end(s)",
+    "time_metrics/data_loading(s)",
+    "time_metrics/data_loading(%)",
+    "n_tokens_seen",
+}
+CUDA_TAGS = {
+    "memory/max_active(GiB)",
+    "memory/max_active(%)",
+    "memory/max_reserved(GiB)",
+    "memory/max_reserved(%)",
+    "memory/num_alloc_retries",
+    "memory/num_ooms",
+}
+ON = {"enable_tensorboard": True}
+
+
+@pytest.fixture(autouse=True)
+def one_minute(monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form, *_: "20260131-1200" if form == "%Y%m%d-%H%M" else "x")
+
+
+def read(folder):
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def test_event_files_hold_exactly_the_documented_tags_at_the_log_steps(tmp_path, kit):
+    kit.run(tmp_path, 10, options=ON, total_steps=10)
+    scalars = read(tmp_path / "tb/20260131-1200")
+    assert set(scalars) == TAGS | {"memory/max_rss(GiB)"}
+    assert all(set(points) == {1, 5, 10} for points in scalars.values())
+    # float32 in the file: 1e-6 relative.
+    assert scalars["time_metrics/data_loading(%)"][5] == pytest.approx(25.0, rel=1e-6)
+    assert scalars["throughput(tps)"][5] == pytest.approx(200.0, rel=1e-6)
+    assert scalars["n_tokens_seen"][10] == 1000
+    assert scalars["memory/max_rss(GiB)"][1] > 0
+    assert all(math.isfinite(v) for points in scalars.values() for v in points.values())
+
+
+def test_mfu_is_there_in_percent_where_the_peak_is_known(tmp_path, kit):
+    kit.run(tmp_path, 1, options=ON | {"peak_flops": 4e12, "save_tb_folder": "curves"})
+    scalars = read(tmp_path / "curves/20260131-1200")
+    assert scalars["mfu(%)"][1] == pytest.approx(10.0, rel=1e-6)
+
+
+def test_the_old_tag_of_the_speed_is_written_where_asked_for(tmp_path, kit):
+    kit.run(tmp_path, 1, options=ON | {"legacy_tags": True})
+    scalars = read(tmp_path / "tb/20260131-1200")
+    assert scalars["wps"] == scalars["throughput(tps)"]
+
+
+def test_cuda_memory_has_its_own_tags():
+    memory = CudaMemory(10.0, 20.0, 80.0, num_alloc_retries=3, num_ooms=1)
+    record = Record(1, 1.0, 1.0, 1.0, 1.0, 1, 1.0, 1.0, 1.0, 0.5, 1.0, 0.5, memory, 0.0)
+    tags = record.tags("cuda")
+    assert set(tags) == TAGS | CUDA_TAGS | {"mfu(%)"}
+    assert (tags["memory/max_active(%)"], tags["memory/max_reserved(%)"]) == (12.5, 25.0)
+    assert (tags["memory/num_alloc_retries"], tags["memory/num_ooms"]) == (3, 1)
+
+
+@pytest.mark.parametrize("minute", ["same", "later"])
+def test_a_resumed_run_shows_the_whole_curve_in_its_own_folder(tmp_path, kit, monkeypatch, minute):
+    kit.run(tmp_path, 12, options=ON, total_steps=20)
+    with Metrics(kit.config(**ON), tmp_path, kit.facts(start_step=12), kit.OneRank()) as metrics:
+        metrics.validation(10, {"loss": 3.0})
+    if minute == "later":
+        monkeypatch.setattr(time, "strftime", lambda form, *_: "20260131-1300")
+    kit.run(tmp_path, 20, options=ON, start_step=10, total_steps=20)
+    folder = sorted(path for path in (tmp_path / "tb").iterdir())[-1]
+    scalars = read(folder)
+    assert set(scalars) == TAGS | {"memory/max_rss(GiB)", "validation_metrics/loss"}
+    validation = scalars.pop("validation_metrics/loss")
+    assert validation == {10: 3.0}
+    # Step 12 of the first process came after the checkpoint of step 10 and is not part of the history.
+    assert all(set(points) == {1, 5, 10, 15, 20} for points in scalars.values())
+    assert scalars["loss_metrics/global_avg_loss"][1] == 1.0
+    assert scalars["n_tokens_seen"] == {1: 100, 5: 500, 10: 1000, 15: 1500, 20: 2000}
+
+
+def test_every_rank_writes_below_its_number_where_asked_for(tmp_path, kit):
+    for rank in (0, 1):
+        kit.run(tmp_path, 1, options=ON | {"save_for_all_ranks": True}, rank=rank, is_writer=rank == 0, world_size=2)
+    folders = sorted(path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("events.*"))
+    assert folders == ["tb/20260131-1200/rank_0", "tb/20260131-1200/rank_1"]
+
+
+def test_a_step_whose_loss_is_not_finite_is_marked(tmp_path, kit):
+    with Metrics(kit.config(**ON), tmp_path, kit.facts(), kit.OneRank()) as metrics:
+        metrics.update(1, torch.tensor(float("nan")), 1, 1, 1.0, 1.0, 0.0)
+    assert math.isnan(read(tmp_path / "tb/20260131-1200")["loss_metrics/global_avg_loss"][1])
+
+
+def test_a_failing_writer_is_one_warning_and_no_end_of_training(tmp_path, monkeypatch, caplog):
+    sink = TensorBoardSink(tmp_path)
+
+    def fail(*_):
+        raise RuntimeError("disk is gone")
+
+    monkeypatch.setattr(sink._writer, "add_scalar", fail)
+    sink.write(1, {"a": 1.0, "b": 2.0})
+    sink.write(2, {"a": 1.0})
+    sink.close()
+    assert caplog.text.count("disk is gone") == 1
+
+
+def test_a_missing_package_is_an_error_and_not_an_empty_folder(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.delitem(sys.modules, "tensorboard")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"metrics\.enable_tensorboard=true needs the package tensorboard"):
+        TensorBoardSink(tmp_path)

@@ -1,0 +1,201 @@
+"""Laws of the command line: what each verb answers, and that it answers without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardtrain import __version__, cli
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("*.toml"))
+ONE_STEP = ["--training.steps=1", "--training.seq_len=32", "--training.local_batch_size=1", "--training.device=cpu"]
+TINY = ["--model.overrides.num_layers=1", "--lr_scheduler.warmup_steps=1", "--metrics.enable_tensorboard=false"]
+
+
+def answer(capsys, *words):
+    code = cli.main(words)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def shell(*words, **environment):
+    names = {name: value for name, value in os.environ.items() if name not in ("LOG_RANK", "NGPU", "RANK")}
+    return subprocess.run(
+        [sys.executable, "-m", "shardtrain", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**names, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("words", [(), ("help",), ("--help",), ("-h",), ("train", "--help")])
+def test_help_lists_the_verbs(capsys, words):
+    code, out, err = answer(capsys, *words)
+    assert (code, err) == (0, "")
+    for verb in ("train", "config show", "config check", "config help", "--version"):
+        assert verb in out
+
+
+def test_version_is_that_of_the_package(capsys):
+    assert answer(capsys, "--version") == (0, f"shardtrain {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        (("tain",), ["tain", "is no verb", "train"]),
+        (("config",), ["needs an action", "show, check, help"]),
+        (("config", "shwo"), ["shwo", "show, check, help"]),
+        (("config", "help", "training.stps"), ["training.stps", "option"]),
+        (("train", "--nproc"), ["--nproc", "whole number", "--nproc 2"]),
+        (("train", "--nproc", "0"), ["--nproc", "above 0"]),
+        (("train", "--nproc=two"), ["--nproc", "two"]),
+        (("train", "--training.stps", "3"), ["training.stps", "did you mean training.steps"]),
+        (("train", "no_such_file.toml"), ["no_such_file.toml"]),
+        (("config", "show", "--training.steps", "many"), ["training.steps", "many"]),
+    ],
+)
+def test_a_wrong_command_is_one_line_on_stderr_and_status_2(capsys, words, fragments):
+    code, out, err = answer(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("error[2]: ") and err.count("\n") == 1
+    for fragment in fragments:
+        assert fragment in err
+
+
+def test_all_problems_are_told_at_once_and_before_any_process_is_started(capsys):
+    words = (
+        "train",
+        "--training.steps",
+        "0",
+        "--parallelism.pipeline_parallel_degree",
+        "2",
+        "--training.device",
+        "cpu",
+    )
+    code, out, err = answer(capsys, *words)
+    assert (code, out) == (2, "")
+    lines = err.splitlines()
+    assert all(line.startswith("error[2]: ") for line in lines)
+    assert any("training.steps=0" in line for line in lines)
+    assert any("pipeline_parallel_degree=2" in line for line in lines)
+
+
+def test_show_prints_each_option_with_its_origin(capsys):
+    code, out, _ = answer(capsys, "config", "show", str(ROOT / "configs/debug.toml"), "--training.steps", "7")
+    assert code == 0
+    assert "steps = 7  # command line" in out
+    assert "seed = 42  # default" in out
+    assert any(line.startswith("seq_len = 256  # debug.toml:") for line in out.splitlines())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_configuration_of_the_repository_passes_the_check(capsys, name):
+    code, out, _ = answer(capsys, "config", "check", str(ROOT / "configs" / name))
+    assert code == 0, out
+    assert "0 errors" in out
+
+
+def test_a_check_with_errors_has_status_2(capsys):
+    code, out, _ = answer(capsys, "config", "check", "--training.steps", "0")
+    assert code == 2
+    assert "training.steps=0" in out
+
+
+def test_a_check_for_a_number_of_ranks_knows_that_the_mesh_must_fit(capsys):
+    words = ("config", "check", "--parallelism.tensor_parallel_degree", "2")
+    assert answer(capsys, *words)[0] == 0
+    assert answer(capsys, *words, "--nproc", "3")[0] == 2
+
+
+def test_help_explains_one_option(capsys):
+    code, out, _ = answer(capsys, "config", "help", "training.steps")
+    assert code == 0
+    assert "Optimizer steps of the run." in out
+
+
+def test_the_file_may_follow_nproc_and_values_are_left_to_the_overrides():
+    split = cli._split(["--nproc", "3", "run.toml", "--a.b", "x", "y", "--c.d=1"])
+    assert split == cli.Arguments("run.toml", 3, ("--a.b", "x", "y", "--c.d=1"))
+    assert cli._split(["--a.b", "x.toml"]).path is None
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["config", "show"], ["config", "check"], ["train", "--training.steps", "0"]]
+)
+def test_no_verb_but_a_real_run_imports_torch(words):
+    program = f"import sys; from shardtrain import cli; cli.main({words!r}); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_default_run_trains_with_two_processes(tmp_path):
+    words = ["--training.steps=2", *ONE_STEP[1:], *TINY, "--job.dump_folder", str(tmp_path)]
+    done = shell("train", *words, NGPU="2")
+    assert done.returncode == 0, done.stderr
+    assert "training with 2 processes (as NGPU says)" in done.stderr
+    assert "step:  1  loss:" in done.stderr
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+    assert '"code": 0' in (tmp_path / "exit.json").read_text()
+
+
+def test_one_process_needs_no_launcher(tmp_path):
+    done = shell("train", *ONE_STEP, *TINY, "--nproc", "1", "--job.dump_folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "training with 1 process (as --nproc says)" in done.stderr
+    assert "step:  1  loss:" in done.stderr
+
+
+def test_torchrun_starts_the_same_command(tmp_path):
+    words = [*ONE_STEP, *TINY, "--job.dump_folder", str(tmp_path)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    done = subprocess.run(
+        [*torchrun, "--rdzv-endpoint=127.0.0.1:0", "-m", "shardtrain", "train", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("step:  1  loss:") == 1
+    assert '"code": 0' in (tmp_path / "exit.json").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
+    words = ["--training.steps=100000", *ONE_STEP[1:], *TINY, "--nproc", "2", "--job.dump_folder", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardtrain", "train", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LOG_RANK": "0"},
+    )
+    try:
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if "step: 20" in line:
+                break
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGKILL)
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 6, seen
+    told = [line for line in rest.splitlines() if not line[:4].isdigit()]
+    assert len(told) == 1, "one line, and no trace of Python or C++"
+    assert told[0].startswith("error[6]: rank 1 (host ") and "was killed by signal 9" in told[0]
+    record = json.loads((tmp_path / "exit.json").read_text())
+    assert (record["code"], record["rank"], record["retryable"]) == (6, 1, True)
+    assert record["last_step"] >= 20
+    assert not Path(f"/proc/{children[0]}").exists()

@@ -1,0 +1,126 @@
+"""The documentation says what is true: its commands run, its links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+
+TRAIN = "--training.seq_len=32 --training.local_batch_size=1 --model.overrides.num_layers=1 --training.device=cpu"
+# a command of the documentation -> what is added to it, so that it ends soon and leaves the working tree alone
+SMALLER = {
+    "./run_train.sh": f"--training.steps 2 {TRAIN}",
+    "./run_train.sh --training.steps 20 --training.seq_len 128": TRAIN.replace("--training.seq_len=32", ""),
+    "NGPU=2 LOG_RANK=0,1 ./run_train.sh --parallelism.tensor_parallel_degree 2": f"--training.steps 2 {TRAIN}",
+    "shardtrain train configs/debug.toml": f"--training.steps 2 {TRAIN}",
+    "shardtrain train configs/debug.toml --nproc 4 --parallelism.tensor_parallel_degree 2": (
+        f"--training.steps 2 {TRAIN}"
+    ),
+    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.enable --checkpoint.interval 10": TRAIN,
+    "shardtrain train configs/debug.toml --training.steps 30 --checkpoint.enable --checkpoint.interval 10": TRAIN,
+    "torchrun --nproc-per-node 2 -m shardtrain train configs/debug.toml": f"--training.steps 2 {TRAIN}",
+    "./run_tests.sh": "--collect-only -q tests/test_docs.py",
+}
+NOT_RUN = {
+    ".ci/run": "it runs these tests",
+    "pip install -c constraints/cpu.txt -e .": "tests do not change the environment that they run in",
+    "tensorboard --logdir outputs/tb": "it serves until it is stopped",
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    "-m shardtrain train configs/llama3_8b.toml": "it needs two machines",
+}
+
+
+def commands(pages=PAGES):
+    for page in pages:
+        for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), flags=re.M | re.S):
+            for line in block.splitlines():
+                if line.startswith("$ "):
+                    yield page.relative_to(ROOT).as_posix(), line[2:].strip()
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory):
+    """A function that runs a command line of the documentation, in an environment that has the package."""
+    folder = tmp_path_factory.mktemp("environment")
+    (folder / "bin").mkdir()
+    for name, module in {"python": "", "shardtrain": "-m shardtrain", "torchrun": "-m torch.distributed.run"}.items():
+        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
+        (folder / "bin" / name).chmod(0o755)
+    unwanted = ("NGPU", "LOG_RANK", "CONFIG_FILE", "COMM_MODE", "SHARDTRAIN_VENV", "CONDA_PREFIX", "RANK")
+    names = {name: value for name, value in os.environ.items() if name not in unwanted}
+    names |= {
+        "VIRTUAL_ENV": str(folder),
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def run(line):
+        return subprocess.run(
+            ["bash", "-c", line], cwd=ROOT, env=names, capture_output=True, text=True, timeout=150, check=False
+        )
+
+    return run
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```console" in page.read_text()], ids=lambda page: page.name
+)
+def test_each_command_of_a_page_runs_in_the_order_of_the_page(shell, tmp_path, page):
+    for number, (_, line) in enumerate(commands([page])):
+        if line in NOT_RUN:
+            continue
+        is_training = "train" in line and "config " not in line
+        assert not is_training or line in SMALLER, f"say in SMALLER how to make `{line}` small"
+        # the checkpointed pair continues one run; every other run starts anew
+        folder = tmp_path / ("continued" if "--checkpoint.enable" in line else f"run-{number}")
+        where = f" --job.dump_folder {folder}" if is_training else ""
+        done = shell(f"{line} {SMALLER.get(line, '')}{where}")
+        assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    if (tmp_path / "continued").exists():
+        steps = (tmp_path / "continued" / "metrics.jsonl").read_text().splitlines()
+        assert '"step": 30' in steps[-1] and "continue" in done_log(tmp_path / "continued")
+
+
+def done_log(folder):
+    """The log of the first rank of a run, in lower case."""
+    return (folder / "logs/rank-0.log").read_text().lower()
+
+
+def test_tables_of_commands_name_no_command_that_is_gone():
+    known = {line for _, line in commands()}
+    assert set(SMALLER) <= known and set(NOT_RUN) <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_relative_links_lead_to_files_and_headings(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(linked), f"{page.name} links to {target}"
+
+
+def anchors(page):
+    """The names that a page's headings get where Markdown is shown."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    named = re.findall(r'<a (?:id|name)="([^"]+)"', text)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings} | set(named)
+
+
+def test_the_first_screen_shows_both_commands():
+    first = "\n".join((ROOT / "README.md").read_text().splitlines()[:12])
+    assert "$ ./run_train.sh" in first and "$ ./run_tests.sh" in first

@@ -1,0 +1,122 @@
+"""Laws of the layout: globs stop at dots, and each broken promise is reported once, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardtrain.layout import TENSOR_WORDS, Layout, check, matches, word_of
+
+GOOD = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.attn": "gather",
+        "layers.*.attn.w[qk]": "colwise",
+        "layers.*.attn.wo": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+    },
+    context="layers.*.attn.core",
+)
+MODULES = ["", "embed", "layers", "layers.0", "layers.0.attn", "layers.0.attn.core", "norm", "head"]
+MODULES += [f"layers.0.attn.{name}" for name in ("wq", "wk", "wo")]
+PARAMETERS = ["embed.weight", "norm.weight", "head.weight"]
+PARAMETERS += [f"layers.0.attn.{name}.weight" for name in ("wq", "wk", "wo")]
+
+
+def changed(**fields) -> Layout:
+    return dataclasses.replace(GOOD, **fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern", "fits"),
+    [
+        ("layers.3.ffn", "layers.*.ffn", True),
+        ("layers.12.ffn", "layers.*.ffn", True),
+        ("layers.3.ffn.w1", "layers.*.ffn", False),
+        ("layers.3.ffn.w1", "layers.*", False),
+        ("layers.3.ffn.w1", "*", False),
+        ("layers.3.attn.wq", "layers.*.attn.w[qkv]", True),
+        ("layers.3.attn.wo", "layers.*.attn.w[qkv]", False),
+        ("layers.3.attn.wqkv", "layers.*.attn.w[qkv]", False),
+        ("layers.3", "layers.?", True),
+        ("layers.33", "layers.?", False),
+        ("a.b", "a?b", False),
+        ("norm.weight", "*norm.weight", True),
+        ("attn_norm.weight", "*norm.weight", True),
+        ("layers.0.attn_norm.weight", "*norm.weight", False),
+        ("axb", "a.b", False),
+        ("a+b", "a+b", True),
+        ("", "*", True),
+    ],
+)
+def test_a_star_stops_at_a_dot(path: str, pattern: str, fits: bool) -> None:
+    assert matches(path, pattern) is fits
+
+
+def test_word_of_a_path_is_that_of_the_rule_that_names_it() -> None:
+    assert word_of(GOOD, "layers.0.attn.wk") == "colwise"
+    assert word_of(GOOD, "layers.0.attn") == "gather"
+    assert word_of(GOOD, "layers.0.attn.core") is None
+    assert word_of(GOOD, "") is None
+
+
+def test_a_layout_that_fits_has_no_problem() -> None:
+    assert check(GOOD, MODULES, PARAMETERS) == []
+
+
+def test_generators_of_names_will_do() -> None:
+    assert check(GOOD, iter(MODULES), iter(PARAMETERS)) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        (changed(tensor={**GOOD.tensor, "norm": "sequenec"}), ["'sequenec'", "no known word", "colwise"]),
+        (changed(tensor={**GOOD.tensor, "layers.*.ffn": "gather"}), ["'layers.*.ffn'", "names no module"]),
+        (changed(first=("embedding",)), ["LAYOUT.first", "'embedding'", "no module"]),
+        (changed(layers="blocks"), ["LAYOUT.layers", "'blocks'", "no module"]),
+        (changed(last=("norm", "output")), ["LAYOUT.last", "'output'", "no module"]),
+        (changed(context="layers.*.core"), ["LAYOUT.context", "names no module"]),
+        (changed(expert="layers.*.moe"), ["LAYOUT.expert", "names no module"]),
+    ],
+)
+def test_each_broken_promise_is_reported_alone(layout: Layout, parts: list[str]) -> None:
+    problems = check(layout, MODULES, PARAMETERS)
+    assert len(problems) == 1
+    assert all(part in problems[0] for part in parts), problems
+
+
+def test_a_parameter_without_a_rule_is_reported() -> None:
+    (problem,) = check(GOOD, [*MODULES, "layers.0.moe"], [*PARAMETERS, "layers.0.moe.router"])
+    assert "layers.0.moe.router" in problem and "named by 0 rules" in problem
+
+
+def test_a_parameter_of_the_model_itself_needs_a_rule_too() -> None:
+    (problem,) = check(GOOD, MODULES, [*PARAMETERS, "scale"])
+    assert "parameter scale" in problem and "named by 0 rules" in problem
+
+
+def test_a_parameter_that_two_rules_name_is_reported() -> None:
+    twice = changed(tensor={**GOOD.tensor, "layers.*.attn.w?": "colwise"})
+    problems = check(twice, MODULES, PARAMETERS)
+    assert len(problems) == 3  # wq, wk and wo
+    assert all("named by 2 rules" in problem and "'layers.*.attn.w?'" in problem for problem in problems)
+
+
+def test_a_gathering_module_may_hold_no_parameter() -> None:
+    (problem,) = check(GOOD, MODULES, [*PARAMETERS, "layers.0.attn.bias"])
+    assert "layers.0.attn.bias" in problem and "'gather'" in problem
+
+
+def test_several_problems_are_reported_at_once() -> None:
+    assert len(check(changed(layers="blocks", context="x", first=("y",)), MODULES, PARAMETERS)) == 3
+
+
+def test_every_word_says_what_it_does() -> None:
+    assert set(TENSOR_WORDS) == {"embed", "sequence", "gather", "colwise", "rowwise", "head"}
+    assert all(len(meaning) > 20 for meaning in TENSOR_WORDS.values())

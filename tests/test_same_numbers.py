@@ -1,0 +1,128 @@
+"""The mesh changes no number: each mesh and option against one process, 10 steps in float32.
+
+Sums in another order differ by about 1e-7 of their size; a loss is about 6, a norm about 0.4, so 1e-5 and 1e-4 leave
+room for ten steps of it and none for a wrong scale, a missing reduction or a dropped batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tiny import assert_same_numbers, reference, run_tiny, tiny_config
+
+REPLICATE_2 = {"data_parallel_replicate_degree": 2}
+TENSOR_2 = {"tensor_parallel_degree": 2}
+
+MESHES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "accumulation 4": (1, {}),
+    "ddp 2": (2, {"parallelism": REPLICATE_2}),
+    "fsdp 2": (2, {}),
+    "fsdp 2, accumulation 4": (2, {"training": {"local_batch_size": 1}}),
+    "fsdp 4": (4, {}),
+    "fsdp 2, reshard always": (2, {"parallelism": {"fsdp_reshard_after_forward": "always"}}),
+    "fsdp 2, reshard never": (2, {"parallelism": {"fsdp_reshard_after_forward": "never"}}),
+    "fsdp 2, offload": (2, {"training": {"enable_cpu_offload": True}}),
+    "hsdp 2x2": (4, {"parallelism": REPLICATE_2}),
+    "tp 2": (2, {"parallelism": TENSOR_2}),
+    "tp 2, whole logits": (2, {"parallelism": {**TENSOR_2, "disable_loss_parallel": True}}),
+    "fsdp 2 x tp 2": (4, {"parallelism": TENSOR_2}),
+    "ddp 2 x tp 2": (4, {"parallelism": {**REPLICATE_2, **TENSOR_2}}),
+    "hsdp 2x2 x tp 2": (8, {"parallelism": {**REPLICATE_2, **TENSOR_2}}),
+    "zero-1 2": (2, {"parallelism": {**REPLICATE_2, "shard_optimizer_states": True}}),
+    "zero-1 2 x tp 2": (4, {"parallelism": {**REPLICATE_2, **TENSOR_2, "shard_optimizer_states": True}}),
+    "zero-1 2 x fsdp 2": (4, {"parallelism": {**REPLICATE_2, "shard_optimizer_states": True}}),
+    "recompute full": (2, {"activation_checkpoint": {"mode": "full"}}),
+    "recompute every 2nd": (2, {"activation_checkpoint": {"mode": "selective"}}),
+    "recompute op": (2, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}}),
+    "recompute full, inputs on cpu": (2, {"activation_checkpoint": {"mode": "full", "cpu_offload": True}}),
+    "recompute full x tp 2": (2, {"parallelism": TENSOR_2, "activation_checkpoint": {"mode": "full"}}),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_mesh_and_memory_options_change_no_number(name: str) -> None:
+    num_ranks, sections = MESHES[name]
+    for result in run_tiny(num_ranks, tiny_config(**sections)):
+        assert_same_numbers(result, reference())
+
+
+@pytest.mark.parametrize(("num_ranks", "parallelism"), [(1, {}), (2, {}), (2, TENSOR_2)])
+def test_compile_changes_no_number(num_ranks: int, parallelism: dict[str, Any]) -> None:
+    # fused kernels round otherwise than eager ones: the loss is held to 1e-5 all the same
+    config = tiny_config(parallelism=parallelism, compile={"enable": True})
+    for result in run_tiny(num_ranks, config, steps=5):
+        assert_same_numbers(result, reference(5))
+
+
+@pytest.mark.parametrize("mode", ["full", "memory_budget"])
+def test_compile_with_recompute_changes_no_number(mode: str) -> None:
+    config = tiny_config(compile={"enable": True}, activation_checkpoint={"mode": mode})
+    for result in run_tiny(2, config, steps=3):
+        assert_same_numbers(result, reference(3))
+
+
+@pytest.mark.parametrize(("num_ranks", "parallelism"), [(1, {}), (2, {}), (2, TENSOR_2), (4, TENSOR_2)])
+def test_tied_embeddings_stay_one_tensor_on_any_mesh(num_ranks: int, parallelism: dict[str, Any]) -> None:
+    model = {"overrides": {"tied_embeddings": True}}
+    expected = run_tiny(1, tiny_config(model=model, training={"local_batch_size": 8}), steps=3)[0]
+    assert "head.weight" not in expected.initial
+    for result in run_tiny(num_ranks, tiny_config(model=model, parallelism=parallelism), steps=3):
+        assert_same_numbers(result, expected)
+
+
+@pytest.mark.parametrize("norm_type", ["layernorm", "np_layernorm", "fused_rmsnorm"])
+def test_every_norm_is_the_same_under_tensor_parallelism(norm_type: str) -> None:
+    model = {"norm_type": norm_type}
+    expected = run_tiny(1, tiny_config(model=model, training={"local_batch_size": 8}), steps=3)[0]
+    for result in run_tiny(2, tiny_config(model=model, parallelism=TENSOR_2), steps=3):
+        assert_same_numbers(result, expected)
+
+
+@pytest.mark.parametrize(("num_ranks", "parallelism"), [(2, {}), (2, REPLICATE_2), (2, TENSOR_2), (4, TENSOR_2)])
+def test_bfloat16_is_the_same_arithmetic_on_every_mesh(num_ranks: int, parallelism: dict[str, Any]) -> None:
+    # bfloat16 has 8 bits: sums of activations in another order differ by up to 2^-8 of a value now and then
+    training = {"mixed_precision_param": "bfloat16"}
+    expected = run_tiny(1, tiny_config(training={**training, "local_batch_size": 8}))[0]
+    for result in run_tiny(num_ranks, tiny_config(training=training, parallelism=parallelism)):
+        assert_same_numbers(result, expected, loss=5e-3, grad_norm=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("num_ranks", "parallelism"), [(1, {}), (2, REPLICATE_2), (2, TENSOR_2)])
+def test_low_precision_follows_float32(precision: str, num_ranks: int, parallelism: dict[str, Any]) -> None:
+    config = tiny_config(training={"mixed_precision_param": precision}, parallelism=parallelism)
+    for result in run_tiny(num_ranks, config):
+        assert_same_numbers(result, reference(), loss=2e-2, grad_norm=2e-2)
+
+
+def test_weights_after_ten_steps_are_the_same() -> None:
+    for num_ranks, parallelism in ((2, {}), (2, TENSOR_2), (4, {**REPLICATE_2, "shard_optimizer_states": True})):
+        result = run_tiny(num_ranks, tiny_config(parallelism=parallelism))[0]
+        for name, weight in reference().final.items():
+            torch.testing.assert_close(result.final[name], weight, atol=2e-6, rtol=0, msg=name)
+
+
+def test_ranks_read_disjoint_samples_and_all_of_them() -> None:
+    expected = reference()
+    for num_ranks, parallelism, copies in ((2, {}, 1), (4, TENSOR_2, 2)):
+        results = run_tiny(num_ranks, tiny_config(parallelism=parallelism), steps=3)
+        for step in range(3):
+            read = sorted(sample for result in results for sample in result.sample_ids[step])
+            assert read == sorted(expected.sample_ids[step] * copies)
+            if copies == 2:  # tensor-parallel peers, neighbours in rank, read the same rows
+                assert results[0].sample_ids[step] == results[1].sample_ids[step] != results[2].sample_ids[step]
+
+
+def test_parameters_and_optimizer_state_are_really_divided() -> None:
+    one = reference().facts
+    fsdp = run_tiny(2, tiny_config(), steps=1)[0].facts
+    assert fsdp["local_numel"] == pytest.approx(one["num_params"] / 2, rel=0.01)
+    ddp = run_tiny(2, tiny_config(parallelism=REPLICATE_2), steps=1)[0].facts
+    assert ddp["local_numel"] == one["num_params"]
+    split = tiny_config(parallelism={**REPLICATE_2, "shard_optimizer_states": True})
+    zero = run_tiny(2, split, steps=1)[0].facts
+    assert zero["local_numel"] == one["num_params"]
+    assert zero["optimizer_bytes"] == pytest.approx(ddp["optimizer_bytes"] / 2, rel=0.01)

@@ -1,0 +1,179 @@
+"""Laws of run_train.sh and run_tests.sh, with a stand-in for Python that writes down what it is asked to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ["run_train.sh", "run_llama_train.sh", "run_tests.sh", ".ci/environment.sh", ".ci/run", "pyproject.toml"]
+
+STAND_IN = r"""#!/usr/bin/env bash
+case "$*" in
+    "-c import sys; sys.exit(sys.version_info"*) exit "${OLD_PYTHON:-0}" ;;
+    "-c import importlib"*) exit "${PACKAGE_MISSING:-0}" ;;
+    "-m venv "*)
+        [[ -z "${NO_VENV:-}" ]] || exit 1
+        mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip --version") exit 0 ;;
+    "-m pip install"*)
+        echo "pip ${*:4}" >>"$CALLS"
+        [[ -z "${NO_CPU_WHEEL:-}" || "$*" != *torch==*+cpu* || "$*" == *--index-url* ]] || exit 1 ;;
+    *) echo "$$ $PWD" >>"$CALLS"; printf '%s\n' "$@" >>"$CALLS" ;;
+esac
+"""
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A copy of the scripts, and beside it a stand-in for Python."""
+    folder = tmp_path / "repository"
+    for name in SCRIPTS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "constraints", folder / "constraints")
+    python = tmp_path / "python-stand-in"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    return folder
+
+
+def run(repository, script, *arguments, cwd=None, **environment):
+    """Run a script on a machine that has the stand-in; gives status, calls of the stand-in, stderr, process id."""
+    calls = repository.parent / "calls"
+    calls.write_text("")
+    unwanted = ("VIRTUAL_ENV", "CONDA_PREFIX", "NGPU", "CONFIG_FILE", "COMM_MODE", "LOG_RANK", "TRAIN_FILE", "PYTHON")
+    names = {name: value for name, value in os.environ.items() if name not in unwanted}
+    names |= {"CALLS": str(calls), "PYTHON": str(repository.parent / "python-stand-in"), **environment}
+    process = subprocess.Popen(
+        [str(repository / script), *arguments],
+        env=names,
+        cwd=cwd,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    _, err = process.communicate(timeout=60)
+    return process.returncode, calls.read_text().splitlines(), err, process.pid
+
+
+def trained(calls):
+    """The arguments with which the trainer was started."""
+    return calls[calls.index("-m") :]
+
+
+@pytest.mark.parametrize("script", ["run_train.sh", "run_llama_train.sh", "run_tests.sh", ".ci/run"])
+def test_scripts_are_executable_and_parse(script):
+    assert os.access(ROOT / script, os.X_OK)
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
+
+
+@pytest.mark.parametrize("script", ["run_train.sh", "run_llama_train.sh"])
+def test_a_fresh_machine_gets_an_environment_and_trains_the_default_configuration(repository, script, tmp_path):
+    code, calls, err, _ = run(repository, script, "--training.steps", "5", cwd=tmp_path)
+    assert code == 0, err
+    assert trained(calls) == ["-m", "shardtrain", "train", f"{repository}/configs/debug.toml", "--training.steps", "5"]
+    assert (repository / ".venv/bin/python").exists()
+    assert any("--editable" in call and "--constraint" in call for call in calls)
+
+
+def test_a_second_call_installs_nothing(repository):
+    run(repository, "run_train.sh")
+    _, calls, err, _ = run(repository, "run_train.sh")
+    assert not [call for call in calls if call.startswith("pip")]
+    assert err == ""
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints/tested.txt"])
+def test_a_change_of_what_is_needed_installs_again(repository, changed):
+    run(repository, "run_train.sh")
+    with (repository / changed).open("a") as file:
+        file.write("# changed\n")
+    _, calls, _, _ = run(repository, "run_train.sh")
+    assert [call for call in calls if call.startswith("pip")]
+
+
+def test_the_environment_of_the_tests_serves_training_too(repository):
+    _, calls, _, _ = run(repository, "run_tests.sh")
+    assert any(call.endswith("[dev]") for call in calls)
+    _, calls, _, _ = run(repository, "run_train.sh")
+    assert not [call for call in calls if call.startswith("pip")]
+
+
+@pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="the machine has an NVIDIA device")
+@pytest.mark.skipif(os.uname().sysname != "Linux", reason="macOS has one kind of wheel")
+def test_a_machine_without_a_gpu_downloads_nothing_of_cuda(repository):
+    _, calls, _, _ = run(repository, "run_train.sh")
+    torch = [call for call in calls if "torch==" in call]
+    assert len(torch) == 1 and torch[0].endswith("+cpu")
+    assert any("cpu.txt" in call for call in calls)
+
+
+@pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="the machine has an NVIDIA device")
+@pytest.mark.skipif(os.uname().sysname != "Linux", reason="macOS has one kind of wheel")
+def test_where_the_index_has_no_cpu_wheel_pytorchs_own_is_asked(repository):
+    code, calls, _, _ = run(repository, "run_train.sh", NO_CPU_WHEEL="1")
+    torch = [call for call in calls if "torch==" in call]
+    assert code == 0
+    assert len(torch) == 2 and "--index-url https://download.pytorch.org/whl/cpu" in torch[1]
+
+
+def test_variables_become_options(repository):
+    names = {"NGPU": "4", "CONFIG_FILE": "my run.toml", "COMM_MODE": "fake_backend"}
+    _, calls, _, _ = run(repository, "run_train.sh", "--job.description", "two words", **names)
+    assert trained(calls)[3:] == [
+        "my run.toml",
+        "--nproc",
+        "4",
+        "--comm.mode=fake_backend",
+        "--training.steps=1",
+        "--job.description",
+        "two words",
+    ]
+
+
+def test_a_variable_without_effect_is_said_aloud(repository):
+    _, _, err, _ = run(repository, "run_train.sh", TRAIN_FILE="torchtitan.train")
+    assert "TRAIN_FILE=torchtitan.train is ignored" in err
+
+
+@pytest.mark.parametrize("script", ["run_train.sh", "run_llama_train.sh", "run_tests.sh"])
+def test_signals_reach_the_program_because_the_shell_has_become_it(repository, script):
+    _, calls, _, pid = run(repository, script)
+    assert calls[calls.index("-m") - 1].split()[0] == str(pid)
+
+
+def test_training_stays_in_the_callers_folder_so_that_relative_paths_mean_what_they_say(repository, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    _, calls, _, _ = run(repository, "run_train.sh", cwd=tmp_path / "elsewhere")
+    assert calls[calls.index("-m") - 1].split()[1] == str(tmp_path / "elsewhere")
+
+
+def test_an_active_environment_that_has_the_package_is_used(repository, tmp_path):
+    (tmp_path / "active/bin").mkdir(parents=True)
+    shutil.copy(tmp_path / "python-stand-in", tmp_path / "active/bin/python")
+    _, calls, _, _ = run(repository, "run_train.sh", VIRTUAL_ENV=str(tmp_path / "active"))
+    assert not (repository / ".venv").exists()
+    assert trained(calls)[:3] == ["-m", "shardtrain", "train"]
+    run(repository, "run_train.sh", VIRTUAL_ENV=str(tmp_path / "active"), PACKAGE_MISSING="1")
+    assert (repository / ".venv").exists()
+
+
+def test_the_folder_of_the_environment_can_be_chosen(repository, tmp_path):
+    run(repository, "run_train.sh", SHARDTRAIN_VENV=str(tmp_path / "chosen"))
+    assert (tmp_path / "chosen/bin/python").exists()
+    assert not (repository / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [({"OLD_PYTHON": "1"}, "no Python 3.11 or newer was found"), ({"NO_VENV": "1"}, "install python3-venv")],
+)
+def test_what_is_missing_on_the_machine_is_one_line(repository, names, words):
+    code, calls, err, _ = run(repository, "run_train.sh", **names)
+    assert (code, calls) == (2, [])
+    assert err.count("\n") == 1 and words in err
