@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests: ./run_tests.sh [arguments of pytest]. On the first call it installs what they need into .venv.
 #
-# SHARDTRAIN_VENV  folder of the environment (.venv)     PYTHON  interpreter that makes it (python3.13, .12, .11)
+# SHARDTRAIN_VENV  folder of the environment (.venv)     PYTHON  interpreter that makes it (3.11 or newer)
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"

@@ -5,7 +5,7 @@
 #
 # CONFIG_FILE  configuration (configs/debug.toml)        NGPU       number of ranks (all devices)
 # LOG_RANK     ranks that write to the terminal (0)      COMM_MODE  same as --comm.mode, for one step
-# SHARDTRAIN_VENV  folder of the environment (.venv)     PYTHON     interpreter that makes it (python3.13, .12, .11)
+# SHARDTRAIN_VENV  folder of the environment (.venv)     PYTHON     interpreter that makes it (3.11 or newer)
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"

@@ -13,7 +13,7 @@ has_package() { # interpreter, module: whether the package and one of its needs 
 
 find_python() {
     local name
-    for name in ${PYTHON:-python3.13 python3.12 python3.11 python3 python}; do
+    for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
         if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             command -v "$name"
             return
@@ -58,6 +58,7 @@ if [[ "$(uname -s)" != Linux ]] || compgen -G '/dev/nvidia[0-9]*' >/dev/null || 
     constraints="$here/constraints/default.txt"
 fi
 
+export PIP_DISABLE_PIP_VERSION_CHECK=1
 need=torch
 [[ "$extras" == dev ]] && need=pytest
 active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,8 +30,10 @@ def split_axes(tensor: Tensor) -> tuple[int, ...]:
     return tuple(i for i, p in placements if sharded_dim(p) is not None and tensor.device_mesh.size(i) > 1)
 
 
-def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor, one slice per dimension.
+def local_slices(tensor: Tensor, place: Sequence[int] | None = None) -> tuple[slice, ...]:
+    """Where a rank's part lies in the whole tensor, one slice per dimension.
+
+    ``place`` is the rank's coordinate on the tensor's mesh, one number per axis; this rank's unless given.
 
     Splits are those of ``torch.chunk``. Where two axes split one dimension, plain shards come first, left to right,
     and strided ones cut what those left: FSDP cuts what tensor parallelism left, though its axis stands to the left.
@@ -39,6 +42,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in tensor.shape)
     slices = [(0, size) for size in tensor.shape]
     mesh, placements = tensor.device_mesh, list(enumerate(tensor.placements))
+    at = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)] if place is None else place
     strided_last = sorted(placements, key=lambda item: type(item[1]).__name__ == "_StridedShard")
     for axis, placement in strided_last:
         dim = sharded_dim(placement)
@@ -46,7 +50,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
             continue
         start, stop = slices[dim]
         chunk = -(-(stop - start) // mesh.size(axis))
-        first = min(start + chunk * mesh.get_local_rank(axis), stop)
+        first = min(start + chunk * at[axis], stop)
         slices[dim] = (first, min(first + chunk, stop))
     return tuple(slice(start, stop) for start, stop in slices)
 

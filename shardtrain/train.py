@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from shardtrain import data, init, log, models, optim, parallel, profiling, sche
 from shardtrain.checkpoint import Checkpoints
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
-from shardtrain.errors import CheckpointError, DataError, NumericalError
+from shardtrain.errors import CheckpointError, DataError, NumericalError, PeerError
 from shardtrain.log import logger
 from shardtrain.metrics import Metrics, Reduce, RunFacts
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
@@ -67,7 +68,9 @@ def main(loaded: Loaded) -> TrainState:
     folder = Path(config.job.dump_folder)
     os.environ.update(flight_recorder_environment(config, folder))  # read when the process group starts
     with world.join(config.comm, config.training.device) as here:
-        notices = configs.require(loaded, here.size, here.device.type, here.size if here.device.type == "cuda" else None)
+        notices = configs.require(
+            loaded, here.size, here.device.type, here.size if here.device.type == "cuda" else None
+        )
         console = here.rank in log.console_ranks()
         several = len(log.console_ranks()) > 1
         color = not config.metrics.disable_color_printing
@@ -94,7 +97,10 @@ def train(loaded: Loaded, here: World) -> TrainState:
     first_step = run.state.step + 1
     with metrics, collector, profiler as trace:
         while run.state.step < run.total_steps:
-            outcome = step(run)
+            try:
+                outcome = step(run)
+            except RuntimeError as error:
+                raise _name_collective(error, run.state.step + 1) from error
             metrics.update(run.state.step, **vars(outcome))
             if checkpoints.is_due(run.state.step, run.total_steps):
                 with metrics.pause():
@@ -129,9 +135,7 @@ def build(config: Config, here: World) -> Run:
     total_steps = training.steps
     if training.epochs is not None:
         total_steps = data.steps_for_epochs(stream.num_samples, training.epochs, stream.global_batch)
-    return Run(
-        config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, num_params, flops
-    )
+    return Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, num_params, flops)
 
 
 def step(run: Run) -> Outcome:
@@ -165,7 +169,8 @@ def step(run: Run) -> Outcome:
     run.runner.forget_gradients()
     state.advance(run.stream.global_batch, int(tokens), applied=apply)
     loss_sum = loss / weight
-    return Outcome(loss_sum, local_tokens, int(tokens), grad_norm, lr, data_seconds)
+    own_tokens = local_tokens if run.runner.has_loss else 0
+    return Outcome(loss_sum, own_tokens, int(tokens), grad_norm, lr, data_seconds)
 
 
 def _stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
@@ -180,13 +185,26 @@ def _stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
     if run.scaler and run.scaler.can_shrink:
         logger.warning(f"step {run.state.step + 1}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}")
     elif policy == "skip" and skips < run.config.training.nonfinite_max_skips:
-        logger.warning(f"step {run.state.step + 1}: {culprits} is not finite; the update is skipped ({skips + 1} in a row)")
+        logger.warning(
+            f"step {run.state.step + 1}: {culprits} is not finite; the update is skipped ({skips + 1} in a row)"
+        )
     else:
         raise NumericalError(
             f"step {run.state.step + 1}: {culprits} is not finite; the weights are still those of step "
             f"{run.state.step}; lower optimizer.lr, look at the samples named in the rank's log, or set "
             "training.nonfinite_policy=skip"
         )
+
+
+def _name_collective(error: RuntimeError, step: int) -> Exception:
+    """An error that names the collective, where gloo names only a "recv"; every other error as it is."""
+    calls = [f for f in traceback.extract_tb(error.__traceback__) if "torch/distributed" in f.filename]
+    if "gloo/transport" not in str(error) or not calls:
+        return error
+    return PeerError(
+        f"step {step}: {calls[-1].name} did not complete: {str(error).splitlines()[0].rpartition('] ')[2]}; another rank "
+        "failed or is late: see the other logs, or raise comm.train_timeout_seconds"
+    )
 
 
 def save(run: Run, checkpoints: Checkpoints) -> None:
@@ -216,6 +234,8 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
         run.state.load(facts.get("state", {}))
         if run.scaler:
             run.scaler.load(facts.get("scaler", {}))
+    if "lr_scheduler" in excluded:
+        run.state.updates = 0  # the schedule begins anew: it is a function of this count alone
     if "dataloader" in excluded:
         run.state.samples_consumed = 0
     elif "train_state" not in excluded and facts.get("data_fingerprint") != run.stream.fingerprint:

@@ -39,8 +39,8 @@ def test_any_seed_gives_numbers_that_every_generator_accepts(seed: int) -> None:
 
 
 def test_a_seed_is_the_same_in_every_version() -> None:
-    assert seed_of(0) == 1022077018
-    assert seed_of(42, 1, 2, 3) == 4274434021
+    assert seed_of(0) == 872845860
+    assert seed_of(42, 1, 2, 3) == 2889399323
 
 
 def test_every_part_changes_the_seed_and_parts_do_not_run_together() -> None:

@@ -12,19 +12,30 @@ import os
 import random
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
-from ranks import run_ranks
-from shardtrain import train
+from shardtrain import data, log, optim, train
+from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
+from shardtrain.errors import PeerError, ShardtrainError
 from shardtrain.parallel import LOSS_AXES
 from shardtrain.parallel.world import World
 from shardtrain.shards import to_full
 
-SHAPE = {"vocab_size": 512, "dim": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 128}
+SHAPE = {
+    "vocab_size": 512,
+    "dim": 64,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "ffn_dim": 128,
+}
 
 
 @functools.cache
@@ -144,3 +155,81 @@ def assert_same_numbers(result: Result, expected: Result, loss: float = 1e-5, gr
         assert abs(mine - theirs) <= loss, f"step {step}: loss {mine} is not {theirs}"
     for step, (mine, theirs) in enumerate(zip(result.grad_norms, expected.grad_norms, strict=True), 1):
         assert abs(mine - theirs) <= grad_norm, f"step {step}: gradient norm {mine} is not {theirs}"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A whole run as one rank saw it: numbers of each step, what it left, and the error that ended it."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    lrs: list[float]
+    sample_ids: list[list[int]]
+    state: dict[str, int]
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    scaler: dict[str, float]
+    error: ShardtrainError | None
+
+
+def train_whole(rank: int, config: Config, stop_after: int | None = None) -> Ended:
+    """Run ``train.train`` with its log, files and checkpoints, as one rank whose process group exists.
+
+    ``stop_after`` ends the run when that many steps of the run are done, as a kill would: nothing is saved for it. A
+    ShardtrainError is given back; all others are raised. Patches what it watches, for the length of the call.
+    """
+    runs: list[train.Run] = []
+    losses, norms, lrs, ids = [], [], [], []
+    size = torch.distributed.get_world_size()
+
+    def build(*arguments: Any) -> train.Run:
+        runs.append(originals["build"](*arguments))
+        return runs[0]
+
+    def step(run: train.Run) -> train.Outcome:
+        if run.state.step == stop_after:
+            raise _Killed
+        ids.append([])
+        outcome = originals["step"](run)
+        loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / max(1, outcome.global_tokens)
+        losses.append(loss)
+        norms.append(outcome.grad_norm)
+        lrs.append(outcome.lr)
+        return outcome
+
+    def pull(stream: data.Stream) -> data.Batch:
+        batch = originals["pull"](stream)
+        ids[-1].extend(batch.sample_ids_B.tolist())
+        return batch
+
+    originals: dict[str, Any] = {"build": train.build, "step": train.step, "pull": data.Stream.__next__}
+    train.build, train.step, data.Stream.__next__ = build, step, pull  # type: ignore[method-assign]
+    log.setup(rank, size, Path(config.job.dump_folder), config.metrics.save_log_file, console=False)
+    error = None
+    try:
+        train.train(Loaded(config), World(rank, size, rank, torch.device("cpu")))
+    except ShardtrainError as raised:
+        error = raised
+    except _Killed:
+        pass
+    finally:
+        train.build, train.step, data.Stream.__next__ = originals.values()  # type: ignore[method-assign]
+        log.reset()
+    if not runs or isinstance(error, PeerError):  # nothing can be gathered without the other ranks
+        return Ended(losses, norms, lrs, ids, {}, {}, {}, {}, error)
+    run = runs[0]
+    states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
+    optimizer = {name: to_full(tensor.detach()).clone() for name, tensor in states.items()}
+    scaler = dict(run.scaler.state()) if run.scaler else {}
+    return Ended(losses, norms, lrs, ids, run.state.to_dict(), whole(run), optimizer, scaler, error)
+
+
+class _Killed(Exception):
+    """Ends a run between two steps."""
+
+
+def assert_bitwise(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """The same names and the same bits."""
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(mine[name], tensor), f"{name} differs"

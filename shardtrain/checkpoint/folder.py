@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.config.schema import Checkpoint, Config
-from shardtrain.errors import CheckpointError
+from shardtrain.errors import CheckpointError, StorageError
 from shardtrain.log import logger
 
 FACTS = "train_state.json"
@@ -26,12 +27,11 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class Checkpoints:
-    """Saves and finds the checkpoints of a run; all methods but the first two are collectives."""
+    """Saves and finds the checkpoints of a run; all methods but ``steps`` and ``is_due`` are collectives."""
 
     def __init__(self, config: Config) -> None:
         self._options: Checkpoint = config.checkpoint
         self._folder = Path(config.job.dump_folder) / config.checkpoint.folder
-        self._total_steps = config.training.steps
         self._is_first = dist.get_rank() == 0
 
     def steps(self) -> list[int]:
@@ -43,15 +43,23 @@ class Checkpoints:
         """The checkpoint to continue from, or None for a fresh start; raises CheckpointError for a missing one."""
         if not self._options.enable:
             return None
-        steps = self.steps()
-        if self._options.load_step != -1:
-            if self._options.load_step not in steps:
-                known = ", ".join(map(str, steps)) or "none"
-                raise CheckpointError(
-                    f"checkpoint.load_step={self._options.load_step}: {self._folder} has no such step; it has {known}"
-                )
-            return self._folder / f"step-{self._options.load_step}"
-        return self._folder / f"step-{steps[-1]}" if steps else None
+        steps, wanted = self.steps(), self._options.load_step
+        if wanted == -1:
+            newest = self._same_on_all_ranks(steps[-1] if steps else -1)
+            return self._folder / f"step-{newest}" if newest != -1 else None
+        if wanted not in steps:
+            known = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(
+                f"checkpoint.load_step={wanted}: {self._folder} has no such step; it has {known}; use one of those, "
+                "or -1 for the newest"
+            )
+        later = [step for step in steps if step > wanted]
+        if later:
+            logger.warning(
+                f"checkpoint.load_step={wanted} is not the newest: steps {', '.join(map(str, later))} stay in "
+                f"{self._folder}, and a start with load_step=-1 would take the newest of them until this run passes it"
+            )
+        return self._folder / f"step-{wanted}"
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Whether a checkpoint is to be saved after this step."""
@@ -95,14 +103,30 @@ class Checkpoints:
         if final.exists():  # a run that went back to an older step writes its own history
             shutil.rmtree(final)
         temporary.rename(final)
-        keep = self._options.keep_latest_k
-        for step in self.steps()[:-keep] if keep else []:
+        keep, saved = self._options.keep_latest_k, int(final.name[5:])
+        # steps after this one are another history, which the user went back from: no part of what is counted here
+        own = [step for step in self.steps() if step <= saved]
+        for step in own[:-keep] if keep else []:
             shutil.rmtree(self._folder / f"step-{step}")
 
-    def _on_first(self, action: Any) -> None:
+    def _on_first(self, action: Callable[[], None]) -> None:
         if self._is_first:
-            action()
+            try:
+                action()
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise StorageError(
+                    f"cannot write checkpoint {error.filename or self._folder}: {reason}; free space or mend "
+                    "job.dump_folder, then start again"
+                ) from error
         dist.barrier()
+
+    @staticmethod
+    def _same_on_all_ranks(value: int) -> int:
+        """What the first rank says: where a shared folder lags, ranks would start from different steps."""
+        said = torch.tensor(value)
+        dist.broadcast(said, src=0)
+        return int(said)
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -111,6 +135,6 @@ def read_facts(path: Path) -> dict[str, Any]:
         facts = json.loads((path / FACTS).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path}: {FACTS} cannot be read: {error}") from error
-    if not isinstance(facts, dict):
-        raise CheckpointError(f"checkpoint {path}: {FACTS} holds no table")
+    if not (isinstance(facts, dict) and isinstance(facts.get("state"), dict)):
+        raise CheckpointError(f"checkpoint {path}: {FACTS} holds no counters of a run; use another checkpoint")
     return facts

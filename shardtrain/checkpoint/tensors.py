@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,11 +31,37 @@ def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill the tensors in place (a collective); raises CheckpointError for a missing name, another shape, bad bytes."""
+    """Fill the tensors in place (a collective).
+
+    Raises:
+        CheckpointError: for a missing name, another shape, unreadable bytes, or a name that the checkpoint has and the
+            run has not, where the run has others of the same section ("model", "optimizer").
+    """
+    _refuse_surplus(tensors, folder)
     try:
         dcp.load(dict(tensors), checkpoint_id=str(folder))
-    except (CheckpointException, RuntimeError, OSError, ValueError, KeyError) as error:
+    except CheckpointException as error:  # what a rank meets comes as this; any other error is a lost peer
         raise CheckpointError(f"checkpoint {folder} cannot be loaded: {_first_cause(error)}") from error
+
+
+def _refuse_surplus(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    # DCP reads what it is asked for and says nothing of the rest: a deeper model would lose its last layers in silence
+    try:
+        saved = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    except Exception as error:  # a file of DCP's that is cut short fails in as many ways as pickle has
+        raise CheckpointError(f"checkpoint {folder}: {METADATA} cannot be read: {_first_cause(error)}") from error
+    names, sections = sorted(saved), {name.partition(".")[0] for name in tensors}
+    wanted = torch.tensor(
+        [name in tensors or name.partition(".")[0] not in sections for name in names], dtype=torch.int32
+    )
+    if dist.is_initialized():  # a pipeline stage holds some of the names only
+        dist.all_reduce(wanted, dist.ReduceOp.MAX)
+    surplus = [name for name, is_wanted in zip(names, wanted.tolist(), strict=True) if not is_wanted]
+    if surplus:
+        raise CheckpointError(
+            f"checkpoint {folder} holds {len(surplus)} tensors that this run has not, such as {surplus[0]}; use the "
+            "model that it was saved from"
+        )
 
 
 def cast(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:

@@ -93,7 +93,7 @@ def notes(loaded: Loaded) -> list[str]:
             )
     if schedule.total_steps is not None and loaded.config.training.epochs is None and schedule.total_steps < steps:
         found.append(
-            f"lr_scheduler.total_steps={schedule.total_steps} is less than the {steps} steps: the rest keeps the last rate"
+            f"lr_scheduler.total_steps={schedule.total_steps} is below {steps} steps: the rest keeps the last rate"
         )
     if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
         found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")

@@ -188,6 +188,15 @@ WITHOUT_EFFECT: tuple[Rule, ...] = (
         )
         for name in ("initial_loss_scale", "loss_scale_growth_interval")
     ),
+    *(
+        (
+            f"optimizer.muon_{name}",
+            lambda c: c.optimizer.name != "Muon",
+            "has no effect on another optimizer",
+            'set optimizer.name = "Muon", or remove it',
+        )
+        for name in ("adamw_patterns", "momentum", "nesterov", "steps", "update_rms", "dtype")
+    ),
     (
         "training.nonfinite_max_skips",
         lambda c: c.training.nonfinite_policy != "skip",

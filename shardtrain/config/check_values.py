@@ -35,6 +35,7 @@ AT_LEAST_1 = (
     "training.epochs",
     "training.dataloader.prefetch_factor",
     "lr_scheduler.total_steps",
+    "optimizer.muon_steps",
     "parallelism.data_parallel_replicate_degree",
     "parallelism.tensor_parallel_degree",
     "parallelism.pipeline_parallel_degree",
@@ -77,9 +78,15 @@ MINUS_1_OR_AT_LEAST_1 = (
     "parallelism.data_parallel_shard_degree",
     "validation.steps",
 )
-ABOVE_0 = ("optimizer.eps", "training.max_norm", "training.initial_loss_scale", "metrics.peak_flops")
+ABOVE_0 = (
+    "optimizer.eps",
+    "optimizer.muon_update_rms",
+    "training.max_norm",
+    "training.initial_loss_scale",
+    "metrics.peak_flops",
+)
 MAY_BE_INFINITE = ("training.max_norm",)  # inf measures the norm and never scales
-FROM_0_BELOW_1 = ("optimizer.beta1", "optimizer.beta2")
+FROM_0_BELOW_1 = ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum")
 FROM_0_TO_1 = (
     "lr_scheduler.decay_ratio",
     "lr_scheduler.min_lr_factor",

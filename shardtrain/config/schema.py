@@ -98,8 +98,9 @@ class Model:
 class Optimizer:
     """The optimizer and its constants."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decays weights apart from the gradient; Adam adds the decay to it."""
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    """AdamW decays weights apart from the gradient; Adam adds the decay to it; Muon orthogonalizes the update of each
+    hidden matrix and leaves all else to AdamW (Muon: shardtrain)."""
     lr: float = 8e-4
     """Peak learning rate, scaled by [lr_scheduler]."""
     beta1: float = 0.9
@@ -116,6 +117,20 @@ class Optimizer:
     """Not available: update each parameter during backward (it would update before clipping and the finite check)."""
     no_weight_decay: list[str] = field(default_factory=list)
     """Parameter name patterns without weight decay, e.g. ["*norm*", "*.bias"]; here ``*`` crosses dots (shardtrain)."""
+    muon_adamw_patterns: list[str] = field(default_factory=lambda: ["embed*", "head*", "*norm*", "*.bias"])
+    """Name patterns of parameters that Muon leaves to AdamW (lr, beta1, beta2, eps), beside all that are neither
+    matrices nor stacks of matrices (shardtrain)."""
+    muon_momentum: float = 0.95
+    """Decay of Muon's mean of gradients (shardtrain)."""
+    muon_nesterov: bool = True
+    """Whether Muon looks ahead along its mean of gradients (shardtrain)."""
+    muon_steps: int = 5
+    """Newton-Schulz iterations that make Muon's update orthogonal (shardtrain)."""
+    muon_update_rms: float = 0.2
+    """Root mean square of Muon's update at a rate of 1: 0.2 is about AdamW's, so that one lr and weight_decay serve both
+    (shardtrain)."""
+    muon_dtype: Literal["default", "float32", "bfloat16"] = "default"
+    """Type in which Muon iterates; default is float32 on CPU and bfloat16 elsewhere (shardtrain)."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +262,10 @@ class Parallelism:
     context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
     """How the sequence is dealt so that causal attention costs every rank the same."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values travel."""
+    """How keys and values travel in the ring: gathered at once, or passed on part by part with less memory."""
+    context_parallel_method: Literal["ring", "ulysses"] = "ring"
+    """ring leaves heads whole and moves keys and values; ulysses exchanges heads for tokens, where the degree divides
+    the key-value heads of a rank (shardtrain)."""
     expert_parallel_degree: int = 1
     """Ranks over which experts are divided."""
     expert_tensor_parallel_degree: int = 1

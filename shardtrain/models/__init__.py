@@ -50,6 +50,10 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
             [Problem(f"model.overrides.{u}", overrides[u], problem, f"use {sorted(names)}") for u in unknown]
         )
     norm = {"norm_type": norm_type} if "norm_type" in names else {}
+    if not norm and norm_type != "rmsnorm":
+        raise ConfigError(
+            Problem("model.norm_type", norm_type, "has no effect: this model has one norm", "leave it out")
+        )
     return module.Config(**{**module.FLAVORS[flavor], **norm, **overrides})
 
 

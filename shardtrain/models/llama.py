@@ -121,5 +121,3 @@ def initial(c: Config) -> dict[str, Draw]:
         "layers.*.ffn.w1.weight": Draw("normal", std=0.02),
         "layers.*.ffn.w[23].weight": Draw("normal", std=0.02, depth=depth),
     }
-
-

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from shardtrain.optim.adamw import build, set_learning_rate, state_tensors
+from shardtrain.optim.build import build, set_learning_rate, state_tensors
 from shardtrain.optim.groups import parameter_groups
+from shardtrain.optim.muon import Muon
 from shardtrain.optim.scaler import LossScaler
 
-__all__ = ["LossScaler", "build", "parameter_groups", "set_learning_rate", "state_tensors"]
+__all__ = ["LossScaler", "Muon", "build", "parameter_groups", "set_learning_rate", "state_tensors"]

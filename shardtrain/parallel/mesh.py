@@ -50,10 +50,14 @@ class Mesh:
         return self.device_mesh[axes if len(axes) > 1 else axes[0]]
 
     def data_mesh(self) -> DeviceMesh:
-        """The mesh that FSDP shards over, with the axis of replicas in front when there are any."""
+        """The mesh that FSDP shards over (dp_shard and cp as one axis), with replicas in front when there are any."""
+        shard = "dp_shard"
+        if self.sizes["cp"] > 1:
+            shard = "dp_shard_cp"
+            self.submesh("dp_shard", "cp")._flatten(shard)
         if self.sizes["dp_replicate"] > 1:
-            return self.submesh("dp_replicate", "dp_shard")
-        return self.submesh("dp_shard")
+            return self.submesh("dp_replicate", shard)
+        return self.submesh(shard)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank's peers along one axis."""

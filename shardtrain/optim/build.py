@@ -1,0 +1,76 @@
+"""The optimizer that the config names, and its state as named tensors: a checkpoint needs no pickle and fits any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from shardtrain.config.schema import Optimizer
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.optim.adamw import CLASSES, adam, adam_zero_state
+from shardtrain.optim.groups import parameter_groups
+from shardtrain.optim.muon import Muon, muon_groups
+
+
+def build(
+    named_parameters: Iterable[tuple[str, Parameter]],
+    config: Optimizer,
+    all_names: Iterable[str] | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer of the given parameters (plain or DTensor); those that need no gradient are left out.
+
+    The rate starts at ``config.lr``; set that of each step with ``set_learning_rate``. ``all_names`` are the parameters
+    of the whole model, see ``parameter_groups``.
+
+    Raises:
+        ConfigError: when the optimizer is unknown, a pattern of no_weight_decay or muon_adamw_patterns matches nothing,
+            or no parameter needs a gradient.
+    """
+    if config.name not in (*CLASSES, "Muon"):
+        fix = f"use one of {', '.join((*CLASSES, 'Muon'))}"
+        raise ConfigError(Problem("optimizer.name", config.name, "is no optimizer", fix))
+    trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    if config.name == "Muon":
+        groups = muon_groups(trained, config, all_names)
+    else:
+        groups = parameter_groups(trained, config.no_weight_decay, config.weight_decay, all_names)
+    if not groups:
+        raise ConfigError(Problem("optimizer.name", config.name, "has no parameter to train", "unfreeze some"))
+    return Muon(groups, config) if config.name == "Muon" else adam(groups, config)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rate of the next update in every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def state_tensors(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Parameter]]
+) -> dict[str, Tensor]:
+    """The optimizer's state by name: ``{parameter}.exp_avg``, ``.exp_avg_sq`` (like the parameter) and ``.step``.
+
+    Of a matrix that Muon updates it is ``{parameter}.momentum`` alone. The tensors are the live ones: copying into them
+    restores the state. Before the first update they are made as the first update would make them, zero. Parameters
+    that the optimizer does not hold are left out.
+    """
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    tensors = {}
+    for name, parameter in named_parameters:
+        if parameter not in groups:
+            continue
+        state = optimizer.state[parameter]
+        if not state:
+            state.update(_zero_state(optimizer, parameter, groups[parameter]))
+        tensors.update({f"{name}.{key}": tensor for key, tensor in state.items()})
+    return tensors
+
+
+def _zero_state(optimizer: torch.optim.Optimizer, parameter: Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
+    if isinstance(optimizer, Muon):
+        return optimizer.zero_state(parameter, group)
+    return adam_zero_state(parameter, group["fused"])

@@ -1,0 +1,81 @@
+"""Context parallelism: each rank holds a part of every sequence, and attention alone sees the others.
+
+The attention core is replaced by one that gathers keys and values ("allgather"), passes them round a ring with a
+running log-sum-exp ("alltoall"; Liu et al. 2023, ring attention), or exchanges heads for tokens ("ulysses"; Jacobs et
+al. 2023). Positions are cut with the tokens, so rotary angles follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardtrain.config.schema import Config
+from shardtrain.layout import Layout, matches
+from shardtrain.parallel.attention import gathered_attention, ring_attention, ulysses_attention
+from shardtrain.parallel.mesh import Mesh
+
+AXIS = "cp"
+CoreFunction = Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, bool], Tensor]
+
+
+class Batch(Protocol):
+    """What a runner needs of a batch (``data.Batch``): integer tensors of shape (B, T)."""
+
+    @property
+    def tokens_BT(self) -> Tensor: ...  # noqa: D102
+    @property
+    def targets_BT(self) -> Tensor: ...  # noqa: D102
+    @property
+    def positions_BT(self) -> Tensor: ...  # noqa: D102
+
+
+class SplitAttentionCore(nn.Module):
+    """The attention core of a rank that holds a part of the sequence; causal over the whole sequence."""
+
+    def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool) -> None:
+        super().__init__()
+        self._function, self._group, self._balanced = function, group, balanced
+
+    @torch.compiler.disable  # collectives inside an autograd function end a graph anyway
+    def forward(self, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor) -> Tensor:
+        """Attention of this rank's queries to all keys and values: (B, t, N, H)."""
+        return self._function(q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced)
+
+
+def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    """Replace every attention core, in place; parameters are not touched."""
+    if mesh.size(AXIS) == 1:
+        return
+    p = config.parallelism
+    gathered = p.context_parallel_rotate_method == "allgather"
+    function: CoreFunction = gathered_attention if gathered else ring_attention
+    if p.context_parallel_method == "ulysses":
+        function = ulysses_attention
+    for path, _ in list(model.named_modules()):
+        if matches(path, layout.context):
+            model.set_submodule(path, SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config)))
+
+
+def is_balanced(config: Config) -> bool:
+    """Whether ranks hold a chunk from the head and one from the tail of the sequence, and so equal causal work."""
+    p = config.parallelism
+    return p.context_parallel_method == "ring" and p.context_parallel_load_balancer == "headtail"
+
+
+def cut(batch: Batch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets and positions of this rank's part of each sequence, each (B, T / cp)."""
+    columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT)
+    size, rank = mesh.size(AXIS), mesh.rank(AXIS)
+    if size == 1:
+        return columns
+    if is_balanced(config):
+        chunks = [column.chunk(2 * size, dim=1) for column in columns]
+        parts = [torch.cat((chunk[rank], chunk[2 * size - 1 - rank]), dim=1) for chunk in chunks]
+    else:
+        parts = [column.chunk(size, dim=1)[rank].contiguous() for column in columns]
+    return parts[0], parts[1], parts[2]

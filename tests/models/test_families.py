@@ -1,0 +1,234 @@
+"""Laws of every model of the package: exact sizes, and the four promises that make a model layoutable."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardtrain.models
+from shardtrain import init
+from shardtrain.layout import check
+from shardtrain.models import build, find, shape_of
+from tiny import SHAPE
+
+FOLDER = Path(shardtrain.models.__file__).parent
+FAMILIES = sorted(
+    path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "layers", "llama")
+)  # llama holds no sizes: llama2 and llama3 do
+
+# 7B, 13B, 70B of Llama 2 and 8B, 70B, 405B of Llama 3.1 are published; 1B and 3B are Llama 3.2's; others by hand from
+# V D (2 unless tied) + L (2 D N H + 2 D K H + 3 D F + 2 D) + D
+PARAMETER_COUNTS = {
+    ("llama2", "debugmodel"): 23_204_096,
+    ("llama2", "271M"): 271_090_688,
+    ("llama2", "1B"): 1_055_991_808,
+    ("llama2", "7B"): 6_738_415_616,
+    ("llama2", "13B"): 13_015_864_320,
+    ("llama2", "26B"): 25_704_043_520,
+    ("llama2", "70B"): 68_976_648_192,
+    ("llama3", "debugmodel"): 6_163_712,
+    ("llama3", "1B"): 1_235_814_400,
+    ("llama3", "3B"): 3_212_749_824,
+    ("llama3", "8B"): 8_030_261_248,
+    ("llama3", "70B"): 70_553_706_496,
+    ("llama3", "405B"): 405_853_388_800,
+}
+
+
+def tiny(family: str, **overrides) -> tuple[object, nn.Module]:
+    """The module of a family and a small model of it, with weights on the CPU."""
+    module = find(family)
+    shape = shape_of(module, "debugmodel", {**SHAPE, **overrides}, "rmsnorm")
+    model = build(module, shape)
+    names = [name for name, _ in model.named_parameters()]
+    draws = init.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
+    model = module.Model(shape)
+    for name, parameter in model.named_parameters():
+        init.draw_(parameter, name, draws[name], 0)
+    return module, model
+
+
+def inputs(tokens: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, SHAPE["vocab_size"], (2, tokens), generator=generator), torch.arange(tokens).expand(2, -1)
+
+
+def test_every_flavor_has_a_known_size() -> None:
+    assert {(family, flavor) for family in FAMILIES for flavor in find(family).FLAVORS} == set(PARAMETER_COUNTS)
+
+
+@pytest.mark.parametrize(("family", "flavor"), PARAMETER_COUNTS)
+def test_every_flavor_has_exactly_its_parameters_and_a_layout_that_fits(family: str, flavor: str) -> None:
+    module = find(family)
+    shape = shape_of(module, flavor, {}, "rmsnorm")
+    model = build(module, shape)  # on the meta device: 405B costs no memory
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETER_COUNTS[family, flavor]
+    assert all(parameter.is_meta for parameter in model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+    assert check(module.LAYOUT, [name for name, _ in model.named_modules()], names) == []
+    assert init.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers).keys() == set(names)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("norm_type", ["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_choice_builds(family: str, norm_type: str, tied: bool) -> None:
+    module = find(family)
+    build(module, shape_of(module, "debugmodel", {"tied_embeddings": tied}, norm_type))
+
+
+@pytest.mark.parametrize("depth_init", [False, True])
+def test_the_residual_projections_start_smaller_with_depth(depth_init: bool) -> None:
+    module = find("llama3")
+    shape = shape_of(module, "debugmodel", {"depth_init": depth_init}, "rmsnorm")
+    names = [name for name, _ in build(module, shape).named_parameters()]
+    draws = init.plan(names, module.initial(shape), module.LAYOUT, 6)
+    for leaf in ("attn.wo", "ffn.w2", "ffn.w3"):
+        stds = [draws[f"layers.{i}.{leaf}.weight"].std for i in range(6)]
+        assert stds == pytest.approx([0.02 / (2 * (i + 1 if depth_init else 6)) ** 0.5 for i in range(6)])
+    assert draws["layers.3.attn.wq.weight"].std == 0.02
+    assert draws["head.weight"].std == 256**-0.5 and draws["head.weight"].cutoff == 3.0
+    assert draws["norm.weight"].distribution == draws["layers.0.attn_norm.weight"].distribution == "ones"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_causal(family: str) -> None:
+    _, model = tiny(family)
+    tokens, positions = inputs()
+    changed = tokens.clone()
+    changed[:, 8] = (changed[:, 8] + 1) % SHAPE["vocab_size"]
+    before, after = model(tokens, positions), model(changed, positions)
+    assert torch.equal(before[:, :8], after[:, :8])
+    assert (before[:, 8:] - after[:, 8:]).abs().amax(dim=(0, 2)).min() > 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_distances_of_positions_count(family: str) -> None:
+    module, model = tiny(family)
+    with torch.no_grad():
+        for parameter in model.get_submodule(module.LAYOUT.layers).parameters():
+            parameter.mul_(10)  # attention that looks somewhere
+    tokens, positions = inputs()
+    logits = model(tokens, positions)
+    torch.testing.assert_close(model(tokens, positions + 37), logits, atol=1e-3, rtol=0)
+    assert (model(tokens, positions * 2) - logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_go_with_their_rows(family: str) -> None:
+    """A row of two documents whose positions restart: positions are an argument, not counted by the model."""
+    _, model = tiny(family)
+    tokens, positions = inputs()
+    other = positions.clone()
+    other[1] = torch.arange(12) % 6
+    assert torch.equal(model(tokens, positions)[0], model(tokens, other)[0])
+    assert not torch.equal(model(tokens, positions)[1], model(tokens, other)[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_sit_in_a_dictionary_with_string_keys(family: str) -> None:
+    module, model = tiny(family)
+    layers = model.get_submodule(module.LAYOUT.layers)
+    assert isinstance(layers, nn.ModuleDict)
+    assert list(layers) == [str(i) for i in range(SHAPE["num_layers"])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_forward_is_a_chain_that_can_be_cut_between_layers(family: str, cut: int) -> None:
+    """Pipeline stages: the ends that a stage lacks become Identity, its other layers are deleted."""
+    module, whole = tiny(family)
+    _, front = tiny(family)
+    _, back = tiny(family)
+    layout = module.LAYOUT
+    for name in layout.last:
+        setattr(front, name, nn.Identity())
+    for name in layout.first:
+        setattr(back, name, nn.Identity())
+    for i in range(SHAPE["num_layers"]):
+        del (front if i >= cut else back).get_submodule(layout.layers)[str(i)]
+    tokens, positions = inputs()
+    hidden = front(tokens, positions)
+    assert hidden.shape == (2, 12, SHAPE["dim"])
+    assert torch.equal(back(hidden, positions), whole(tokens, positions))
+    kept = {name for stage in (front, back) for name, _ in stage.named_parameters()}
+    assert kept == {name for name, _ in whole.named_parameters()}  # names never change
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_counts_come_out_of_weights(family: str) -> None:
+    """A model whose projections hold half of the heads runs, and gives the shape of the whole one."""
+    module, model = tiny(family)
+    for path, submodule in model.named_modules():
+        if not isinstance(submodule, nn.Linear):
+            continue
+        word = next((w for pattern, w in module.LAYOUT.tensor.items() if shardtrain.layout.matches(path, pattern)), "")
+        if word in ("colwise", "rowwise"):
+            dim = 0 if word == "colwise" else 1
+            submodule.weight = nn.Parameter(submodule.weight.chunk(2, dim)[0])
+    assert model(*inputs()).shape == (2, 12, SHAPE["vocab_size"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_attention_core_holds_nothing(family: str) -> None:
+    module, model = tiny(family)
+    cores = [m for path, m in model.named_modules() if shardtrain.layout.matches(path, module.LAYOUT.context)]
+    assert len(cores) == SHAPE["num_layers"]
+    assert all(not list(core.parameters()) and not list(core.buffers()) for core in cores)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_reads_every_token_count_and_batch_size(family: str) -> None:
+    _, model = tiny(family)
+    for batch, tokens in ((1, 1), (3, 5)):
+        positions = torch.arange(tokens).expand(batch, -1)
+        assert model(torch.zeros(batch, tokens, dtype=torch.int64), positions).shape[:2] == (batch, tokens)
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor", "theta", "scaling", "factor"),
+    [
+        ("llama2", "7B", 1e4, "none", None),
+        ("llama3", "1B", 5e5, "llama3", 32.0),
+        ("llama3", "8B", 5e5, "llama3", 8.0),
+        ("llama3", "405B", 5e5, "llama3", 8.0),
+    ],
+)
+def test_flavors_have_their_rotary_angles(family: str, flavor: str, theta: float, scaling: str, factor) -> None:
+    module = find(family)
+    rope = build(module, shape_of(module, flavor, {}, "rmsnorm")).rope
+    assert (rope.theta, rope.scaling, rope.head_dim) == (theta, scaling, module.FLAVORS[flavor]["head_dim"])
+    if factor is not None:
+        assert rope.factor == factor
+        assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_seq_len) == (1.0, 4.0, 8192)
+
+
+def test_rotary_options_reach_the_model() -> None:
+    module = find("llama3")
+    numbers = {"factor": 3.0, "low_freq_factor": 1.5, "high_freq_factor": 5.0, "original_seq_len": 100}
+    overrides = {f"rope_{'scaling_' if key == 'factor' else ''}{key}": value for key, value in numbers.items()}
+    shape = shape_of(module, "debugmodel", {**overrides, "rope_scaling": "linear", "rope_theta": 7.0}, "rmsnorm")
+    rope = build(module, shape).rope
+    assert {key: getattr(rope, key) for key in numbers} == numbers
+    assert (rope.scaling, rope.theta) == ("linear", 7.0)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_model_files_know_no_parallelism_configuration_or_environment(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    refused = ("torch.distributed", "shardtrain.config", "shardtrain.parallel", "shardtrain.train", "os")
+    assert not [name for name in imported if any(name == bad or name.startswith(f"{bad}.") for bad in refused)]
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert not (attributes | names) & {"environ", "getenv", "distributed"}

@@ -1,0 +1,148 @@
+"""Seeds decide everything that is random, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import Ended, assert_bitwise, assert_same_numbers, make_run, tiny_config, train_steps, train_whole, whole
+
+from shardtrain import config as configs
+from shardtrain import train
+from shardtrain.config.schema import Config, Debug
+from shardtrain.seeding import seed_of, seed_step, set_determinism
+
+LARGE_SEEDS = (17982163893102248868, 2**64 - 1)
+"""Seeds above 2**63 have overflowed the generators of other trainers."""
+
+
+def config(seed: int = 42, num_ranks: int = 2, folder: str = ".", deterministic: bool = False) -> Config:
+    return tiny_config(
+        job={"dump_folder": folder},
+        training={"steps": 3, "local_batch_size": 8 // num_ranks},
+        debug={"seed": seed, "deterministic": deterministic},
+    )
+
+
+def drawn_by_each_step(rank: int, config: Config) -> list[tuple[float, float, float]]:
+    """One number of each generator after the seeding of three steps."""
+    run, numbers = make_run(rank, config), []
+    original = run.runner.forward_backward
+
+    def draw(batches, weight):
+        numbers.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        return original(batches, weight)
+
+    run.runner.forward_backward = draw  # type: ignore[method-assign]
+    for _ in range(3):
+        train.step(run)
+    return numbers
+
+
+def twice(rank: int, root: Path) -> dict[str, Ended]:
+    return {name: train_whole(rank, config(folder=str(root / name), deterministic=True)) for name in ("one", "two")}
+
+
+def of_seeds(rank: int, num_ranks: int) -> dict[str, object]:
+    found: dict[str, object] = {seed: train_steps(rank, config(seed, num_ranks), 2) for seed in LARGE_SEEDS}
+    found["other"] = train_steps(rank, config(7, num_ranks), 1)
+    found["draws"] = drawn_by_each_step(rank, config(num_ranks=num_ranks))
+    if num_ranks == 2:
+        tensor = tiny_config(training={"local_batch_size": 8}, parallelism={"tensor_parallel_degree": 2})
+        found["tensor draws"] = drawn_by_each_step(rank, tensor)
+        found["initial"] = whole(make_run(rank, config()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def seeds() -> list[dict[str, object]]:
+    """What one process found, and each of two ranks."""
+    return run_ranks(1, of_seeds, 1) + run_ranks(2, of_seeds, 2)
+
+
+def test_two_runs_are_equal_to_the_bit(tmp_path: Path) -> None:
+    first, again = run_ranks(2, twice, tmp_path), run_ranks(2, twice, tmp_path)
+    for mine, theirs in ((first[0]["one"], first[0]["two"]), (first[1]["one"], again[1]["one"])):
+        assert mine.losses == theirs.losses and mine.grad_norms == theirs.grad_norms
+        assert_bitwise(mine.weights, theirs.weights)
+        assert_bitwise(mine.optimizer, theirs.optimizer)
+
+
+@pytest.mark.parametrize("seed", LARGE_SEEDS)
+def test_seeds_above_two_to_the_63_work_on_any_number_of_ranks(seeds, seed: int) -> None:
+    one, first, second = (found[seed] for found in seeds)
+    assert_same_numbers(first, one)
+    assert_same_numbers(second, one)
+    assert all(torch.isfinite(weight).all() for weight in one.final.values())
+
+
+def test_large_seeds_are_read_from_the_command_line() -> None:
+    assert configs.load(None, ["--debug.seed", str(2**64 - 1)]).config.debug.seed == 2**64 - 1
+
+
+def test_other_seeds_give_other_weights_and_another_order(seeds) -> None:
+    results = [seeds[0][name] for name in (*LARGE_SEEDS, "other")]
+    for i, mine in enumerate(results):
+        for theirs in results[:i]:
+            assert mine.sample_ids[0] != theirs.sample_ids[0]
+            for name, weight in mine.initial.items():
+                assert "norm" in name or not torch.equal(weight, theirs.initial[name]), name
+
+
+def test_steps_and_data_ranks_draw_other_numbers_and_tensor_peers_the_same(seeds) -> None:
+    _, first, second = seeds
+    assert len({*first["draws"], *second["draws"]}) == 6
+    assert first["tensor draws"] == second["tensor draws"]
+    assert seeds[0]["draws"] == first["draws"]  # a rank's numbers depend on its place, not on the size of the mesh
+
+
+def test_initial_weights_do_not_depend_on_anything_drawn_before(seeds) -> None:
+    _, first, second = seeds
+    assert_bitwise(first["initial"], second["initial"])
+    assert_bitwise(first["initial"], run_ranks(2, initial_after_noise)[0])
+
+
+def initial_after_noise(rank: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(rank)
+    torch.rand(100 + rank)
+    return whole(make_run(rank, config()))
+
+
+def test_a_seed_depends_on_all_its_parts() -> None:
+    seen = {seed_of(seed, step, stage, rank) for seed in (0, 1, 2**64) for step in (0, 1, 11) for stage in (0, 1)
+            for rank in (0, 1)}  # fmt: skip
+    assert len(seen) == 3 * 3 * 2 * 2
+    assert seed_of(1, 11) != seed_of(11, 1) != seed_of(1, 1, 1)
+    assert all(0 <= value < 2**32 for value in seen)
+    assert seed_of(42, 3, 0, 1) == 2643193741  # continuing a run needs the same numbers in every version
+
+
+def test_a_step_is_seeded_whatever_was_drawn_before() -> None:
+    seed_step(2**64 - 1, 3, 0, 1)
+    first = (random.random(), np.random.rand(), float(torch.rand(())))
+    torch.rand(7), random.random(), np.random.rand()
+    seed_step(2**64 - 1, 3, 0, 1)
+    assert first == (random.random(), np.random.rand(), float(torch.rand(())))
+
+
+def test_determinism_is_asked_for_only_when_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(
+        torch, "use_deterministic_algorithms", lambda on, warn_only=False: calls.append((on, warn_only))
+    )
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "to be restored")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    set_determinism(Debug())
+    assert not calls and torch.backends.cudnn.benchmark
+    set_determinism(Debug(deterministic=True))
+    set_determinism(Debug(deterministic=True, deterministic_warn_only=True))
+    assert calls == [(True, False), (True, True)]
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -1,0 +1,261 @@
+"""A whole run on two ranks, files and all: what lies in its folder afterwards, and what was called on the way."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import Ended, text_file, tiny_config, train_whole
+
+from shardtrain import config as configs
+from shardtrain import data, profiling
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Config
+from shardtrain.errors import ConfigError
+from shardtrain.parallel import world
+from shardtrain.schedule import learning_rate
+
+KEYS = [
+    "step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tps", "tokens_per_second", "tflops", "mfu",
+    "memory_gib", "step_seconds", "data_seconds",
+]  # fmt: skip
+
+
+def full_config(folder: Path) -> Config:
+    return tiny_config(
+        job={"dump_folder": str(folder), "save_config_file": "asked/for.toml", "description": 'a "quoted" run é'},
+        training={"steps": 10, "local_batch_size": 4, "gc_freq": 3},
+        metrics={"log_freq": 4, "enable_tensorboard": True},
+        checkpoint={"enable": True, "interval": 4, "enable_first_step_checkpoint": True},
+        profiling={"enable_profiling": True, "profile_freq": 5, "profiler_warmup": 1},
+        comm={"train_timeout_seconds": 55},
+    )
+
+
+def full_run(rank: int, folder: Path) -> tuple[Ended, list[int], list[tuple[int, int]]]:
+    """The run, the generations that were collected, and (files written so far, limit) of each change of the limit."""
+    collected: list[int] = []
+    limits: list[tuple[int, int]] = []
+    profiling.gc = SimpleNamespace(  # type: ignore[assignment]
+        isenabled=lambda: True, enable=lambda: None, disable=lambda: None, collect=collected.append
+    )
+    set_timeout = world.set_timeout
+
+    def limit(seconds: int) -> None:
+        limits.append((len(list((folder / "checkpoint").glob("step-*"))), seconds))
+        set_timeout(seconds)
+
+    world.set_timeout = limit
+    return train_whole(rank, full_config(folder)), collected, limits
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole") / "outputs"
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> list[tuple[Ended, list[int], list[tuple[int, int]]]]:
+    return run_ranks(2, full_run, folder)
+
+
+def test_the_configuration_of_these_tests_is_one_that_users_may_have(folder: Path) -> None:
+    configs.require(Loaded(full_config(folder)), 2, "cpu", None)
+
+
+def test_a_run_writes_these_files_and_no_others(folder: Path, runs: list[Any]) -> None:
+    assert all(ended.error is None for ended, _, _ in runs)
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    checkpoints = {
+        f"checkpoint/step-{step}/{name}"
+        for step in (1, 4, 8, 10)
+        for name in (".metadata", "__0_0.distcp", "__1_0.distcp", "train_state.json")
+    }
+    traces = {f"profile_traces/iteration_{k}/rank{rank}_trace.json" for k in (5, 10) for rank in (0, 1)}
+    logs = {"logs/rank-0.log", "logs/rank-1.log"}
+    events = {name for name in found if name.startswith("tb/")}
+    assert len(events) == 1 and "events.out.tfevents" in next(iter(events))
+    expected = {"config.resolved.toml", "asked/for.toml", "metrics.jsonl"} | checkpoints | traces | logs | events
+    assert found == expected
+
+
+def test_the_resolved_configuration_loads_to_the_same(folder: Path, runs: list[Any]) -> None:
+    for name in ("config.resolved.toml", "asked/for.toml"):
+        assert configs.load(folder / name).config == full_config(folder)
+        first = (folder / name).read_text().splitlines()[0]
+        assert re.fullmatch(
+            r"# shardtrain \S+( \(\w+\))?, torch \S+, Python \S+, 2 ranks, started from the defaults", first
+        )
+
+
+def test_metrics_are_written_at_step_1_every_log_freq_and_the_last(folder: Path, runs: list[Any]) -> None:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 4, 8, 10]
+    assert all(list(record) == KEYS for record in records)
+    losses, start = runs[0][0].losses, 0
+    for record in records:
+        stop = record["step"]
+        assert record["loss"] == pytest.approx(sum(losses[start:stop]) / (stop - start), abs=1e-9)
+        assert record["max_loss"] >= record["loss"]
+        assert record["grad_norm"] == runs[0][0].grad_norms[stop - 1]
+        assert record["tokens_seen"] == stop * 8 * 64
+        assert record["mfu"] is None  # nobody told the peak of this CPU
+        start = stop
+
+
+def test_the_learning_rate_is_that_of_the_schedule(folder: Path, runs: list[Any]) -> None:
+    config = full_config(folder)
+    expected = [learning_rate(config.optimizer, config.lr_scheduler, 10, step) for step in range(10)]
+    assert runs[0][0].lrs == runs[1][0].lrs == expected
+
+
+def test_tensorboard_has_the_steps_and_tags_of_the_history(folder: Path, runs: list[Any]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = (path for path in (folder / "tb").rglob("*") if path.is_file())
+    events = EventAccumulator(str(file))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {
+        "loss_metrics/global_avg_loss",
+        "loss_metrics/global_max_loss",
+        "grad_norm",
+        "lr",
+        "throughput(tps)",
+    } <= set(tags)
+    assert [event.step for event in events.Scalars("loss_metrics/global_avg_loss")] == [1, 4, 8, 10]
+
+
+def test_each_rank_has_a_log_of_its_own(folder: Path, runs: list[Any]) -> None:
+    for rank in (0, 1):
+        log = (folder / f"logs/rank-{rank}.log").read_text()
+        assert len(re.findall(r"INFO .*step: +\d+ .*loss:", log)) == 4, log
+        assert "batch: 4 sequences x 1 accumulation x 2 data ranks = 8 sequences x 64 = 512 tokens per step" in log
+        assert "\x1b" not in log
+        assert f"iteration_5/rank{rank}_trace.json" in log and f"rank{1 - rank}_trace.json" not in log
+        assert "saved checkpoint" in log and "step-10" in log
+
+
+def test_traces_are_valid_and_hold_the_work_of_the_rank(folder: Path, runs: list[Any]) -> None:
+    for path in (folder / "profile_traces").rglob("*.json"):
+        names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+        assert "aten::mm" in names and any("gloo" in str(name) for name in names), path
+
+
+def test_a_checkpoint_tells_its_place_and_its_data(folder: Path, runs: list[Any]) -> None:
+    facts = json.loads((folder / "checkpoint/step-4/train_state.json").read_text())
+    counts = {"step": 4, "updates": 4, "samples_consumed": 32, "tokens_seen": 32 * 64, "nonfinite_skips": 0}
+    assert facts["state"] == counts and facts["weights_only"] is False
+    assert re.fullmatch(r"[0-9a-f]{64}", facts["data_fingerprint"])
+
+
+def test_garbage_is_collected_at_the_same_steps_on_every_rank(runs: list[Any]) -> None:
+    assert [collected for _, collected, _ in runs] == [[1] * 3] * 2
+
+
+def test_the_limit_of_collectives_shrinks_once_after_the_first_step(runs: list[Any]) -> None:
+    # the checkpoint of step 1 is there by then, and none of a later step
+    assert [limits for _, _, limits in runs] == [[(1, 55)]] * 2
+
+
+# -- length of a run, and ranks that do not agree ----------------------------------------------------------------------
+
+
+def other_runs(rank: int, root: Path) -> dict[str, Ended]:
+    # bytes 0..1343 and an end mark are 1345 tokens: 21 rows of 64 tokens and their targets, 3 epochs of them are 63 rows
+    short = root / f"short-{rank}.txt"
+    short.write_text(Path(text_file()).read_text()[:1344])
+    different = root / f"different-{rank}.txt"
+    different.write_text(short.read_text() + "x" * rank)
+    training = {"dataset_path": str(short), "local_batch_size": 2, "global_batch_size": 4}
+
+    def run(name: str, **changes: Any) -> Ended:
+        job = {"dump_folder": str(root / name)}
+        return train_whole(rank, tiny_config(job=job, training={**training, **changes}))
+
+    return {
+        "epochs": run("epochs", epochs=3, steps=7),
+        "steps": run("steps", steps=3),
+        "too short": run("too-short", epochs=1, global_batch_size=40, local_batch_size=20),
+        "different": run("different", dataset_path=str(different)),
+    }
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ended]]:
+    return run_ranks(2, other_runs, tmp_path_factory.mktemp("others"))
+
+
+def test_epochs_decide_the_exact_number_of_steps_and_each_pass_sees_every_sample(
+    others: list[dict[str, Ended]],
+) -> None:
+    steps = range(len(others[0]["epochs"].losses))
+    ids = [sample for step in steps for rank in others for sample in rank["epochs"].sample_ids[step]]
+    assert all(rank["epochs"].error is None and rank["epochs"].state["step"] == 63 // 4 for rank in others)
+    assert len(ids) == 60
+    assert sorted(ids[:21]) == sorted(ids[21:42]) == list(range(21))
+    assert ids[:21] != ids[21:42]
+    # the rate comes down to its end within these steps: the schedule knows their number
+    assert others[0]["epochs"].lrs[-1] == pytest.approx(min(others[0]["epochs"].lrs))
+
+
+def test_steps_decide_where_no_epochs_are_asked_for(others: list[dict[str, Ended]]) -> None:
+    assert [rank["steps"].state["step"] for rank in others] == [3, 3]
+
+
+def test_epochs_that_fill_no_step_are_an_error_on_every_rank(others: list[dict[str, Ended]]) -> None:
+    for rank in others:
+        assert rank["too short"].error is not None and rank["too short"].error.exit_code == 3
+        assert "training.epochs=1 gives 21 samples, less than one step of 40 sequences" in str(rank["too short"].error)
+
+
+def test_ranks_with_other_data_stop_before_the_first_step(others: list[dict[str, Ended]]) -> None:
+    for rank in others:
+        error = rank["different"].error
+        assert isinstance(error, ConfigError) and error.exit_code == 2
+        assert "the training data differ between ranks" in str(error)
+        assert rank["different"].losses == []
+
+
+# -- a rank that does not come -----------------------------------------------------------------------------------------
+
+
+def late(rank: int, folder: Path) -> tuple[str, int, str, float]:
+    """Rank 1 comes late to step 3; gives (type, exit code, text, seconds since the start of the step) of its error."""
+    config = tiny_config(
+        job={"dump_folder": str(folder)}, training={"local_batch_size": 4}, comm={"train_timeout_seconds": 2}
+    )
+    original, pulled = data.Stream.__next__, []
+
+    def pull(stream: data.Stream) -> data.Batch:
+        pulled.append(time.monotonic())
+        if len(pulled) == 3 and rank == 1:
+            time.sleep(4)
+        return original(stream)
+
+    data.Stream.__next__ = pull  # type: ignore[method-assign]
+    ended = train_whole(rank, config)
+    seconds = time.monotonic() - pulled[-1]
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # to leave
+    error = ended.error
+    return type(error).__name__, getattr(error, "exit_code", 0), str(error), seconds
+
+
+def test_a_rank_that_does_not_come_ends_the_others_in_bounded_time(tmp_path: Path) -> None:
+    punctual, latecomer = run_ranks(2, late, tmp_path)
+    kind, code, text, seconds = punctual
+    assert (kind, code) == ("PeerError", 6)
+    assert text.startswith("step 3: all_reduce did not complete: Timed out waiting 2000ms"), text
+    assert "comm.train_timeout_seconds" in text and "\n" not in text
+    assert seconds >= 2  # and far less than the 300 s of the first step, as the latecomer shows
+    # the latecomer finds its peer gone
+    kind, code, text, _ = latecomer
+    assert (kind, code) == ("PeerError", 6) and text.startswith("step 3: all_reduce did not complete: "), text

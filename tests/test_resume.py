@@ -1,0 +1,192 @@
+"""A run that ends and goes on is the run that never ended: the same bits on the same mesh, rounding on another.
+
+Three launches serve all laws here: two ranks that write, two that continue (each in processes of their own, as a real
+restart has), and one process that does both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from tiny import Ended, assert_bitwise, tiny_config, train_whole
+
+from shardtrain.config.schema import Config
+
+STEPS, SAVED, KILLED = 10, 5, 7
+"""Steps of the run, of the checkpoint, and done when the first start ends: two steps are lost and made again."""
+
+MESHES: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "tp": {"tensor_parallel_degree": 2},
+    "zero": {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True},
+}
+SAME_LOSS = 1e-6
+"""The loss is 6 and float32 keeps 7 digits: at load on another mesh only the order of sums differs."""
+SAME_LATER = 1e-5
+"""After five updates on another mesh; see test_same_numbers.py."""
+
+
+def config(folder: Path, mesh: str | None, **training: Any) -> Config:
+    return tiny_config(
+        job={"dump_folder": str(folder)},
+        parallelism=MESHES[mesh] if mesh else {},
+        training={"steps": STEPS, "local_batch_size": 4 if mesh != "tp" else 8, **training},
+        checkpoint={"enable": True, "interval": SAVED},
+    )
+
+
+def copy_run(folder: Path, name: str, rank: int) -> Path:
+    """What the run left when it was killed, as the start of another one; the first rank copies."""
+    import torch.distributed as dist
+
+    new = folder.with_name(name)
+    if rank == 0:
+        shutil.copytree(folder, new)
+    dist.barrier()
+    return new
+
+
+def write(rank: int, root: Path) -> dict[str, Ended]:
+    ended = {}
+    for mesh in ("fsdp", "tp"):
+        ended[f"{mesh} straight"] = train_whole(rank, config(root / f"{mesh}-straight", mesh))
+    for mesh in MESHES:
+        ended[f"{mesh} killed"] = train_whole(rank, config(root / mesh, mesh), stop_after=KILLED)
+    return ended
+
+
+def go_on(rank: int, root: Path) -> dict[str, Ended]:
+    ended = {}
+    for saved, now in (("tp", "fsdp"), ("zero", "fsdp"), ("fsdp", "tp")):
+        folder = copy_run(root / saved, f"{saved}-to-{now}", rank)
+        ended[f"{saved} to {now}"] = train_whole(rank, config(folder, now))
+    for mesh in ("fsdp", "tp"):
+        ended[f"{mesh} resumed"] = train_whole(rank, config(root / mesh, mesh))
+    return ended
+
+
+def alone(rank: int, root: Path) -> dict[str, Ended]:
+    one = {"local_batch_size": 8}
+    folder = copy_run(root / "fsdp", "fsdp-to-one", rank)
+    anew = dataclasses.replace(config(root / "anew", None, **one))
+    anew = dataclasses.replace(
+        anew,
+        checkpoint=dataclasses.replace(
+            anew.checkpoint, initial_load_path=str(root / "fsdp/checkpoint/step-5"), exclude_from_loading=["optimizer"]
+        ),
+    )
+    excluding = dataclasses.replace(anew.checkpoint, exclude_from_loading=["lr_scheduler", "dataloader"])
+    excluding = dataclasses.replace(excluding, initial_load_model_only=False)
+    excluding = dataclasses.replace(
+        anew, checkpoint=excluding, job=dataclasses.replace(anew.job, dump_folder=str(root / "excluding"))
+    )
+    return {
+        "fsdp to one": train_whole(rank, config(folder, None, **one)),
+        "one straight": train_whole(rank, config(root / "one-straight", None, **one)),
+        "one killed": train_whole(rank, config(root / "one", None, **one), stop_after=KILLED),
+        "one resumed": train_whole(rank, config(root / "one", None, **one)),
+        "anew": train_whole(rank, anew, stop_after=1),
+        "excluding": train_whole(rank, excluding, stop_after=6),
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> list[dict[str, Ended]]:
+    """Per rank, every run by name."""
+    written = run_ranks(2, write, root)
+    one = run_ranks(1, alone, root)[0]
+    continued = run_ranks(2, go_on, root)
+    return [{**first, **second, **one} for first, second in zip(written, continued, strict=True)]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "tp", "one"])
+def test_a_resumed_run_has_the_bits_of_the_run_that_never_ended(runs: list[dict[str, Ended]], mesh: str) -> None:
+    for rank in runs:
+        straight, killed, resumed = (rank[f"{mesh} {name}"] for name in ("straight", "killed", "resumed"))
+        for field in ("losses", "grad_norms", "lrs", "sample_ids"):
+            whole = getattr(straight, field)
+            assert len(whole) == STEPS
+            assert getattr(killed, field) == whole[:KILLED], field
+            assert getattr(resumed, field) == whole[SAVED:], field
+        assert straight.state == resumed.state
+        assert_bitwise(resumed.weights, straight.weights)
+        assert_bitwise(resumed.optimizer, straight.optimizer)
+
+
+def test_the_state_after_a_run_counts_what_was_done(runs: list[dict[str, Ended]]) -> None:
+    expected = {"step": 10, "updates": 10, "samples_consumed": 80, "tokens_seen": 80 * 64, "nonfinite_skips": 0}
+    for name in ("fsdp straight", "tp resumed", "fsdp to one"):
+        assert runs[0][name].state == runs[1][name].state == expected
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "tp", "one"])
+def test_the_history_on_disk_is_one_straight_line(root: Path, runs: list[dict[str, Ended]], mesh: str) -> None:
+    def history(name: str) -> list[dict[str, Any]]:
+        timed = {"tps", "tokens_per_second", "tflops", "memory_gib", "step_seconds", "data_seconds"}
+        lines = (root / name / "metrics.jsonl").read_text().splitlines()
+        return [{key: value for key, value in json.loads(line).items() if key not in timed} for line in lines]
+
+    assert history(mesh) == history(f"{mesh}-straight")
+    assert [record["step"] for record in history(mesh)] == list(range(1, STEPS + 1))
+    assert [record["loss"] for record in history(mesh)] == runs[0][f"{mesh} straight"].losses
+
+
+@pytest.mark.parametrize("change", ["tp to fsdp", "zero to fsdp", "fsdp to tp", "fsdp to one"])
+def test_a_run_continues_on_another_mesh(runs: list[dict[str, Ended]], change: str) -> None:
+    straight = runs[0]["fsdp straight"]
+    for rank in runs:
+        resumed = rank[change]
+        assert resumed.error is None and len(resumed.losses) == STEPS - SAVED
+        assert abs(resumed.losses[0] - straight.losses[SAVED]) <= SAME_LOSS
+        for mine, theirs in zip(resumed.losses, straight.losses[SAVED:], strict=True):
+            assert abs(mine - theirs) <= SAME_LATER
+        assert resumed.lrs == straight.lrs[SAVED:]
+
+
+@pytest.mark.parametrize("change", ["tp to fsdp", "zero to fsdp", "fsdp to tp", "fsdp to one"])
+def test_every_sample_is_read_once_in_the_same_order_whatever_the_mesh(
+    runs: list[dict[str, Ended]], change: str
+) -> None:
+    for step in range(STEPS):
+        all_ranks = [i for rank in runs for i in rank["fsdp straight"].sample_ids[step]]
+        assert all_ranks == runs[0]["one straight"].sample_ids[step]
+        if step >= SAVED:
+            continued = [rank[change].sample_ids[step - SAVED] for rank in runs]
+            # tensor-parallel peers read the same rows, and one process all of them
+            shared = change.endswith(("tp", "one"))
+            assert (continued[0] if shared else continued[0] + continued[1]) == all_ranks
+            assert not shared or continued[0] == continued[1]
+
+
+def test_checkpoints_lie_where_they_are_due(root: Path, runs: list[dict[str, Ended]]) -> None:
+    for name in ("fsdp", "tp", "one", "fsdp-straight", "tp-to-fsdp", "fsdp-to-one"):
+        assert sorted(path.name for path in (root / name / "checkpoint").iterdir()) == ["step-10", "step-5"]
+    assert [path.name for path in (root / "zero/checkpoint").iterdir()] == ["step-5"]  # killed, and never continued
+
+
+def test_another_run_starts_from_the_weights_of_a_checkpoint_alone(root: Path, runs: list[dict[str, Ended]]) -> None:
+    anew, straight = runs[0]["anew"], runs[0]["one straight"]
+    assert anew.error is None
+    assert anew.state["step"] == 1 and anew.state["samples_consumed"] == 8
+    assert anew.lrs == straight.lrs[:1] and anew.sample_ids == straight.sample_ids[:1]
+    assert anew.losses[0] < straight.losses[0] - 0.1  # weights that have learnt for five steps
+    assert all(float(count) == 1 for name, count in anew.optimizer.items() if name.endswith(".step"))
+
+
+def test_the_schedule_and_the_data_can_begin_anew(runs: list[dict[str, Ended]]) -> None:
+    excluding, straight = runs[0]["excluding"], runs[0]["one straight"]
+    assert excluding.error is None
+    assert excluding.state["step"] == 6 and excluding.state["updates"] == 1
+    assert excluding.lrs == straight.lrs[:1] and excluding.sample_ids == straight.sample_ids[:1]
+    assert all(float(count) == 6 for name, count in excluding.optimizer.items() if name.endswith(".step"))
