@@ -19,6 +19,12 @@ TENSOR_WORDS = {
     "colwise": "linear, output features split over tp",
     "rowwise": "linear, input features split over tp, output split along the sequence",
     "head": "linear to the vocabulary, output features split over tp",
+    "local": "the module works on this rank's part of the sequence; holds no weights of its own",
+    "router": "linear on activations that are split along the sequence; weights whole on every tp rank",
+    "expert": "weights never split over tp; split on dim 0 over ep, and over all other ranks that hold other tokens",
+    "heads": "norm of each head by itself, on the heads that this tp rank has; weights whole on every tp rank",
+    "replicate": "computed alike on every tp rank from whole inputs; weights whole on every tp rank",
+    "copy": "identity whose input is whole on every tp rank and whose output each rank uses for its own heads",
 }
 
 
@@ -31,7 +37,9 @@ class Layout:
     last:    modules of the last pipeline stage only, in the order of the forward chain.
     tensor:  module path -> one of TENSOR_WORDS.
     context: path of the weightless module that is softmax(q k) v and nothing else.
-    expert:  path of the mixture-of-experts module, or empty: it has ``.dispatch`` and ``.experts``.
+    expert:  path of the mixture-of-experts module, or empty: it has ``.router``, ``.balance``, ``.dispatch`` and
+             ``.experts`` (see models/moe.py).
+    buffers: buffers that start at zero and belong to checkpoints; a model may have no others.
     """
 
     first: tuple[str, ...]
@@ -40,6 +48,11 @@ class Layout:
     tensor: Mapping[str, str] = field(default_factory=dict)
     context: str = ""
     expert: str = ""
+    buffers: tuple[str, ...] = ()
+
+
+Depth = Literal["none", "layer", "total"]
+"""How a parameter's start depends on the depth of the model; see ``Draw``."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ class Draw:
     distribution: Literal["normal", "truncated_normal", "ones", "zeros"]
     std: float = 1.0
     cutoff: float = 2.0
-    depth: Literal["none", "layer", "total"] = "none"
+    depth: Depth = "none"
 
 
 @lru_cache(maxsize=4096)
@@ -104,6 +117,6 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
             problems.append(
                 f"parameter {name} is named by {len(hits)} rules of LAYOUT.tensor {hits}; it needs exactly one"
             )
-        elif layout.tensor[hits[0]] == "gather":
-            problems.append(f"parameter {name} belongs to a 'gather' module, which may hold none; move it into a child")
+        elif (word := layout.tensor[hits[0]]) in ("gather", "local", "copy"):
+            problems.append(f"parameter {name} belongs to a {word!r} module, which may hold none; move it into a child")
     return problems

@@ -19,7 +19,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def sharded_dim(placement: Placement) -> int | None:
     """The tensor dimension that a placement splits, or None when every rank of the axis holds all of it."""
     # FSDP over tensor parallelism is a private placement (_StridedShard), a subclass of Shard or not by version
-    return placement.dim if isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard" else None
+    splits = isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard"
+    return int(placement.dim) if splits else None  # type: ignore[attr-defined]
 
 
 def split_axes(tensor: Tensor) -> tuple[int, ...]:

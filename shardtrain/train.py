@@ -202,8 +202,8 @@ def _name_collective(error: RuntimeError, step: int) -> Exception:
     if "gloo/transport" not in str(error) or not calls:
         return error
     return PeerError(
-        f"step {step}: {calls[-1].name} did not complete: {str(error).splitlines()[0].rpartition('] ')[2]}; another rank "
-        "failed or is late: see the other logs, or raise comm.train_timeout_seconds"
+        f"step {step}: {calls[-1].name} did not complete: {str(error).splitlines()[0].rpartition('] ')[2]}; "
+        "another rank failed or is late: see the other logs, or raise comm.train_timeout_seconds"
     )
 
 

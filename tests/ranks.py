@@ -27,7 +27,9 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         processes = [
-            context.Process(target=_rank, args=(rank, num_ranks, folder, pipes[rank][1], function, arguments), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, num_ranks, folder, pipes[rank][1], function, arguments), daemon=True
+            )
             for rank in range(num_ranks)
         ]
         for process in processes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from tiny import Ended, assert_bitwise, assert_same_numbers, make_run, tiny_conf
 
 from shardtrain import config as configs
 from shardtrain import train
-from shardtrain.config.schema import Config, Debug
-from shardtrain.seeding import seed_of, seed_step, set_determinism
+from shardtrain.config.schema import Config
 
 LARGE_SEEDS = (17982163893102248868, 2**64 - 1)
 """Seeds above 2**63 have overflowed the generators of other trainers."""
@@ -111,38 +109,3 @@ def initial_after_noise(rank: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(rank)
     torch.rand(100 + rank)
     return whole(make_run(rank, config()))
-
-
-def test_a_seed_depends_on_all_its_parts() -> None:
-    seen = {seed_of(seed, step, stage, rank) for seed in (0, 1, 2**64) for step in (0, 1, 11) for stage in (0, 1)
-            for rank in (0, 1)}  # fmt: skip
-    assert len(seen) == 3 * 3 * 2 * 2
-    assert seed_of(1, 11) != seed_of(11, 1) != seed_of(1, 1, 1)
-    assert all(0 <= value < 2**32 for value in seen)
-    assert seed_of(42, 3, 0, 1) == 2643193741  # continuing a run needs the same numbers in every version
-
-
-def test_a_step_is_seeded_whatever_was_drawn_before() -> None:
-    seed_step(2**64 - 1, 3, 0, 1)
-    first = (random.random(), np.random.rand(), float(torch.rand(())))
-    torch.rand(7), random.random(), np.random.rand()
-    seed_step(2**64 - 1, 3, 0, 1)
-    assert first == (random.random(), np.random.rand(), float(torch.rand(())))
-
-
-def test_determinism_is_asked_for_only_when_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(
-        torch, "use_deterministic_algorithms", lambda on, warn_only=False: calls.append((on, warn_only))
-    )
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "to be restored")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    set_determinism(Debug())
-    assert not calls and torch.backends.cudnn.benchmark
-    set_determinism(Debug(deterministic=True))
-    set_determinism(Debug(deterministic=True, deterministic_warn_only=True))
-    assert calls == [(True, False), (True, True)]
-    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

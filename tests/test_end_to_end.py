@@ -169,7 +169,7 @@ def test_the_limit_of_collectives_shrinks_once_after_the_first_step(runs: list[A
 
 
 def other_runs(rank: int, root: Path) -> dict[str, Ended]:
-    # bytes 0..1343 and an end mark are 1345 tokens: 21 rows of 64 tokens and their targets, 3 epochs of them are 63 rows
+    # 1344 bytes and an end mark: 21 rows of 64 tokens and their targets; 3 epochs of them are 63 rows
     short = root / f"short-{rank}.txt"
     short.write_text(Path(text_file()).read_text()[:1344])
     different = root / f"different-{rank}.txt"

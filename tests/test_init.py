@@ -1,4 +1,4 @@
-"""Laws of initial weights: a function of (seed, name, block), bitwise equal on every mesh, with the right statistics."""
+"""Laws of initial weights: a function of (seed, name, block), bitwise equal on any mesh, with the right statistics."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ranks import run_ranks
 from shardtrain import init
 from shardtrain.layout import Draw, Layout
 from shardtrain.shards import local_slices, local_tensor
@@ -156,7 +156,7 @@ def test_first_matching_rule_gives_the_draw() -> None:
 
 
 def test_a_parameter_without_a_rule_is_an_error() -> None:
-    with pytest.raises(KeyError, match="layers.0.b"):
+    with pytest.raises(KeyError, match=r"layers\.0\.b"):
         init.plan(["layers.0.b"], {"embed": Draw("ones")}, LAYOUT, 2)
 
 

@@ -118,5 +118,5 @@ def test_several_problems_are_reported_at_once() -> None:
 
 
 def test_every_word_says_what_it_does() -> None:
-    assert set(TENSOR_WORDS) == {"embed", "sequence", "gather", "colwise", "rowwise", "head"}
+    assert {"embed", "sequence", "gather", "colwise", "rowwise", "head"} <= set(TENSOR_WORDS)
     assert all(len(meaning) > 20 for meaning in TENSOR_WORDS.values())

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ranks import run_ranks
+from tiny import tiny_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ranks import run_ranks
 from shardtrain import loss as losses
 from shardtrain import parallel
 from shardtrain.loss import IGNORE, cross_entropy_sum
 from shardtrain.parallel.tensor import SplitVocabulary
 from shardtrain.parallel.world import World
-from tiny import tiny_config
 
 # the loss is summed in float32: 1e-6 of its size; a gradient is rounded once to the type of the logits
 GRADIENT_ATOL = {torch.float32: 1e-7, torch.bfloat16: 2**-9, torch.float16: 2**-12}
@@ -130,7 +130,7 @@ def test_a_second_backward_is_an_error_and_not_a_wrong_gradient() -> None:
     logits, targets = example()
     loss = cross_entropy_sum(logits.requires_grad_(), targets, 0.5)
     loss.backward(torch.tensor(3.0), retain_graph=True)
-    with pytest.raises(RuntimeError, match="in-?place"):
+    with pytest.raises(RuntimeError, match=r"in-?place"):
         loss.backward()
 
 

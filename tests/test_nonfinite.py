@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ranks import run_ranks
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
-from shardtrain import parallel
+from shardtrain import loss
 from shardtrain.config.schema import Config
 from shardtrain.errors import NumericalError
 
@@ -26,18 +27,18 @@ def config(folder: Path, steps: int = 5, **training: Any) -> Config:
 
 def train_with(rank: int, config: Config, bad: dict[int, float], stop_after: int | None = None) -> Ended:
     """A whole run in which the loss of one rank is multiplied by ``bad[call]`` in the call-th forward, from 1."""
-    original, calls = parallel.cross_entropy_sum, []
+    original, calls = loss._CrossEntropySum, []
 
-    def loss(*arguments: Any, **options: Any) -> Any:
+    def apply(*arguments: Any) -> Any:
         calls.append(None)
         factor = bad.get(len(calls), 1.0) if rank == BAD_RANK else 1.0
-        return original(*arguments, **options) * factor
+        return original.apply(*arguments) * factor
 
-    parallel.cross_entropy_sum = loss
+    loss._CrossEntropySum = SimpleNamespace(apply=apply)  # type: ignore[assignment, misc]
     try:
         return train_whole(rank, config, stop_after)
     finally:
-        parallel.cross_entropy_sum = original
+        loss._CrossEntropySum = original  # type: ignore[misc]
 
 
 INF, NAN = float("inf"), float("nan")

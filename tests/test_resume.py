@@ -24,8 +24,10 @@ STEPS, SAVED, KILLED = 10, 5, 7
 MESHES: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "tp": {"tensor_parallel_degree": 2},
+    "pp": {"pipeline_parallel_degree": 2},
     "zero": {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True},
 }
+CHANGES = ["tp to fsdp", "pp to fsdp", "zero to fsdp", "fsdp to tp", "fsdp to pp", "fsdp to one"]
 SAME_LOSS = 1e-6
 """The loss is 6 and float32 keeps 7 digits: at load on another mesh only the order of sums differs."""
 SAME_LATER = 1e-5
@@ -36,7 +38,7 @@ def config(folder: Path, mesh: str | None, **training: Any) -> Config:
     return tiny_config(
         job={"dump_folder": str(folder)},
         parallelism=MESHES[mesh] if mesh else {},
-        training={"steps": STEPS, "local_batch_size": 4 if mesh != "tp" else 8, **training},
+        training={"steps": STEPS, "local_batch_size": 8 if mesh in ("tp", "pp") else 4, **training},
         checkpoint={"enable": True, "interval": SAVED},
     )
 
@@ -54,7 +56,7 @@ def copy_run(folder: Path, name: str, rank: int) -> Path:
 
 def write(rank: int, root: Path) -> dict[str, Ended]:
     ended = {}
-    for mesh in ("fsdp", "tp"):
+    for mesh in ("fsdp", "tp", "pp"):
         ended[f"{mesh} straight"] = train_whole(rank, config(root / f"{mesh}-straight", mesh))
     for mesh in MESHES:
         ended[f"{mesh} killed"] = train_whole(rank, config(root / mesh, mesh), stop_after=KILLED)
@@ -63,10 +65,10 @@ def write(rank: int, root: Path) -> dict[str, Ended]:
 
 def go_on(rank: int, root: Path) -> dict[str, Ended]:
     ended = {}
-    for saved, now in (("tp", "fsdp"), ("zero", "fsdp"), ("fsdp", "tp")):
+    for saved, now in (("tp", "fsdp"), ("pp", "fsdp"), ("zero", "fsdp"), ("fsdp", "tp"), ("fsdp", "pp")):
         folder = copy_run(root / saved, f"{saved}-to-{now}", rank)
         ended[f"{saved} to {now}"] = train_whole(rank, config(folder, now))
-    for mesh in ("fsdp", "tp"):
+    for mesh in ("fsdp", "tp", "pp"):
         ended[f"{mesh} resumed"] = train_whole(rank, config(root / mesh, mesh))
     return ended
 
@@ -110,7 +112,7 @@ def runs(root: Path) -> list[dict[str, Ended]]:
     return [{**first, **second, **one} for first, second in zip(written, continued, strict=True)]
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "tp", "one"])
+@pytest.mark.parametrize("mesh", ["fsdp", "tp", "pp", "one"])
 def test_a_resumed_run_has_the_bits_of_the_run_that_never_ended(runs: list[dict[str, Ended]], mesh: str) -> None:
     for rank in runs:
         straight, killed, resumed = (rank[f"{mesh} {name}"] for name in ("straight", "killed", "resumed"))
@@ -130,7 +132,7 @@ def test_the_state_after_a_run_counts_what_was_done(runs: list[dict[str, Ended]]
         assert runs[0][name].state == runs[1][name].state == expected
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "tp", "one"])
+@pytest.mark.parametrize("mesh", ["fsdp", "tp", "pp", "one"])
 def test_the_history_on_disk_is_one_straight_line(root: Path, runs: list[dict[str, Ended]], mesh: str) -> None:
     def history(name: str) -> list[dict[str, Any]]:
         timed = {"tps", "tokens_per_second", "tflops", "memory_gib", "step_seconds", "data_seconds"}
@@ -142,7 +144,7 @@ def test_the_history_on_disk_is_one_straight_line(root: Path, runs: list[dict[st
     assert [record["loss"] for record in history(mesh)] == runs[0][f"{mesh} straight"].losses
 
 
-@pytest.mark.parametrize("change", ["tp to fsdp", "zero to fsdp", "fsdp to tp", "fsdp to one"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_run_continues_on_another_mesh(runs: list[dict[str, Ended]], change: str) -> None:
     straight = runs[0]["fsdp straight"]
     for rank in runs:
@@ -154,7 +156,7 @@ def test_a_run_continues_on_another_mesh(runs: list[dict[str, Ended]], change: s
         assert resumed.lrs == straight.lrs[SAVED:]
 
 
-@pytest.mark.parametrize("change", ["tp to fsdp", "zero to fsdp", "fsdp to tp", "fsdp to one"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_every_sample_is_read_once_in_the_same_order_whatever_the_mesh(
     runs: list[dict[str, Ended]], change: str
 ) -> None:
@@ -163,8 +165,8 @@ def test_every_sample_is_read_once_in_the_same_order_whatever_the_mesh(
         assert all_ranks == runs[0]["one straight"].sample_ids[step]
         if step >= SAVED:
             continued = [rank[change].sample_ids[step - SAVED] for rank in runs]
-            # tensor-parallel peers read the same rows, and one process all of them
-            shared = change.endswith(("tp", "one"))
+            # tensor and pipeline peers read the same rows, and one process all of them
+            shared = change.endswith(("tp", "pp", "one"))
             assert (continued[0] if shared else continued[0] + continued[1]) == all_ranks
             assert not shared or continued[0] == continued[1]
 

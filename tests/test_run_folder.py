@@ -56,9 +56,7 @@ def test_the_header_does_the_arithmetic_of_the_batch() -> None:
     grid = mesh(dp_replicate=2, dp_shard=4, tp=2)
     config = dataclasses.replace(
         config,
-        parallelism=dataclasses.replace(
-            config.parallelism, data_parallel_replicate_degree=2, tensor_parallel_degree=2
-        ),
+        parallelism=dataclasses.replace(config.parallelism, data_parallel_replicate_degree=2, tensor_parallel_degree=2),
     )
     lines = run_folder.describe(Loaded(config), grid, 1_500_000, 10, 160)
     assert "on dp_replicate 2 x dp_shard 4 x tp 2" in lines[1] and "1.5" in lines[1]

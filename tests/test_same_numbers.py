@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from tiny import assert_same_numbers, reference, run_tiny, tiny_config
 
 REPLICATE_2 = {"data_parallel_replicate_degree": 2}

@@ -1,4 +1,4 @@
-"""Laws of shards: the slices of all ranks lie where DTensor put them and cover a tensor, also where it does not divide."""
+"""Laws of shards: the slices of all ranks lie where DTensor put them and cover a tensor, divisible or not."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ranks import run_ranks
 from shardtrain.shards import local_slices, local_tensor, sharded_dim, split_axes, squared_norm, to_full
 
 

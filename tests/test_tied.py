@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny import SHAPE
 from torch import nn
 
 from shardtrain.models import build, find, shape_of
 from shardtrain.tied import tie, tied_names
-from tiny import SHAPE
 
 
 class Three(nn.Module):

@@ -1,4 +1,4 @@
-"""Saving a run and continuing it, on this mesh or any other: see ``folder.py`` (which checkpoint) and ``tensors.py``."""
+"""Saving a run and continuing it on any mesh: see ``folder.py`` (which checkpoint) and ``tensors.py`` (its bytes)."""
 
 from __future__ import annotations
 

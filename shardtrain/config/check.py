@@ -13,6 +13,7 @@ from shardtrain.config.check_model import (
     check_tensor_parallel,
 )
 from shardtrain.config.check_pairs import check_pairs, check_schedule, check_without_effect
+from shardtrain.config.check_pipeline import check_context, check_pipeline
 from shardtrain.config.check_values import check_forms, check_ranges, check_steps, check_words
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import options
@@ -30,6 +31,8 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_sequence,
     check_layers,
     check_batch,
+    check_pipeline,
+    check_context,
     check_pairs,
     check_without_effect,
     check_schedule,
@@ -62,7 +65,18 @@ _SWITCHES: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
         )
     ),
     (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.pipeline_", "pipeline_parallel_degree > 1"),
+    (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.module_fqns", "pipeline_parallel_degree > 1"),
     (lambda c: c.parallelism.context_parallel_degree == 1, "parallelism.context_", "context_parallel_degree > 1"),
+    (
+        lambda c: c.parallelism.context_parallel_method == "ulysses",
+        "parallelism.context_parallel_rotate",
+        'context_parallel_method = "ring"',
+    ),
+    (
+        lambda c: c.parallelism.context_parallel_method == "ulysses",
+        "parallelism.context_parallel_load",
+        'context_parallel_method = "ring"',
+    ),
 )
 
 

@@ -71,7 +71,6 @@ AT_LEAST_0 = (
     "fault_tolerance.fragment_sync_delay",
     "optimizer.lr",
     "optimizer.weight_decay",
-    "lr_scheduler.warmup_min_lr",
 )
 MINUS_1_OR_AT_LEAST_1 = (
     "training.global_batch_size",
@@ -96,17 +95,6 @@ FROM_0_TO_1 = (
 )
 WORDS = {
     "activation_checkpoint.determinism_check": ("default", "none"),
-    "parallelism.pipeline_parallel_schedule": (
-        "1F1B",
-        "GPipe",
-        "Interleaved1F1B",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
-        "PipelineScheduleSingle",
-        "PipelineScheduleMulti",
-    ),
     "checkpoint.exclude_from_loading": ("optimizer", "lr_scheduler", "dataloader", "train_state"),
 }
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config.check_model import model_shape
+from shardtrain.config.check_pipeline import check_microbatches, known_rows
 from shardtrain.config.check_values import any_of, problem
 from shardtrain.config.derived import other_degrees
 from shardtrain.config.load import Loaded
+from shardtrain.config.stages import num_stages
 from shardtrain.errors import Problem
 
 BYTE_TOKENIZER_IDS = 258  # 256 bytes, begin and end of a document
@@ -56,6 +58,8 @@ def _mesh(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         fix = f"use -1 or {world_size // others}" if world_size % others == 0 else f"start {shard * others} ranks"
         yield problem(loaded, option, rule, fix)
         return
+    if p.pipeline_parallel_degree > 1 and p.data_parallel_shard_degree == -1:
+        yield from _microbatches(loaded, world_size)
     shard = world_size // others if shard == -1 else shard
     t, data_ranks = loaded.config.training, p.data_parallel_replicate_degree * shard
     per_pass = t.local_batch_size * data_ranks
@@ -64,6 +68,14 @@ def _mesh(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         nearby = [n for n in (size // per_pass * per_pass, -(-size // per_pass) * per_pass) if n]
         rule = f"is not a multiple of local_batch_size {t.local_batch_size} times {data_ranks} data-parallel ranks"
         yield problem(loaded, "training.global_batch_size", rule, f"use {any_of(nearby)}, or -1")
+
+
+def _microbatches(loaded: Loaded, world_size: int) -> Iterator[Problem]:
+    """Enough micro-batches for the stages, where that depends on the number of ranks."""
+    layers = (model_shape(loaded) or {}).get("num_layers")
+    rows = known_rows(loaded, world_size)
+    if known_rows(loaded) is None and rows and isinstance(layers, int):
+        yield from check_microbatches(loaded, rows, num_stages(loaded.config.parallelism, layers))
 
 
 def _largest_degree(loaded: Loaded) -> tuple[str, int]:

@@ -85,7 +85,7 @@ class Model:
     tokenizer_path: str | None = None
     """Older name of hf_assets_path: a tokenizer file or folder; used when set."""
     norm_type: Literal["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
-    """Normalisation; rmsnorm and fused_rmsnorm are one fused kernel now, np_layernorm has no parameters (shardtrain)."""
+    """Normalisation; rmsnorm and fused_rmsnorm are one fused kernel, np_layernorm has no parameters (shardtrain)."""
     overrides: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Fields of the flavor to replace, e.g. ``num_layers = 4``; any field of the model's Config (shardtrain)."""
     converters: list[str] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Optimizer:
     muon_steps: int = 5
     """Newton-Schulz iterations that make Muon's update orthogonal (shardtrain)."""
     muon_update_rms: float = 0.2
-    """Root mean square of Muon's update at a rate of 1: 0.2 is about AdamW's, so that one lr and weight_decay serve both
+    """Root mean square of Muon's update at a rate of 1; 0.2 is about AdamW's, so that one lr serves both
     (shardtrain)."""
     muon_dtype: Literal["default", "float32", "bfloat16"] = "default"
     """Type in which Muon iterates; default is float32 on CPU and bfloat16 elsewhere (shardtrain)."""
@@ -151,13 +151,11 @@ class LRScheduler:
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: float = 0.0
-    """Rate at the end of the decay, as a share of the peak, 0..1."""
+    """Rate at the end of the decay, as a share of the peak, 0..1; for deepspeed_warmup the first rate, as a share."""
     warmup_proportion: float = 0.01
     """Share of the steps that warm up, for linear_by_proportion, 0..1 (shardtrain)."""
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the warmup of deepspeed_warmup (shardtrain)."""
-    warmup_min_lr: float = 0.0
-    """First learning rate of deepspeed_warmup (shardtrain)."""
 
 
 @dataclass(frozen=True)

@@ -51,26 +51,26 @@ def stages_of_rank(schedule: str, rank: int, degree: int, stages: int) -> list[i
 
 
 def layers_per_stage(parallelism: Parallelism, num_layers: int) -> list[range]:
-    """The layers of each stage, dealt as evenly as whole layers allow, earlier stages getting the odd ones.
+    """The layers of each stage, dealt as evenly as whole layers allow.
 
     The ends weigh as many layers as the two ``less_layers`` options say, so that the stages with the embedding and the
-    head get fewer. A range may be empty where there are too few layers: the config check refuses that.
+    head get fewer. Layers that are over go to stages that would have none, then to the earliest. A range may be empty
+    where there are too few layers: the config check refuses that.
 
     >>> p = Parallelism(pipeline_parallel_degree=2)
     >>> layers_per_stage(p, 5)
     [range(0, 3), range(3, 5)]
     """
-    stages = num_stages(parallelism, num_layers)
-    first = parallelism.pipeline_parallel_first_stage_less_layers
-    last = parallelism.pipeline_parallel_last_stage_less_layers
-    even, odd = divmod(_weighted_layers(parallelism, num_layers), stages)
-    ranges, start = [], 0
-    for stage in range(stages):
-        weight = even + (stage < odd)
-        size = max(0, weight - (first if stage == 0 else 0) - (last if stage == stages - 1 else 0))
-        ranges.append(range(start, start + size))
-        start += size
-    return ranges
+    count = num_stages(parallelism, num_layers)
+    ends = [0] * count
+    ends[0] += parallelism.pipeline_parallel_first_stage_less_layers
+    ends[-1] += parallelism.pipeline_parallel_last_stage_less_layers
+    even, odd = divmod(_weighted_layers(parallelism, num_layers), count)
+    sizes = [max(0, even - weight) for weight in ends]
+    for stage in sorted(range(count), key=lambda stage: (sizes[stage] > 0, stage))[:odd]:
+        sizes[stage] += 1
+    starts = [sum(sizes[:stage]) for stage in range(count)]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def modules_per_stage(

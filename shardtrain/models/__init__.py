@@ -87,14 +87,18 @@ def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
         if "." in name
     ]
     # the model is built without memory, and what a buffer was set to is lost; only parameters are drawn
-    broken += [f"buffer {name} would lose its values; compute it in forward" for name, _ in model.named_buffers()]
+    broken += [
+        f"buffer {name} would lose its values; compute it in forward, or name it in LAYOUT.buffers if it starts at zero"
+        for name, _ in model.named_buffers()
+        if not any(layouts.matches(name, pattern) for pattern in layout.buffers)
+    ]
     return broken
 
 
 def _load_in_tree(name: str) -> ModuleType:
     files = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
-    if name not in files or name in ("__init__", "layers"):
-        known = [file for file in files if file not in ("__init__", "layers", "llama")]
+    if name not in files or name in ("__init__", "layers", "moe"):
+        known = [file for file in files if file not in ("__init__", "layers", "llama", "moe")]
         raise ConfigError(Problem("model.name", name, "is no model file", f"use {', '.join(known)} or a path to a .py"))
     return importlib.import_module(f"shardtrain.models.{name}")
 

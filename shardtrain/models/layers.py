@@ -1,4 +1,4 @@
-"""Shared pure pieces of the in-tree models: norms, rotary angles, the attention core, the gated feed-forward.
+"""Shared pure pieces of the in-tree models: norms, rotary angles, attention, the gated feed-forward, the decoder.
 
 Shape suffixes: B batch, T tokens, D model, N heads, K key-value heads, H head, h half a head, F feed-forward.
 """
@@ -6,6 +6,7 @@ Shape suffixes: B batch, T tokens, D model, N heads, K key-value heads, H head, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,48 @@ def rotate(x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat(turned, dim=-1).type_as(x_BTNH)
 
 
+def rotate_pairs(x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (x_2i, x_2i+1) by its angle, in float32; the pairing of DeepSeek's weights."""
+    cos_BT1h, sin_BT1h = angles
+    a_BTNh, b_BTNh = x_BTNH.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = (a_BTNh * cos_BT1h - b_BTNh * sin_BT1h, b_BTNh * cos_BT1h + a_BTNh * sin_BT1h)
+    return torch.stack(turned, dim=-1).flatten(-2).type_as(x_BTNH)
+
+
+class YarnAngles(RotaryAngles):
+    """Rotary angles stretched to longer contexts by YaRN (Peng et al. 2023, section 3.2).
+
+    Pairs that turn more than ``beta_fast`` times within the original context keep their frequency, those that turn
+    less than ``beta_slow`` times have it divided by ``factor``, and a linear ramp lies in between. A factor of 1
+    changes nothing.
+    """
+
+    def __init__(
+        self, head_dim: int, theta: float, factor: float, original_seq_len: int, beta_fast: float, beta_slow: float
+    ) -> None:
+        super().__init__(head_dim, theta, factor=factor, original_seq_len=original_seq_len)
+        self.beta_fast, self.beta_slow = beta_fast, beta_slow
+
+    def inverse_frequencies(self, device: torch.device | None = None) -> Tensor:
+        """Radians per position of each pair of features, float32, shape (H/2,)."""
+        frequencies_h = super().inverse_frequencies(device)
+        low = max(0, math.floor(self._pair_that_turns(self.beta_fast)))
+        high = min(self.head_dim - 1, math.ceil(self._pair_that_turns(self.beta_slow)))
+        pairs_h = torch.arange(self.head_dim // 2, device=device, dtype=torch.float32)
+        stretched_h = ((pairs_h - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+        return frequencies_h * (1.0 - stretched_h) + frequencies_h / self.factor * stretched_h
+
+    def _pair_that_turns(self, times: float) -> float:
+        """Index of the pair that turns so many times within the original context."""
+        wavelength = self.original_seq_len / (times * 2 * math.pi)
+        return self.head_dim * math.log(wavelength) / (2 * math.log(self.theta))
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """By how much YaRN scales queries and keys alike: 0.1 mscale ln(factor) + 1 (Peng et al. 2023, equation 15)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
 class AttentionCore(nn.Module):
     """softmax(q k / sqrt(H)) v with a causal mask, and nothing else: the one seam that context parallelism needs."""
 
@@ -111,6 +154,21 @@ class Attention(nn.Module):
         return self.wo(out_BTNH.flatten(2))
 
 
+class NormedAttention(Attention):
+    """Grouped-query attention whose queries and keys are normalised per head (Dehghani et al. 2023; Qwen3)."""
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, norm_eps: float) -> None:
+        super().__init__(dim, num_heads, num_kv_heads, head_dim)
+        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps)
+        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps)
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        out_BTNH = self.core(rotate(self.q_norm(q_BTNH), angles), rotate(self.k_norm(k_BTKH), angles), v_BTKH)
+        return self.wo(out_BTNH.flatten(2))
+
+
 class FeedForward(nn.Module):
     """SwiGLU feed-forward: w2(silu(w1 x) * w3 x) (Shazeer 2020)."""
 
@@ -123,3 +181,31 @@ class FeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+
+
+class Decoder(nn.Module):
+    """The chain that models share: embed -> layers -> norm -> head. V is the vocabulary."""
+
+    def __init__(
+        self, vocab_size: int, dim: int, rope: nn.Module, layers: Iterable[nn.Module], norm: nn.Module, tied: bool
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.rope = rope
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
+        self.norm = norm
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        """Logits (B, T, V) of integer tokens (B, T) at integer positions (B, T).
+
+        A pipeline stage receives (B, T, D) in place of tokens, or returns it in place of logits: the modules that it
+        lacks are ``nn.Identity``.
+        """
+        x_BTD = self.embed(tokens_BT)
+        angles = self.rope(positions_BT)
+        for layer in self.layers.values():
+            x_BTD = layer(x_BTD, angles)
+        return self.head(self.norm(x_BTD))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardtrain.layout import Draw, Layout
+from shardtrain.layout import Depth, Draw, Layout
 from shardtrain.models.layers import Attention, FeedForward, RotaryAngles, build_norm
 
 
@@ -110,7 +110,7 @@ class Model(nn.Module):
 
 def initial(c: Config) -> dict[str, Draw]:
     """How each parameter starts, first match wins; the constants are torchtitan's for Llama 3."""
-    depth = "layer" if c.depth_init else "total"
+    depth: Depth = "layer" if c.depth_init else "total"
     return {
         "*norm.weight": Draw("ones"),
         "layers.*.*_norm.weight": Draw("ones"),

@@ -1,4 +1,4 @@
-"""The optimizer that the config names, and its state as named tensors: a checkpoint needs no pickle and fits any mesh."""
+"""The optimizer that the config names, and its state as named tensors, so that a checkpoint fits any mesh."""
 
 from __future__ import annotations
 

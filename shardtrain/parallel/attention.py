@@ -16,7 +16,9 @@ from torch.nn import functional as F
 from shardtrain.errors import ConfigError, Problem
 
 
-def gathered_attention(q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:
+def gathered_attention(
+    q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, group: dist.ProcessGroup, balanced: bool
+) -> Tensor:
     """Gather all keys and values, then attend with this rank's queries; the gradients are reduce-scattered back.
 
     Each chunk of queries attends to the chunks before it in full and to its own causally, as one call each merged by
@@ -42,10 +44,9 @@ def ring_attention(q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, group: dist.P
 def ulysses_attention(q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, group: dist.ProcessGroup, _: bool) -> Tensor:
     """Exchange heads for tokens, attend to whole sequences with some of the heads, and exchange back."""
     q_BTnH, k_BTkH, v_BTkH = (_HeadsForTokens.apply(x, group) for x in (q_BtNH, k_BtKH, v_BtKH))
-    grouped = q_BTnH.size(2) != k_BTkH.size(2)
-    out_BnTH = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q_BTnH, k_BTkH, v_BTkH)), is_causal=True, enable_gqa=grouped
-    )
+    q_BnTH, k_BkTH, v_BkTH = (x.transpose(1, 2) for x in (q_BTnH, k_BTkH, v_BTkH))
+    grouped = q_BnTH.size(1) != k_BkTH.size(1)
+    out_BnTH = F.scaled_dot_product_attention(q_BnTH, k_BkTH, v_BkTH, is_causal=True, enable_gqa=grouped)
     return _TokensForHeads.apply(out_BnTH.transpose(1, 2), group)  # type: ignore[no-any-return]
 
 
@@ -253,7 +254,13 @@ def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, causal: bool) -> tupl
 
 
 def attend_backward(
-    gradient_BlNH: Tensor, q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, out_BlNH: Tensor, lse_BNl: Tensor, causal: bool
+    gradient_BlNH: Tensor,
+    q_BlNH: Tensor,
+    k_BsKH: Tensor,
+    v_BsKH: Tensor,
+    out_BlNH: Tensor,
+    lse_BNl: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values from one part of the keys, given the output and log-sum-exp over all."""
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
+from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches
 from shardtrain.parallel.attention import gathered_attention, ring_attention, ulysses_attention
 from shardtrain.parallel.mesh import Mesh
@@ -56,9 +57,13 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     function: CoreFunction = gathered_attention if gathered else ring_attention
     if p.context_parallel_method == "ulysses":
         function = ulysses_attention
-    for path, _ in list(model.named_modules()):
-        if matches(path, layout.context):
-            model.set_submodule(path, SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config)))
+    cores = [path for path, _ in model.named_modules() if layout.context and matches(path, layout.context)]
+    if not cores and len(getattr(model, layout.layers)):  # a pipeline stage may hold an end alone
+        rule = "needs to know the attention core, which LAYOUT.context of the model does not name"
+        fix = "name the weightless module that is softmax(q k) v there, or set the degree to 1"
+        raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
+    for path in cores:
+        model.set_submodule(path, SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config)))
 
 
 def is_balanced(config: Config) -> bool:

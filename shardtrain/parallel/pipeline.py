@@ -192,5 +192,3 @@ def _hidden_size(whole: nn.Module, layout: Layout) -> int:
 def _positions_name(model: nn.Module) -> str:
     """Name of the model's second argument: stages get positions by name, activations by place."""
     return list(inspect.signature(model.forward).parameters)[1]
-
-

@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardtrain.config.schema import Config
-from shardtrain.layout import Layout, word_of
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.layout import TENSOR_WORDS, Layout, word_of
 from shardtrain.parallel.mesh import Mesh
 from shardtrain.tied import tie, tied_names
 
@@ -38,9 +39,24 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         word = word_of(layout, path)
         if word is not None and not isinstance(module, nn.Identity):
             plan[path] = _style(word, loss_parallel)
+    if not layout.tensor:
+        rule = "needs LAYOUT.tensor of the model, which names no module"
+        fix = f"give every weight one of the words {', '.join(TENSOR_WORDS)}, or set the degree to 1"
+        raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
+    if config.parallelism.enable_async_tensor_parallel:
+        _overlap_with_matmuls(mesh)
     ties = tied_names(model)
     parallelize_module(model, mesh.submesh(AXIS), plan)
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
+
+
+def _overlap_with_matmuls(mesh: Mesh) -> None:
+    """Let the compiler split matmuls and overlap their pieces with the collectives around them (CUDA alone)."""
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.group(AXIS).group_name)
 
 
 def _style(word: str, loss_parallel: bool) -> ParallelStyle:

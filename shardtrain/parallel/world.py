@@ -26,7 +26,7 @@ class World:
 
 
 def pick_device_type(wanted: str) -> str:
-    """"cpu" or "cuda" for ``training.device``; raises ConfigError where the device asked for is missing."""
+    """ "cpu" or "cuda" for ``training.device``; raises ConfigError where the device asked for is missing."""
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise ConfigError(Problem("training.device", wanted, "finds no CUDA device", 'use "cpu" or "auto"'))

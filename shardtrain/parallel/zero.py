@@ -37,7 +37,7 @@ class SplitStates:
             if piece is parameter or parameter.grad is None:
                 continue
             assert isinstance(piece, DTensor)
-            piece.to_local().detach().copy_(self._part(name, parameter.to_local().detach()))
+            local_tensor(piece).detach().copy_(self._part(name, local_tensor(parameter).detach()))
             part = self._part(name, local_tensor(parameter.grad)).contiguous()
             piece.grad = DTensor.from_local(
                 part, piece.device_mesh, piece.placements, shape=piece.shape, stride=piece.stride()

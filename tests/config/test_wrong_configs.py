@@ -119,7 +119,7 @@ CHECKING = [
     ("load step -2", "[checkpoint]\nenable = true\nload_step = -2", [], ["load_step=-2", "-1 for the newest"]),
     ("every 0-th layer", '[activation_checkpoint]\nselective_ac_option = "0"', [], ['="0"', '"op"']),
     ("unknown operation", '[activation_checkpoint]\nselective_ac_option = "ops"', [], ['="ops"', '"op"']),
-    ("schedule's name", '[parallelism]\npipeline_parallel_schedule = "1f1b"', [], ['"1f1b"', 'did you mean "1F1B"?']),
+    ("schedule's name", '[parallelism]\npipeline_parallel_schedule = "1f2b"', [], ['"1f2b"', "did you mean 1F1B?"]),
     ("part of a checkpoint", '[checkpoint]\nexclude_from_loading = ["optim"]', [], ['"optim"', 'mean "optimizer"?']),
     ("one log of all ranks", '[metrics]\nsave_log_file = "log"', [], ["save_log_file", "{rank}"]),
     ("model", '[model]\nname = "lama3"', [], ['model.name="lama3"', "is not a model", "llama3?", "llama2, llama3"]),

@@ -1,4 +1,4 @@
-"""Laws of a model file outside the package: it trains on any mesh without a change to the package, or says what is wrong."""
+"""Laws of a model file outside the package: it trains on any mesh, or the run says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import assert_same_numbers, run_tiny, tiny_config
 
 from shardtrain.errors import ConfigError
 from shardtrain.models import build, find, shape_of
-from tiny import assert_same_numbers, run_tiny, tiny_config
 
 MODEL_FILE = '''
-"""A decoder unlike Llama: gelu feed-forward with biases, layer norms, learned nothing about positions but rotary angles."""
+"""A decoder unlike Llama: gelu feed-forward with biases, layer norms."""
 
 from __future__ import annotations
 
@@ -186,12 +186,12 @@ def test_a_model_that_is_no_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["lama3", "layers", "__init__", "../llama3", "llama3.sub", ""])
 def test_an_unknown_name_lists_the_models_there_are(name: str) -> None:
-    with pytest.raises(ConfigError, match="is no model file; use llama2, llama3"):
+    with pytest.raises(ConfigError, match=r"is no model file; use .*llama2, llama3"):
         find(name)
 
 
 def test_an_unknown_flavor_lists_the_flavors_there_are() -> None:
-    with pytest.raises(ConfigError, match='model.flavor="9B" is unknown; use one of debugmodel, .*8B'):
+    with pytest.raises(ConfigError, match=r'model.flavor="9B" is unknown; use one of debugmodel, .*8B'):
         shape_of(find("llama3"), "9B", {}, "rmsnorm")
 
 
@@ -208,5 +208,5 @@ def test_overrides_win_over_the_flavor_and_the_norm_is_set() -> None:
 
 
 def test_a_norm_that_the_model_cannot_choose_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match='model.norm_type="layernorm" has no effect'):
+    with pytest.raises(ConfigError, match=r'model.norm_type="layernorm" has no effect'):
         shape_of(find(write(tmp_path)), "small", {}, "layernorm")

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tiny import SHAPE
 from torch import Tensor, nn
 
 import shardtrain.models
 from shardtrain import init
+from shardtrain.config.model_file import model_names
 from shardtrain.layout import check
 from shardtrain.models import build, find, shape_of
-from tiny import SHAPE
 
 FOLDER = Path(shardtrain.models.__file__).parent
-FAMILIES = sorted(
-    path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "layers", "llama")
-)  # llama holds no sizes: llama2 and llama3 do
+FAMILIES = model_names()
 
 # 7B, 13B, 70B of Llama 2 and 8B, 70B, 405B of Llama 3.1 are published; 1B and 3B are Llama 3.2's; others by hand from
 # V D (2 unless tied) + L (2 D N H + 2 D K H + 3 D F + 2 D) + D
@@ -39,17 +40,23 @@ PARAMETER_COUNTS = {
 }
 
 
-def tiny(family: str, **overrides) -> tuple[object, nn.Module]:
-    """The module of a family and a small model of it, with weights on the CPU."""
+def small_shape(family: str, **overrides) -> tuple[Any, Any]:
+    """The module of a family and a small Config of it."""
     module = find(family)
-    shape = shape_of(module, "debugmodel", {**SHAPE, **overrides}, "rmsnorm")
-    model = build(module, shape)
-    names = [name for name, _ in model.named_parameters()]
+    known = {field.name for field in dataclasses.fields(module.Config)}
+    sizes = {name: size for name, size in {**SHAPE, "tied_embeddings": False, **overrides}.items() if name in known}
+    return module, shape_of(module, next(iter(module.FLAVORS)), sizes, "rmsnorm")
+
+
+def tiny(family: str, **overrides) -> tuple[Any, nn.Module]:
+    """The module of a family and a small model of it, with weights on the CPU."""
+    module, shape = small_shape(family, **overrides)
+    names = [name for name, _ in build(module, shape).named_parameters()]
     draws = init.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
     model = module.Model(shape)
     for name, parameter in model.named_parameters():
         init.draw_(parameter, name, draws[name], 0)
-    return module, model
+    return module, model.eval()  # a balance loss of experts is a matter of training
 
 
 def inputs(tokens: int = 12) -> tuple[Tensor, Tensor]:
@@ -57,8 +64,9 @@ def inputs(tokens: int = 12) -> tuple[Tensor, Tensor]:
     return torch.randint(0, SHAPE["vocab_size"], (2, tokens), generator=generator), torch.arange(tokens).expand(2, -1)
 
 
-def test_every_flavor_has_a_known_size() -> None:
-    assert {(family, flavor) for family in FAMILIES for flavor in find(family).FLAVORS} == set(PARAMETER_COUNTS)
+def test_every_flavor_of_llama_has_a_known_size() -> None:
+    llamas = ("llama2", "llama3")
+    assert {(family, flavor) for family in llamas for flavor in find(family).FLAVORS} == set(PARAMETER_COUNTS)
 
 
 @pytest.mark.parametrize(("family", "flavor"), PARAMETER_COUNTS)
@@ -73,7 +81,7 @@ def test_every_flavor_has_exactly_its_parameters_and_a_layout_that_fits(family: 
     assert init.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers).keys() == set(names)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama2", "llama3"])
 @pytest.mark.parametrize("norm_type", ["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_choice_builds(family: str, norm_type: str, tied: bool) -> None:

@@ -1,4 +1,4 @@
-"""Laws of clipping: the norm is that of the whole gradient on every mesh, and a small max_norm changes the weights so."""
+"""Laws of clipping: the norm is that of the whole gradient on every mesh, and max_norm decides how far weights move."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-
 from ranks import run_ranks
+from tiny import make_run, tiny_config, whole
+
 from shardtrain import train
 from shardtrain.parallel.clip import gradient_norm, scale_gradients
 from shardtrain.shards import to_full
-from tiny import make_run, tiny_config, whole
 
 REPLICATE, TENSOR = {"data_parallel_replicate_degree": 2}, {"tensor_parallel_degree": 2}
 MESHES = {

@@ -1,4 +1,4 @@
-"""Laws of the mesh: torchtitan's order of axes, tensor-parallel peers next to each other, sums over the axes asked for."""
+"""Laws of the mesh: torchtitan's order of axes, tensor-parallel peers are neighbours, sums over the axes asked for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
-
 from ranks import run_ranks
+from tiny import tiny_config
+
 from shardtrain.parallel import BATCH_AXES, LOSS_AXES, build
 from shardtrain.parallel.mesh import AXES, sizes_of
 from shardtrain.parallel.world import World
-from tiny import tiny_config
 
 KEYS = {
     "pp": "pipeline_parallel_degree",
@@ -35,7 +35,7 @@ def config_of(degrees: dict[str, int]):
 
 def test_axes_are_in_order_with_tensor_parallel_innermost() -> None:
     assert AXES == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    assert BATCH_AXES == ("dp_replicate", "dp_shard") and LOSS_AXES == (*BATCH_AXES, "cp")
+    assert BATCH_AXES == ("dp_replicate", "dp_shard") and (*BATCH_AXES, "cp") == LOSS_AXES
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def test_the_mesh_of_three_dimensions_is_the_documented_table(described) -> None
 
 def test_fsdp_gets_replicas_in_front_where_there_are_any(described) -> None:
     seen = [(facts["data"], facts["data_size"]) for facts in described[0]]
-    both = ("dp_replicate", "dp_shard")
-    assert seen == [(("dp_shard",), 2), (both, 4), (both, 2), (("dp_shard",), 8), (both, 8)]
+    both, with_context = ("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard_cp")
+    assert seen == [(("dp_shard",), 2), (both, 4), (with_context, 4), (("dp_shard",), 8), (both, 8)]

@@ -1,4 +1,4 @@
-"""Laws of the world: a process alone needs no launcher, ranks that disagree stop, and the limit of collectives is set."""
+"""Laws of the world: a process alone needs no launcher, ranks that disagree stop, collectives have a limit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-
 from ranks import run_ranks
+
 from shardtrain.config.schema import Comm
 from shardtrain.errors import ConfigError
 from shardtrain.parallel.world import check_agreement, gather_flags, join, pick_device_type, set_timeout
@@ -19,7 +19,13 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("wanted", "available", "given"),
-    [("cpu", False, "cpu"), ("cpu", True, "cpu"), ("auto", False, "cpu"), ("auto", True, "cuda"), ("cuda", True, "cuda")],
+    [
+        ("cpu", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("auto", False, "cpu"),
+        ("auto", True, "cuda"),
+        ("cuda", True, "cuda"),
+    ],
 )
 def test_the_device_is_the_one_asked_for_or_the_best_there_is(wanted, available, given, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
@@ -28,7 +34,7 @@ def test_the_device_is_the_one_asked_for_or_the_best_there_is(wanted, available,
 
 def test_a_missing_device_is_not_replaced_in_silence(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match='training.device="cuda" finds no CUDA device; use "cpu"'):
+    with pytest.raises(ConfigError, match=r'training.device="cuda" finds no CUDA device; use "cpu"'):
         pick_device_type("cuda")
 
 

@@ -1,4 +1,4 @@
-"""Laws of split optimizer states: slices cover each parameter, and the update is the whole parameter's, on any kernel."""
+"""Laws of split optimizer states: slices cover each parameter, and the update is the whole one's."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
+from tiny import tiny_config
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ranks import run_ranks
 from shardtrain.parallel import build
 from shardtrain.parallel.world import World
 from shardtrain.parallel.zero import SplitStates
 from shardtrain.shards import local_slices, local_tensor, to_full
-from tiny import tiny_config
 
-# sizes that 2 and 3 do not divide, fewer rows than replicas, one number, and a first dimension that leaves one replica empty
+# sizes that 2 and 3 do not divide, fewer rows than replicas, one number, rows that leave a replica empty
 SHAPES = {"odd": (61, 7), "norm": (7,), "row": (1, 5), "one": (1,), "empty last": (4, 3), "three": (2, 3, 5)}
 
 
@@ -55,7 +55,9 @@ def _train(rank: int, num_ranks: int, replicas: int, shards: int, fused: bool) -
         split.after_update()
         reference.step()
         for name, parameter in parameters.items():
-            torch.testing.assert_close(to_full(parameter).detach(), plain[name].detach(), atol=1e-6, rtol=1e-6, msg=name)
+            torch.testing.assert_close(
+                to_full(parameter).detach(), plain[name].detach(), atol=1e-6, rtol=1e-6, msg=name
+            )
         for name in SHAPES:
             if split.slices[name] is not parameters[name]:
                 assert split.slices[name].grad is None
@@ -96,20 +98,17 @@ def test_split_states_update_like_the_whole_parameter(num_ranks, replicas, shard
     if shards == 1:
         assert "norm" not in whole
         sizes = [facts["numel"] for facts in results]
-        assert max(sizes) <= sum(torch.Size(shape).numel() for shape in SHAPES.values()) * (0.6 if replicas == 2 else 0.45)
+        assert max(sizes) <= sum(torch.Size(shape).numel() for shape in SHAPES.values()) * (
+            0.6 if replicas == 2 else 0.45
+        )
 
 
-def test_fused_adamw_really_needs_memory_in_a_row() -> None:
-    """Why slices are copied. When a PyTorch gets this right, the copy in zero.py may go."""
+@pytest.mark.xfail(strict=False, reason="fused AdamW reads memory in a row, gaps or not (torch 2.13)")
+def test_fused_adamw_heeds_gaps_in_memory() -> None:
+    """Why slices are copied. Where a PyTorch passes this, zero.py may do without."""
     whole = torch.arange(12.0).view(3, 4)
     gapped, packed = nn.Parameter(whole[:, :2]), nn.Parameter(whole[:, :2].clone())
     for parameter in (gapped, packed):
-        parameter.grad = torch.ones(3, 2).contiguous()
-    try:
-        torch.optim.AdamW([gapped], lr=0.1, fused=True).step()
-    except RuntimeError:
-        return  # refused aloud: no trap either
-    torch.optim.AdamW([packed], lr=0.1, fused=True).step()
-    if torch.equal(gapped, packed):
-        pytest.skip("this PyTorch handles gaps")
-    assert not torch.equal(gapped, packed)
+        parameter.grad = torch.ones(3, 2)
+        torch.optim.AdamW([parameter], lr=0.1, fused=True).step()
+    assert torch.equal(gapped, packed)

@@ -1,0 +1,257 @@
+"""DeepSeek-V3 and V2 (DeepSeek-AI 2024): attention through low-rank latents, and many small experts beside shared ones.
+
+Multi-head latent attention (V2, section 2.1): keys and values of all heads are one small vector per token, from which
+each head's are computed; the part of a key that carries the position is shared by all heads.
+Shape suffixes: B batch, T tokens, D model, N heads, H features of a query or key, Q latent of queries, C latent of
+keys and values, R rotary part, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardtrain.layout import Draw, Layout
+from shardtrain.models.layers import (
+    AttentionCore,
+    Decoder,
+    FeedForward,
+    YarnAngles,
+    build_norm,
+    rotate_pairs,
+    yarn_scale,
+)
+from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a DeepSeek-V3; each field can be set by ``model.overrides``.
+
+    ``q_lora_rank`` 0 computes queries without a latent. The first ``num_dense_layers`` (1 or more) have a feed-forward
+    of ``ffn_dim`` in place of experts. ``rope_factor`` 1 leaves the rotary angles unscaled.
+    """
+
+    vocab_size: int = 129280
+    dim: int = 7168
+    num_layers: int = 61
+    num_dense_layers: int = 3
+    num_heads: int = 128
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    ffn_dim: int = 18432
+    moe_ffn_dim: int = 2048
+    num_experts: int = 256
+    num_shared_experts: int = 1
+    top_k: int = 8
+    score_func: str = "sigmoid"
+    route_norm: bool = True
+    route_scale: float = 2.5
+    num_groups: int = 8
+    top_groups: int = 4
+    group_top_k: int = 2
+    load_balance_coeff: float = 1e-3
+    balance_loss_coeff: float = 1e-4
+    z_loss_coeff: float = 0.0
+    norm_type: str = "rmsnorm"
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_factor: float = 40.0
+    rope_original_seq_len: int = 4096
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    mscale: float = 1.0
+    tied_embeddings: bool = False
+    init_std: float = 0.006
+
+    @property
+    def head_dim(self) -> int:
+        """Mean width of a key and a value: what a token's attention costs per head and per other token."""
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim) // 2
+
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.attn_norm": "sequence",
+        "layers.*.attn": "gather",
+        "layers.*.attn.wq_a": "replicate",
+        "layers.*.attn.q_norm": "replicate",
+        "layers.*.attn.wq_b": "colwise",
+        "layers.*.attn.wkv_a": "replicate",
+        "layers.*.attn.kv_norm": "replicate",
+        "layers.*.attn.wkv_b": "colwise",
+        "layers.*.attn.shared_key": "copy",
+        "layers.*.attn.wo": "rowwise",
+        "layers.*.ffn_norm": "sequence",
+        "layers.*.ffn": "gather",
+        "layers.*.ffn.w[13]": "colwise",
+        "layers.*.ffn.w2": "rowwise",
+        **EXPERT_WORDS,
+        "layers.*.moe.shared": "gather",
+        "layers.*.moe.shared.w[13]": "colwise",
+        "layers.*.moe.shared.w2": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+    },
+    context="layers.*.attn.core",
+    expert="layers.*.moe",
+    buffers=EXPERT_BIAS,
+)
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1.2)."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.nope_dim, self.rope_dim, self.v_dim = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+        qk_dim = self.nope_dim + self.rope_dim
+        latent = c.q_lora_rank > 0
+        self.wq_a = nn.Linear(c.dim, c.q_lora_rank, bias=False) if latent else nn.Identity()
+        self.q_norm = build_norm("rmsnorm", c.q_lora_rank, c.norm_eps) if latent else nn.Identity()
+        self.wq_b = nn.Linear(c.q_lora_rank if latent else c.dim, c.num_heads * qk_dim, bias=False)
+        self.wkv_a = nn.Linear(c.dim, c.kv_lora_rank + self.rope_dim, bias=False)
+        self.kv_norm = build_norm("rmsnorm", c.kv_lora_rank, c.norm_eps)
+        self.shared_key = nn.Identity()
+        self.wkv_b = nn.Linear(c.kv_lora_rank, c.num_heads * (self.nope_dim + self.v_dim), bias=False)
+        self.core = AttentionCore()
+        self.wo = nn.Linear(c.num_heads * self.v_dim, c.dim, bias=False)
+        # YaRN sharpens the softmax by this much; the core divides by the square root of the width alone
+        self.q_scale = yarn_scale(c.rope_factor, c.mscale) ** 2
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        q_BTNH = self.wq_b(self.q_norm(self.wq_a(x_BTD))).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        q_nope_BTNH, q_rope_BTNR = q_BTNH.split((self.nope_dim, self.rope_dim), dim=-1)
+        c_BTC, k_rope_BTR = self.wkv_a(x_BTD).tensor_split((-self.rope_dim,), dim=-1)
+        kv_BTNH = self.wkv_b(self.kv_norm(c_BTC)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        k_nope_BTNH, v_BTNH = kv_BTNH.split((self.nope_dim, self.v_dim), dim=-1)
+        k_rope_BT1R = rotate_pairs(self.shared_key(k_rope_BTR).unsqueeze(2), angles)
+        q_BTNH = torch.cat((q_nope_BTNH, rotate_pairs(q_rope_BTNR, angles)), dim=-1) * self.q_scale
+        k_BTNH = torch.cat((k_nope_BTNH, k_rope_BT1R.expand(-1, -1, k_nope_BTNH.size(2), -1)), dim=-1)
+        # Attention kernels want values as wide as keys: zeros are added, and their share of the output cut off
+        v_BTNH = F.pad(v_BTNH, (0, k_BTNH.size(-1) - self.v_dim))
+        out_BTNH = self.core(q_BTNH, k_BTNH, v_BTNH)[..., : self.v_dim]
+        return self.wo(out_BTNH.flatten(2))
+
+
+class Block(nn.Module):
+    """One layer: attention and a feed-forward or experts, each behind a norm and added to the residual stream."""
+
+    def __init__(self, c: Config, dense: bool) -> None:
+        super().__init__()
+        self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        self.attn = LatentAttention(c)
+        self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        self.ffn = FeedForward(c.dim, c.ffn_dim) if dense else nn.Identity()
+        shared_dim = c.num_shared_experts * c.moe_ffn_dim  # shared experts all see each token: one wide feed-forward
+        self.moe = nn.Identity() if dense else MoE(c.dim, c.moe_ffn_dim, routing_of(c), shared_dim)
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Map (B, T, D) to (B, T, D); of ``ffn`` and ``moe``, one is the identity."""
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles)
+        return x_BTD + self.moe(self.ffn(self.ffn_norm(x_BTD)))
+
+
+class Model(Decoder):
+    """A DeepSeek-V3, without its head for the second next token."""
+
+    def __init__(self, c: Config) -> None:
+        rope = YarnAngles(
+            c.qk_rope_head_dim,
+            c.rope_theta,
+            c.rope_factor,
+            c.rope_original_seq_len,
+            c.rope_beta_fast,
+            c.rope_beta_slow,
+        )
+        layers = [Block(c, dense=i < c.num_dense_layers) for i in range(c.num_layers)]
+        norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        super().__init__(c.vocab_size, c.dim, rope, layers, norm, c.tied_embeddings)
+
+
+def initial(c: Config) -> dict[str, Draw]:
+    """How each parameter starts, first match wins: one standard deviation for all (V3, section 4.2)."""
+    normal = Draw("normal", std=c.init_std)
+    return {
+        "*norm.weight": Draw("ones"),
+        "layers.*.*_norm.weight": Draw("ones"),
+        "layers.*.attn.*_norm.weight": Draw("ones"),
+        "embed.weight": normal,
+        "head.weight": normal,
+        "layers.*.attn.w*.weight": normal,
+        "layers.*.ffn.w?.weight": normal,
+        "layers.*.moe.shared.w?.weight": normal,
+        **expert_draws(c.init_std, "none"),
+    }
+
+
+FLAVORS = {
+    "debugmodel": {
+        "vocab_size": 2048,
+        "dim": 256,
+        "num_layers": 6,
+        "num_dense_layers": 1,
+        "num_heads": 16,
+        "q_lora_rank": 0,
+        "kv_lora_rank": 512,
+        "ffn_dim": 1024,
+        "moe_ffn_dim": 256,
+        "num_experts": 8,
+        "num_shared_experts": 2,
+        "top_k": 3,
+        "score_func": "softmax",
+        "route_norm": False,
+        "route_scale": 1.0,
+        "num_groups": 1,
+        "top_groups": 1,
+        "mscale": 0.70,
+        "init_std": 0.02,
+    },
+    "16B": {
+        "vocab_size": 102400,
+        "dim": 2048,
+        "num_layers": 27,
+        "num_dense_layers": 1,
+        "num_heads": 16,
+        "q_lora_rank": 0,
+        "ffn_dim": 10944,
+        "moe_ffn_dim": 1408,
+        "num_experts": 64,
+        "num_shared_experts": 2,
+        "top_k": 6,
+        "score_func": "softmax",
+        "route_norm": False,
+        "route_scale": 1.0,
+        "num_groups": 1,
+        "top_groups": 1,
+        "mscale": 0.707,
+    },
+    "236B": {
+        "vocab_size": 102400,
+        "dim": 5120,
+        "num_layers": 60,
+        "num_dense_layers": 1,
+        "ffn_dim": 12288,
+        "moe_ffn_dim": 1536,
+        "num_experts": 160,
+        "num_shared_experts": 2,
+        "top_k": 6,
+        "score_func": "softmax",
+        "route_norm": False,
+        "route_scale": 16.0,
+        "top_groups": 3,
+        "group_top_k": 1,
+    },
+    "671B": {},
+}

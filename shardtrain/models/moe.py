@@ -1,0 +1,288 @@
+"""Mixture of experts: each token goes to the few feed-forwards that a router picks for it (Shazeer et al. 2017).
+
+Token choice without dropping: no expert has a capacity. The pieces are modules with one duty each, so that parallelism
+can replace one: ``router`` picks, ``balance`` adds losses that spread the load, ``dispatch`` brings rows to experts and
+holds no weights, ``experts`` computes.
+Shape suffixes: B batch, T tokens, S = B T, D model, E experts, K experts per token, R = S K rows, F feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardtrain.layout import Draw
+from shardtrain.models.layers import FeedForward
+from shardtrain.rows import inverse_of, permute, repeat_and_permute
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts, and what keeps the load even; the fields of a model's Config of the same names."""
+
+    num_experts: int
+    top_k: int
+    score_func: Literal["softmax", "sigmoid"] = "softmax"
+    route_norm: bool = True
+    route_scale: float = 1.0
+    score_before_experts: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_top_k: int = 2
+    load_balance_coeff: float = 0.0
+    balance_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.score_func not in ("softmax", "sigmoid"):
+            raise ValueError(f"score_func={self.score_func!r} is unknown; use softmax or sigmoid")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"top_k={self.top_k} is not between 1 and the {self.num_experts} experts")
+        if self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(
+                f"num_groups={self.num_groups} must divide the {self.num_experts} experts, and top_groups="
+                f"{self.top_groups} lie between 1 and it"
+            )
+        if self.top_groups * (self.num_experts // self.num_groups) < self.top_k:
+            raise ValueError(f"top_k={self.top_k} is more than the experts of top_groups={self.top_groups} groups")
+
+
+def routing_of(config: Any) -> Routing:
+    """The Routing of a model's Config: its fields of the same names, defaults for those that it lacks."""
+    return Routing(**{f.name: getattr(config, f.name) for f in fields(Routing) if hasattr(config, f.name)})
+
+
+EXPERT_WORDS = {
+    "layers.*.moe": "local",
+    "layers.*.moe.router.gate": "router",
+    "layers.*.moe.experts": "expert",
+}
+"""The tensor words of a MoE without shared experts, for a model's LAYOUT."""
+EXPERT_BIAS = ("layers.*.moe.router.expert_bias",)
+"""The buffers of a MoE, for a model's LAYOUT."""
+
+
+def expert_draws(std: float, depth: Literal["none", "layer", "total"]) -> dict[str, Draw]:
+    """How the parameters of a MoE without shared experts start."""
+    return {
+        "layers.*.moe.router.gate.weight": Draw("normal", std=std),
+        "layers.*.moe.experts.w1": Draw("normal", std=std),
+        "layers.*.moe.experts.w[23]": Draw("normal", std=std, depth=depth),
+    }
+
+
+class Gate(nn.Linear):
+    """The router's linear layer, computed in float32 whatever the types of its weight and input."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Logits (B, T, E), float32 (float64 for float64 input)."""
+        dtype = torch.promote_types(x_BTD.dtype, torch.float32)
+        return F.linear(x_BTD.to(dtype), self.weight.to(dtype))
+
+
+class Router(nn.Module):
+    """Scores all experts for each token and picks K of them.
+
+    ``expert_bias`` (E,) takes part in the choice but not in the weights: raised for experts that got too few tokens,
+    lowered for others, once per optimizer step, it evens the load without a loss (Wang et al. 2024; DeepSeek-V3,
+    section 2.1.2). ``force_balance`` deals experts in turn, for benchmarks.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(self, dim: int, routing: Routing) -> None:
+        super().__init__()
+        self.routing = routing
+        self.gate = Gate(dim, routing.num_experts, bias=False)
+        self.register_buffer("expert_bias", torch.zeros(routing.num_experts) if routing.load_balance_coeff else None)
+        self.force_balance = False
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits and scores (B, T, E), float32, and the indices of the chosen experts (B, T, K)."""
+        logits_BTE = self.gate(x_BTD)
+        scores_BTE = logits_BTE.softmax(-1) if self.routing.score_func == "softmax" else logits_BTE.sigmoid()
+        return logits_BTE, scores_BTE, self._in_turn(scores_BTE) if self.force_balance else self._choose(scores_BTE)
+
+    @torch.no_grad()
+    def _choose(self, scores_BTE: Tensor) -> Tensor:
+        r = self.routing
+        if self.expert_bias is not None:
+            scores_BTE = scores_BTE + self.expert_bias
+        if r.num_groups > 1:  # only experts of the best groups may be chosen: fewer machines per token
+            scores_BTGe = scores_BTE.unflatten(-1, (r.num_groups, -1))
+            best_BTG = scores_BTGe.topk(r.group_top_k, dim=-1).values.sum(-1)
+            kept_BTg = best_BTG.topk(r.top_groups, dim=-1).indices
+            out_BTG = torch.ones_like(best_BTG, dtype=torch.bool).scatter_(-1, kept_BTg, False)
+            scores_BTE = scores_BTGe.masked_fill(out_BTG.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores_BTE.topk(r.top_k, dim=-1).indices
+
+    def _in_turn(self, scores_BTE: Tensor) -> Tensor:
+        (B, T, _), r = scores_BTE.shape, self.routing
+        return torch.arange(B * T * r.top_k, device=scores_BTE.device).remainder(r.num_experts).view(B, T, r.top_k)
+
+    def weights(self, scores_BTE: Tensor, expert_BTK: Tensor) -> Tensor:
+        """What each chosen expert's output is multiplied by (B, T, K), float32."""
+        weights_BTK = scores_BTE.gather(-1, expert_BTK)
+        if self.routing.route_norm:
+            weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
+        return weights_BTK * self.routing.route_scale
+
+
+class Balance(nn.Module):
+    """Counts tokens per expert, and adds the gradients of losses that even the load.
+
+    The losses are sums over tokens, to be divided by the global count of target tokens as the main loss is: set
+    ``loss_weight`` to the same weight before each forward pass. Where ranks hold parts of a sequence,
+    ``sum_over_sequence`` is replaced by a sum over them. Counts and sums are taken in backward, which runs once per
+    token however often recomputation repeats forward, so evaluation counts nothing.
+    """
+
+    def __init__(self, routing: Routing) -> None:
+        super().__init__()
+        self.routing = routing
+        self.loss_weight: Tensor | None = None
+        self.count_E: Tensor | None = None
+        self.loss_sum: Tensor | None = None
+
+    def forward(self, weights_BTK: Tensor, logits_BTE: Tensor, scores_BTE: Tensor, expert_BTK: Tensor) -> Tensor:
+        """Give the weights back unchanged, with the losses hung onto their backward pass."""
+        if not torch.is_grad_enabled():
+            return weights_BTK
+        expert_BR = expert_BTK.flatten(1)
+        count_BE = expert_BR.new_zeros(expert_BR.size(0), self.routing.num_experts)
+        count_BE.scatter_add_(1, expert_BR, torch.ones_like(expert_BR))
+        loss = self._loss(logits_BTE, scores_BTE, count_BE)
+        weight = self.loss_weight
+        if weight is None and loss is not None:
+            raise RuntimeError("a balance loss needs its weight: set loss_weight to one over the number of tokens")
+        record = partial(self._record, count_BE.sum(0))
+        return _Attach.apply(weights_BTK, loss, weight, record)  # type: ignore[no-any-return]
+
+    def sum_over_sequence(self, count_BE: Tensor) -> Tensor:
+        """Counts of whole sequences, from those of this rank's part of each."""
+        return count_BE
+
+    def reset(self) -> None:
+        """Forget what was counted; called before each step."""
+        self.count_E = self.loss_sum = None
+
+    def _loss(self, logits_BTE: Tensor, scores_BTE: Tensor, count_BE: Tensor) -> Tensor | None:
+        """The losses' sum over this rank's tokens, or None where no loss is asked for.
+
+        Per sequence, DeepSeek-V3 equations 17-20: f_i = E/(K T) (tokens that chose i), P_i = mean of normalised scores,
+        loss = sum of f_i P_i; the mean over T times T tokens leaves the sum of the scores. z-loss: squared
+        log-sum-exp of the logits (Zoph et al. 2022, equation 5).
+        """
+        r, losses = self.routing, []
+        if r.balance_loss_coeff:
+            total_BE = self.sum_over_sequence(count_BE)
+            share_BE = total_BE * r.num_experts / total_BE.sum(1, keepdim=True)
+            mean_scores_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+            losses.append(r.balance_loss_coeff * (share_BE * mean_scores_BTE.sum(1)).sum())
+        if r.z_loss_coeff:
+            losses.append(r.z_loss_coeff * logits_BTE.logsumexp(-1).square().sum())
+        return sum(losses[1:], losses[0]) if losses else None
+
+    def _record(self, count_E: Tensor, loss: Tensor | None) -> None:
+        self.count_E = count_E if self.count_E is None else self.count_E + count_E
+        if loss is not None:
+            self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
+
+
+class _Attach(torch.autograd.Function):
+    """Identity on ``x``; in backward, calls ``record`` and starts the loss with the gradient ``weight``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, loss: Tensor | None, weight: Tensor | None, record: Callable[[Tensor | None], None]
+    ) -> Tensor:
+        ctx.loss, ctx.weight, ctx.record = None if loss is None else loss.detach(), weight, record
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        ctx.record(ctx.loss)
+        start = None if ctx.loss is None else torch.as_tensor(ctx.weight).to(ctx.loss)
+        return gradients[0], start, None, None
+
+
+class Experts(nn.Module):
+    """E feed-forwards (SwiGLU) of equal size, in three weights whose dim 0 is the expert."""
+
+    def __init__(self, num_experts: int, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
+        self.w3 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
+
+    def forward(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
+        """Map rows (R, D), sorted by expert, to (R, D); ``count_E`` says how many rows each expert has."""
+        function = _grouped if _has_grouped_matmul(x_RD) else _one_by_one
+        return function(x_RD, count_E, self.w1, self.w2, self.w3)
+
+
+def _has_grouped_matmul(x_RD: Tensor) -> bool:
+    # On a CPU it took 0.7 to 1.0 of the loop's time, forward and backward (8 to 128 experts, float32 and bfloat16).
+    # On CUDA its kernels are for bfloat16. It cannot take an empty batch.
+    dtypes = (torch.bfloat16,) if x_RD.is_cuda else (torch.float32, torch.bfloat16)
+    return hasattr(F, "grouped_mm") and x_RD.dtype in dtypes and x_RD.size(0) > 0
+
+
+def _grouped(x_RD: Tensor, count_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    stop_E = count_E.cumsum(0).to(torch.int32)
+    gate_RF, up_RF = (F.grouped_mm(x_RD, w.transpose(-2, -1), offs=stop_E) for w in (w1, w3))
+    return F.grouped_mm(F.silu(gate_RF) * up_RF, w2.transpose(-2, -1), offs=stop_E)
+
+
+def _one_by_one(x_RD: Tensor, count_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    parts = zip(x_RD.split(count_E.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
+    return torch.cat([F.linear(F.silu(F.linear(x, a)) * F.linear(x, c), b) for x, a, b, c in parts])
+
+
+class Dispatch(nn.Module):
+    """Bring rows to their experts and back: here, where all experts are at hand, nothing to do."""
+
+    def forward(self, experts: nn.Module, x_RD: Tensor, count_E: Tensor) -> Tensor:
+        """Outputs (R, D) of rows (R, D) that are sorted by expert, ``count_E`` of each."""
+        return experts(x_RD, count_E)  # type: ignore[no-any-return]
+
+
+class MoE(nn.Module):
+    """A feed-forward block of many experts, of which each token uses a few, beside optional shared ones."""
+
+    def __init__(self, dim: int, ffn_dim: int, routing: Routing, shared_ffn_dim: int = 0) -> None:
+        super().__init__()
+        self.routing = routing
+        self.router = Router(dim, routing)
+        self.balance = Balance(routing)
+        self.dispatch = Dispatch()
+        self.experts = Experts(routing.num_experts, dim, ffn_dim)
+        self.shared = FeedForward(dim, shared_ffn_dim) if shared_ffn_dim else None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        logits_BTE, scores_BTE, expert_BTK = self.router(x_BTD)
+        weights_BTK = self.balance(self.router.weights(scores_BTE, expert_BTK), logits_BTE, scores_BTE, expert_BTK)
+        out_BTD = self._mix(x_BTD.flatten(0, 1), weights_BTK.flatten(0, 1), expert_BTK.flatten()).view_as(x_BTD)
+        return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
+
+    def _mix(self, x_SD: Tensor, weights_SK: Tensor, expert_R: Tensor) -> Tensor:
+        r = self.routing
+        order_R = expert_R.argsort(stable=True)
+        inverse_R = inverse_of(order_R)
+        rows_RD = repeat_and_permute(x_SD, r.top_k, order_R, inverse_R)
+        weights_SK = weights_SK.to(x_SD.dtype)
+        if r.score_before_experts:
+            rows_RD = rows_RD * permute(weights_SK.view(-1, 1), order_R, inverse_R)
+        count_E = torch.bincount(expert_R, minlength=r.num_experts)
+        out_RD = permute(self.dispatch(self.experts, rows_RD, count_E), inverse_R, order_R)
+        out_SKD = out_RD.unflatten(0, (-1, r.top_k))
+        if r.score_before_experts:
+            return out_SKD.sum(1)
+        return torch.bmm(weights_SK.unsqueeze(1), out_SKD).squeeze(1)

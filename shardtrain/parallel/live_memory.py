@@ -1,0 +1,91 @@
+"""Count the bytes that a forward and backward pass keeps alive, on tensors that have shapes and no memory.
+
+PyTorch's own trackers are private and count the gathered parameters of FSDP2 badly; here a storage counts from the
+operation that made it to its end, and those that FSDP made are counted apart, by their size of the moment.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+class LiveMemory(TorchDispatchMode):
+    """Bytes alive of what operations made while the mode was on, inside a ``FakeTensorMode``.
+
+    ``activations`` and ``gathered`` are the bytes alive now: of everything but FSDP's buffers, and of those (parameters
+    gathered by FSDP, gradients on their way). ``most_activations`` and ``most_gathered`` are the largest of each.
+    ``parameters`` are those whose reduced gradients FSDP makes: gradients are not counted as buffers.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.activations = self.most_activations = self.most_gathered = 0
+        self._parameters = list(parameters)
+        self._seen: dict[int, int] = {}
+        self._buffers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of FSDP's buffers now: it frees them by resizing them to nothing."""
+        total = sum(storage.nbytes() for storage in self._buffers)
+        reduced = [getattr(p.grad, "_local_tensor", p.grad) for p in self._parameters if p.grad is not None]
+        owned = {id(g.untyped_storage()): g.untyped_storage() for g in reduced if g is not None}
+        return total - sum(storage.nbytes() for storage in owned.values() if storage in self._buffers)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let subclasses such as DTensor come down to plain tensors, then count what the operation made."""
+        if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            self._see(tensor, made_here=False)
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._see(tensor, made_here=True)
+        self.most_activations = max(self.most_activations, self.activations)
+        self.most_gathered = max(self.most_gathered, self.gathered) if self._buffers else 0
+        return result
+
+    def _see(self, tensor: Tensor, made_here: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        size = 0
+        if made_here and _fsdp_is_at_work():
+            self._buffers.add(storage)
+        elif made_here:
+            size = storage.nbytes()
+        self._seen[key] = size
+        self.activations += size
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.activations -= self._seen.pop(key, 0)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _fsdp_is_at_work() -> bool:
+    """Whether FSDP is among the callers; it runs in hooks, so a layer's own operations never have it there."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,275 @@
+"""Which checkpoints there are, which one a run continues from, and what is refused; one process, small tensors."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from shardtrain.checkpoint import Checkpoints
+from shardtrain.config.schema import Checkpoint, Config, Job
+from shardtrain.errors import CheckpointError, StorageError
+
+FACTS: dict[str, Any] = {"state": {"step": 3}, "data_fingerprint": "ab"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """A world of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def checkpoints(root: Path, **options: Any) -> Checkpoints:
+    return Checkpoints(Config(job=Job(dump_folder=str(root)), checkpoint=Checkpoint(enable=True, **options)))
+
+
+def weights(value: float = 0.0, rows: int = 6) -> dict[str, Tensor]:
+    return {"model.a": torch.full((rows, 4), value), "model.b": torch.full((3,), value + 0.1)}
+
+
+def rest(value: float = 0.0) -> dict[str, Tensor]:
+    return {"optimizer.a.exp_avg": torch.full((6, 4), value), "optimizer.a.step": torch.tensor(value)}
+
+
+def save(root: Path, *steps: int, last: bool = False, **options: Any) -> Checkpoints:
+    kept = checkpoints(root, **options)
+    for step in steps:
+        kept.save(step, weights(step), rest(step), FACTS, last)
+    return kept
+
+
+def folder(root: Path) -> list[str]:
+    return sorted(path.name for path in (root / "checkpoint").iterdir())
+
+
+def refusal(root: Path, into: dict[str, Tensor] | None = None, other: dict[str, Tensor] | None = None) -> str:
+    """The one line with which loading step 3 is refused."""
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints(root).load(root / "checkpoint/step-3", into or weights(), rest() if other is None else other)
+    assert caught.value.exit_code == 5
+    assert "\n" not in str(caught.value) and "step-3" in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_was_saved_is_loaded_in_place(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    into, other = weights(), rest()
+    facts = checkpoints(tmp_path).load(tmp_path / "checkpoint/step-3", into, other)
+    assert facts == {**FACTS, "weights_only": False}
+    for mine, theirs in ((into, weights(3)), (other, rest(3))):
+        assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+    assert folder(tmp_path) == ["step-3"]
+
+
+def test_parts_can_be_left_out(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    into = weights()
+    checkpoints(tmp_path).load(tmp_path / "checkpoint/step-3", into, {})
+    assert torch.equal(into["model.a"], weights(3)["model.a"])
+
+
+def test_a_save_is_due_at_intervals_at_the_end_and_where_asked_for() -> None:
+    def due(**options: Any) -> list[int]:
+        found = Checkpoints(Config(checkpoint=Checkpoint(**options)))
+        return [step for step in range(1, 11) if found.is_due(step, 10)]
+
+    assert due(enable=True, interval=4) == [4, 8, 10]
+    assert due(enable=True, interval=500) == [10]
+    assert due(enable=True, interval=5, enable_first_step_checkpoint=True) == [1, 5, 10]
+    assert due(enable=True, interval=1, load_only=True) == []
+    assert due(enable=False, interval=1) == []
+
+
+def test_a_fresh_run_has_nothing_to_continue_from(tmp_path: Path) -> None:
+    assert checkpoints(tmp_path).to_continue() is None
+    (tmp_path / "checkpoint").mkdir()
+    assert checkpoints(tmp_path).to_continue() is None
+
+
+def test_the_newest_by_number_is_continued(tmp_path: Path) -> None:
+    kept = save(tmp_path, 5, 20, 100, keep_latest_k=0)
+    assert kept.steps() == [5, 20, 100]
+    assert kept.to_continue() == tmp_path / "checkpoint/step-100"
+
+
+def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path) -> None:
+    kept = save(tmp_path, 20)
+    for name in ("step-30", "step-40.tmp", "step-50", "step-x", "step-60-old"):
+        (tmp_path / "checkpoint" / name).mkdir()
+    (tmp_path / "checkpoint/step-50/__0_0.distcp").write_bytes(b"a part")
+    (tmp_path / "checkpoint/step-40.tmp/.metadata").touch()
+    (tmp_path / "checkpoint/step-70").write_text("a file")
+    assert kept.steps() == [20]
+    assert kept.to_continue() == tmp_path / "checkpoint/step-20"
+
+
+def test_checkpoints_that_are_off_find_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    off = Checkpoints(Config(job=Job(dump_folder=str(tmp_path))))
+    assert off.to_continue() is None
+
+
+def test_a_step_can_be_chosen_and_a_missing_one_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 0, 5, 10)
+    assert checkpoints(tmp_path, load_step=5).to_continue() == tmp_path / "checkpoint/step-5"
+    assert checkpoints(tmp_path, load_step=0).to_continue() == tmp_path / "checkpoint/step-0"
+    with pytest.raises(CheckpointError, match=r"checkpoint\.load_step=7: .* has no such step; it has 0, 5, 10; use"):
+        checkpoints(tmp_path, load_step=7).to_continue()
+    with pytest.raises(CheckpointError, match="it has none"):
+        checkpoints(tmp_path / "empty", load_step=7).to_continue()
+
+
+def test_going_back_says_that_later_steps_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 5, 10, 15)
+    with caplog.at_level(logging.WARNING, logger="shardtrain"):
+        checkpoints(tmp_path, load_step=5).to_continue()
+    assert "steps 10, 15 stay in" in caplog.text
+    caplog.clear()
+    checkpoints(tmp_path, load_step=15).to_continue()
+    assert not caplog.text
+
+
+def test_the_newest_k_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4, 5, keep_latest_k=2)
+    assert folder(tmp_path) == ["step-4", "step-5"]
+    save(tmp_path / "all", *range(1, 14), keep_latest_k=0)
+    assert len(folder(tmp_path / "all")) == 13
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 9, 10, keep_latest_k=0)
+    save(tmp_path, 3, 4, keep_latest_k=2)
+    assert folder(tmp_path) == ["step-10", "step-3", "step-4", "step-9"]
+
+
+def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    checkpoints(tmp_path).save(3, weights(8), rest(8), FACTS, False)
+    into = weights()
+    checkpoints(tmp_path).load(tmp_path / "checkpoint/step-3", into, rest())
+    assert torch.equal(into["model.a"], weights(8)["model.a"])
+    assert folder(tmp_path) == ["step-3"]
+
+
+def test_what_a_save_cut_short_has_left_does_not_matter(tmp_path: Path) -> None:
+    left = tmp_path / "checkpoint/step-3.tmp"
+    left.mkdir(parents=True)
+    (left / "__7_0.distcp").write_bytes(b"of eight ranks")
+    save(tmp_path, 3)
+    assert folder(tmp_path) == ["step-3"]
+    assert not (tmp_path / "checkpoint/step-3/__7_0.distcp").exists()
+
+
+def test_a_save_that_fails_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = save(tmp_path, 3)
+
+    def full_disk(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dumps", full_disk)
+    with pytest.raises(StorageError, match=r"^cannot write checkpoint .*No space left on device; free space") as caught:
+        kept.save(6, weights(), rest(), FACTS, False)
+    assert caught.value.exit_code == 8
+    assert kept.steps() == [3]
+
+
+def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text("a file")
+    with pytest.raises(StorageError, match=r"cannot write checkpoint .*job\.dump_folder"):
+        save(tmp_path, 3)
+
+
+# -- weights only ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_last_save_can_be_weights_alone_in_a_type_that_pytorch_opens(tmp_path: Path, dtype: str) -> None:
+    kept = save(tmp_path, 1, last_save_model_only=True, export_dtype=dtype)
+    kept.save(3, weights(1 / 3), rest(3), FACTS, True)
+    dcp_to_torch_save(tmp_path / "checkpoint/step-3", tmp_path / "weights.pt")
+    opened = torch.load(tmp_path / "weights.pt", weights_only=True)
+    # a checkpoint that was not flattened opens as it was saved: one table of names
+    expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights(1 / 3).items()}
+    assert opened.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert opened[name].dtype == tensor.dtype and torch.equal(opened[name], tensor)
+    assert json.loads((tmp_path / "checkpoint/step-3/train_state.json").read_text())["weights_only"] is True
+    # steps before the last are whole
+    assert json.loads((tmp_path / "checkpoint/step-1/train_state.json").read_text())["weights_only"] is False
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_alone_start_another_run_in_any_type(tmp_path: Path, dtype: str) -> None:
+    save(tmp_path, 3, last=True, last_save_model_only=True, export_dtype=dtype)
+    into = weights()
+    checkpoints(tmp_path).load(tmp_path / "checkpoint/step-3", into, {})
+    assert into["model.b"].dtype == torch.float32
+    assert torch.equal(into["model.b"], weights(3)["model.b"].to(getattr(torch, dtype)).float())
+
+
+def test_weights_alone_cannot_be_continued(tmp_path: Path) -> None:
+    save(tmp_path, 3, last=True, last_save_model_only=True)
+    message = refusal(tmp_path)
+    assert "holds weights only" in message and "checkpoint.initial_load_path" in message
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    assert "train_state.json cannot be read" in refusal(tmp_path)
+
+
+def test_missing_counters_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    (tmp_path / "checkpoint/step-3/train_state.json").unlink()
+    assert "train_state.json cannot be read" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"state": 3}', "\xff"])
+def test_counters_that_are_no_counters_are_refused(tmp_path: Path, text: str) -> None:
+    save(tmp_path, 3)
+    (tmp_path / "checkpoint/step-3/train_state.json").write_bytes(text.encode("latin-1"))
+    assert "train_state.json" in refusal(tmp_path)
+
+
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    (tmp_path / "checkpoint/step-3/__0_0.distcp").unlink()
+    assert "cannot be loaded" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_file_cut_short_is_refused(tmp_path: Path, name: str, share: float) -> None:
+    save(tmp_path, 3)
+    path = tmp_path / "checkpoint/step-3" / name
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    assert "cannot be" in refusal(tmp_path)
+
+
+def test_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    message = refusal(tmp_path, into=weights(rows=7))
+    assert "model.a" in message and "[6, 4]" in message and "[7, 4]" in message
+
+
+def test_a_tensor_that_is_missing_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    assert "model.c" in refusal(tmp_path, into={**weights(), "model.c": torch.zeros(1)})
+
+
+def test_a_model_with_fewer_tensors_is_refused_and_not_cut_in_silence(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    message = refusal(tmp_path, into={"model.a": torch.zeros(6, 4)})
+    assert "holds 1 tensors that this run has not, such as model.b" in message

@@ -1,0 +1,160 @@
+"""Impossible pipelines and context splits are refused before any process exists, with the nearest legal values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardtrain import config
+from shardtrain.config import stages
+from shardtrain.config.schema import Parallelism
+
+TINY = """
+[model]
+overrides = {vocab_size = 512, dim = 64, num_layers = 8, num_heads = 4, num_kv_heads = 2, head_dim = 16, ffn_dim = 128}
+[training]
+local_batch_size = 8
+seq_len = 64
+mixed_precision_param = "float32"
+[parallelism]
+"""
+
+# parallelism table, more arguments -> option and words of the one problem
+WRONG: list[tuple[str, list[str], list[str]]] = [
+    ("pipeline_parallel_degree = 16", [], ["pipeline_parallel_degree=16", "more than the 8 layers"]),
+    (
+        'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"\n'
+        "pipeline_parallel_layers_per_stage = 5",
+        [],
+        ["pipeline_parallel_layers_per_stage=5", "takes at least two per rank", "4 stages or more"],
+    ),
+    (
+        "pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 2",
+        [],
+        ["makes 5 stages, which 2 pipeline ranks", "2, 4 or 6 stages"],
+    ),
+    (
+        "pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 3",
+        [],
+        ["makes 4 stages, and 1F1B takes one per rank (2)", "Interleaved1F1B"],
+    ),
+    (
+        'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n'
+        "pipeline_parallel_layers_per_stage = 5",
+        [],
+        ["makes 2 stages, and ZBVZeroBubble takes two per rank (4)"],
+    ),
+    (
+        "pipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 8",
+        [],
+        ["pipeline_parallel_microbatch_size=8", "makes 1 micro-batches of the 8", "fewer than the 2 stages"],
+    ),
+    (
+        'pipeline_parallel_degree = 4\npipeline_parallel_schedule = "Interleaved1F1B"\n'
+        "pipeline_parallel_microbatch_size = 2",
+        [],
+        ["makes 4 micro-batches", "fewer than the 8 stages"],
+    ),
+    (
+        'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"',
+        ["--training.local_batch_size", "7"],
+        ["makes 7 micro-batches, which do not fill rounds of 2", "6 or 8"],
+    ),
+    (
+        'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "DualPipeV"',
+        ["--compile.enable"],
+        ['pipeline_parallel_schedule="DualPipeV"', "torch.compile gets wrong", "1F1B"],
+    ),
+    (
+        "pipeline_parallel_degree = 2",
+        ["--model.overrides.tied_embeddings", "true"],
+        ["pipeline_parallel_degree=2", "they are one tensor", "tied_embeddings = false"],
+    ),
+    (
+        'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "PipelineScheduleMulti"',
+        [],
+        ["means a schedule of your own, and there is none", "pipeline_parallel_schedule_csv"],
+    ),
+    (
+        'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "2F2B"',
+        [],
+        ["pipeline_parallel_schedule", "2F2B"],
+    ),
+    (
+        'pipeline_parallel_degree = 2\nmodule_fqns_per_model_part = [["embed"], ["layers.0"], ["norm", "head"]]',
+        [],
+        ["makes 3 stages, which 2 pipeline ranks cannot share"],
+    ),
+    (
+        'context_parallel_degree = 2\ncontext_parallel_load_balancer = "ptrr"',
+        [],
+        ['context_parallel_load_balancer="ptrr"', '"headtail" or "none"'],
+    ),
+    (
+        'context_parallel_degree = 4\ncontext_parallel_method = "ulysses"',
+        [],
+        ["context_parallel_degree=4", "the 2 KV heads", "use 1 or 2"],
+    ),
+    (
+        'context_parallel_degree = 2\ntensor_parallel_degree = 2\ncontext_parallel_method = "ulysses"',
+        [],
+        ["the 2 KV heads, 2 ways split by tensor_parallel_degree,"],
+    ),
+    ("context_parallel_degree = 3", [], ["training.seq_len=64", "multiple of 6", "60 or 66"]),
+]
+
+
+@pytest.mark.parametrize(("table", "arguments", "words"), WRONG)
+def test_an_impossible_split_is_one_problem_with_a_way_out(
+    tmp_path: Path, table: str, arguments: list[str], words: list[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(TINY + table + "\n")
+    problems = [str(problem) for problem in config.check(config.load(file, arguments))]
+    assert len(problems) == 1, problems
+    for word in words:
+        assert word in problems[0]
+
+
+@pytest.mark.parametrize("schedule", [name for name in stages.SCHEDULES if name not in stages.FROM_CSV])
+def test_every_schedule_has_a_config_that_checks(tmp_path: Path, schedule: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(TINY + f'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "{schedule.lower()}"\n')
+    assert config.check(config.load(file)) == []
+
+
+def test_too_few_micro_batches_are_found_once_the_ranks_are_known(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(TINY + "pipeline_parallel_degree = 4\n")
+    loaded = config.load(file, ["--training.local_batch_size", "1", "--training.global_batch_size", "8"])
+    assert config.check(loaded) == []
+    assert config.machine_notes(loaded, world_size=4) == []
+    found = [str(problem) for problem in config.machine_notes(loaded, world_size=16)]
+    assert len(found) == 1
+    assert "makes 2 micro-batches of the 2 sequences of a step, fewer than the 4 stages" in found[0]
+
+
+@pytest.mark.parametrize("layers", range(1, 40))
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
+def test_stages_hold_every_layer_once_in_order(layers: int, degree: int) -> None:
+    for ends in (0, 1):
+        parallelism = Parallelism(
+            pipeline_parallel_degree=degree,
+            pipeline_parallel_first_stage_less_layers=ends,
+            pipeline_parallel_last_stage_less_layers=ends,
+        )
+        ranges = stages.layers_per_stage(parallelism, layers)
+        sizes = [len(part) for part in ranges]
+        if all(sizes):
+            assert [layer for part in ranges for layer in part] == list(range(layers))
+            weights = [sizes[i] + (ends if i == 0 else 0) + (ends if i == degree - 1 else 0) for i in range(degree)]
+            assert max(weights) - min(weights) <= 1
+
+
+@pytest.mark.parametrize("schedule", stages.SCHEDULES)
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_ranks_hold_every_stage_once(schedule: str, degree: int) -> None:
+    count = degree if schedule in stages.SINGLE else 2 * degree
+    held = [stage for rank in range(degree) for stage in stages.stages_of_rank(schedule, rank, degree, count)]
+    assert sorted(held) == list(range(count))

@@ -1,0 +1,46 @@
+"""Wrong values of Muon's options, and options that wait for Muon, are one problem each with its fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardtrain.config import check, load
+
+
+def problems(tmp_path: Path, text: str) -> list[str]:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return [str(problem) for problem in check(load(file, []))]
+
+
+@pytest.mark.parametrize(
+    ("line", "fragments"),
+    [
+        ("muon_momentum = -0.1", ["optimizer.muon_momentum=-0.1", "at least 0 and below 1"]),
+        ("muon_momentum = 1.0", ["optimizer.muon_momentum=1.0", "at least 0 and below 1"]),
+        ("muon_steps = 0", ["optimizer.muon_steps=0", "at least 1"]),
+        ("muon_update_rms = 0.0", ["optimizer.muon_update_rms=0.0", "above 0"]),
+    ],
+)
+def test_a_wrong_value_is_one_problem(tmp_path: Path, line: str, fragments: list[str]) -> None:
+    [problem] = problems(tmp_path, f'[optimizer]\nname = "Muon"\n{line}\n')
+    assert all(fragment in problem for fragment in fragments)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "muon_momentum = 0.9",
+        "muon_nesterov = false",
+        "muon_steps = 6",
+        "muon_update_rms = 0.3",
+        'muon_dtype = "float32"',
+        'muon_adamw_patterns = ["embed*"]',
+    ],
+)
+def test_an_option_of_muon_stops_a_run_with_another_optimizer(tmp_path: Path, line: str) -> None:
+    [problem] = problems(tmp_path, f"[optimizer]\n{line}\n")
+    assert "no effect on another optimizer" in problem and 'set optimizer.name = "Muon"' in problem
+    assert not problems(tmp_path, f'[optimizer]\nname = "Muon"\n{line}\n')

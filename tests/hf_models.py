@@ -1,0 +1,86 @@
+"""The same weights in a model of ours and in Hugging Face's: their logits must agree.
+
+Hugging Face's code was written by others from the same papers, which makes it an independent check of formulas.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NAMES = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn.wq_a": "self_attn.q_a_proj",
+    "attn.wq_b": "self_attn.q_b_proj",
+    "attn.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attn.wkv_b": "self_attn.kv_b_proj",
+    "attn.kv_norm": "self_attn.kv_a_layernorm",
+    "attn.wq": "self_attn.q_proj",
+    "attn.wk": "self_attn.k_proj",
+    "attn.wv": "self_attn.v_proj",
+    "attn.wo": "self_attn.o_proj",
+    "attn.k_norm": "self_attn.k_norm",
+    "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "moe.router.gate": "mlp.gate",
+    "moe.shared.w1": "mlp.shared_experts.gate_proj",
+    "moe.shared.w2": "mlp.shared_experts.down_proj",
+    "moe.shared.w3": "mlp.shared_experts.up_proj",
+    "ffn.w1": "mlp.gate_proj",
+    "ffn.w2": "mlp.down_proj",
+    "ffn.w3": "mlp.up_proj",
+}
+
+
+def copy_weights(theirs: nn.Module, ours: nn.Module) -> None:
+    """Fill our model with their weights (and the bias of a router's choice)."""
+    source = theirs.state_dict()
+    with torch.no_grad():
+        for name, tensor in ours.state_dict().items():
+            tensor.copy_(_find(name, source))
+
+
+def _find(name: str, source: dict[str, Tensor]) -> Tensor:
+    layer = re.match(r"layers\.(\d+)\.(.*)", name)
+    if layer is None:
+        return source[_NAMES[name]]
+    prefix, rest = f"model.layers.{layer[1]}.", layer[2]
+    if rest.startswith("moe.experts."):
+        return _expert_weight(rest[-2:], f"{prefix}mlp.experts.", source)
+    if rest == "attn.q_norm.weight":  # of a head in Qwen3, of the latent in DeepSeek
+        latent = f"{prefix}self_attn.q_a_layernorm.weight"
+        return source[latent] if latent in source else source[f"{prefix}self_attn.q_norm.weight"]
+    if rest == "attn.wq_b.weight" and f"{prefix}self_attn.q_proj.weight" in source:
+        return source[f"{prefix}self_attn.q_proj.weight"]
+    owner = rest if rest in _NAMES else rest.removesuffix(".weight")
+    return source[prefix + _NAMES[owner] + rest[len(owner) :]]
+
+
+def _expert_weight(ours: str, prefix: str, source: dict[str, Tensor]) -> Tensor:
+    if ours == "w2":
+        return source[f"{prefix}down_proj"]
+    return source[f"{prefix}gate_up_proj"].chunk(2, dim=1)[0 if ours == "w1" else 1]
+
+
+@torch.no_grad()
+def assert_same_logits(theirs: nn.Module, ours: nn.Module, tolerance: float = 1e-4) -> None:
+    """Random weights (biases too) and tokens; float32 leaves about 1e-6, so 1e-4 is room for no other formula."""
+    generator = torch.Generator().manual_seed(0)
+    for tensor in theirs.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.2 if tensor.ndim > 1 else 0.1))
+            if tensor.ndim == 1:
+                tensor += 1.0
+    copy_weights(theirs, ours)
+    vocab_size: Any = theirs.config.vocab_size
+    tokens_BT = torch.randint(0, vocab_size, (2, 24), generator=generator)
+    expected_BTV = theirs.eval()(tokens_BT).logits
+    logits_BTV = ours(tokens_BT, torch.arange(24).expand(2, -1))
+    assert expected_BTV.std() > 0.1
+    torch.testing.assert_close(logits_BTV, expected_BTV, atol=tolerance, rtol=0)

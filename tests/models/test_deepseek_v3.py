@@ -1,0 +1,110 @@
+"""DeepSeek-V3 and V2: published sizes, Hugging Face's logits, and what latent attention promises."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hf_models import assert_same_logits
+
+from shardtrain.models import build, find, shape_of
+from shardtrain.models.layers import RotaryAngles, YarnAngles, rotate, rotate_pairs, yarn_scale
+
+# 671B is that of the published weights without the second head and the biases of the choice (58 layers of 256)
+SIZES = {"debugmodel": 33_014_016, "16B": 15_706_484_224, "236B": 235_741_434_880, "671B": 671_026_404_352}
+TINY = {
+    "vocab_size": 64,
+    "dim": 32,
+    "num_layers": 3,
+    "num_dense_layers": 1,
+    "num_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "ffn_dim": 48,
+    "moe_ffn_dim": 16,
+    "num_experts": 8,
+    "top_k": 2,
+    "num_groups": 4,
+    "top_groups": 2,
+}
+
+
+def test_every_flavor_has_its_published_size() -> None:
+    module = find("deepseek_v3")
+    for flavor in module.FLAVORS:
+        model = build(module, shape_of(module, flavor, {}, "rmsnorm"))
+        assert sum(p.numel() for p in model.parameters()) == SIZES[flavor], flavor
+
+
+@pytest.mark.parametrize(("q_lora_rank", "factor"), [(16, 40.0), (0, 40.0), (16, 1.0)])
+def test_logits_are_those_of_hugging_face(q_lora_rank: int, factor: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    yarn: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 4096,
+    }
+    rope = {"rope_theta": 10000.0, **(yarn if factor > 1 else {"rope_type": "default"})}
+    config = transformers.DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=48,
+        q_lora_rank=q_lora_rank or None,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        rope_parameters=rope,
+    )
+    module = find("deepseek_v3")
+    ours = module.Model(module.Config(**{**TINY, "q_lora_rank": q_lora_rank, "rope_factor": factor}))
+    assert_same_logits(transformers.DeepseekV3ForCausalLM(config), ours)
+
+
+def test_both_pairings_of_rotary_features_give_the_same_scores() -> None:
+    angles = RotaryAngles(8, 100.0)(torch.arange(5).expand(1, -1))
+    q, k = torch.randn(2, 1, 5, 2, 8, generator=torch.Generator().manual_seed(0))
+    halves = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    scores = torch.einsum("btnh,bsnh->bnts", rotate_pairs(q, angles), rotate_pairs(k, angles))
+    other = torch.einsum("btnh,bsnh->bnts", rotate(q[..., halves], angles), rotate(k[..., halves], angles))
+    torch.testing.assert_close(scores, other)
+
+
+def test_yarn_keeps_fast_pairs_and_divides_slow_ones() -> None:
+    plain = RotaryAngles(64, 10000.0).inverse_frequencies()
+    yarn = YarnAngles(64, 10000.0, 40.0, 4096, 32.0, 1.0).inverse_frequencies()
+    turns = 4096 * plain / (2 * math.pi)
+    assert torch.equal(yarn[turns > 40], plain[turns > 40])
+    torch.testing.assert_close(yarn[turns < 0.7], plain[turns < 0.7] / 40.0)
+    assert (yarn <= plain).all() and (yarn >= plain / 40 * 0.999).all()
+    torch.testing.assert_close(YarnAngles(64, 10000.0, 1.0, 4096, 32.0, 1.0).inverse_frequencies(), plain)
+    assert yarn_scale(1.0, 1.0) == 1.0
+    assert yarn_scale(40.0, 1.0) == pytest.approx(1.3689, abs=1e-4)
+
+
+def test_the_first_layers_are_dense_and_the_others_have_experts() -> None:
+    module = find("deepseek_v3")
+    model = module.Model(module.Config(**{**TINY, "num_dense_layers": 2}))
+    has_experts = [hasattr(layer.moe, "experts") for layer in model.layers.values()]
+    assert has_experts == [False, False, True]
+    assert [hasattr(layer.ffn, "w1") for layer in model.layers.values()] == [True, True, False]

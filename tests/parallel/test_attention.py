@@ -1,0 +1,93 @@
+"""Attention over a sequence that is split over ranks equals attention over the whole, forward and backward."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from shardtrain.parallel import attention
+
+B, T, N, K, H = 2, 48, 4, 2, 8
+KINDS = {
+    "gathered, balanced": (attention.gathered_attention, True),
+    "gathered, in order": (attention.gathered_attention, False),
+    "ring, balanced": (attention.ring_attention, True),
+    "ring, in order": (attention.ring_attention, False),
+    "ulysses": (attention.ulysses_attention, False),
+}
+
+
+def inputs(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal grouped attention written out in float64."""
+    q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
+    scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(H)
+    scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+    return torch.einsum("bnts,bsnh->btnh", scores.softmax(-1), v)
+
+
+def part(whole: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
+    if not balanced:
+        return whole.chunk(size, 1)[rank].contiguous()
+    chunks = whole.chunk(2 * size, 1)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), 1)
+
+
+def largest_errors(rank: int, dtype: torch.dtype) -> dict[str, list[float]]:
+    size = dist.get_world_size()
+    *whole, gradient = inputs(dtype)
+    leaves = [x.double().requires_grad_() for x in whole]
+    expected = by_hand(*leaves)
+    expected.backward(gradient.double())
+    targets = [expected.detach(), *(leaf.grad for leaf in leaves)]
+    errors = {}
+    for name, (function, balanced) in KINDS.items():
+        if name == "ulysses" and K % size:
+            continue
+        local = [part(x, rank, size, balanced).requires_grad_() for x in whole]
+        out = function(*local, dist.group.WORLD, balanced)
+        out.backward(part(gradient, rank, size, balanced))
+        got = [out.detach(), *(x.grad for x in local)]
+        pairs = zip(got, targets, strict=True)
+        errors[name] = [float((mine - part(theirs, rank, size, balanced)).abs().max()) for mine, theirs in pairs]
+    return errors
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_split_attention_equals_attention_written_out(num_ranks: int) -> None:
+    for errors in run_ranks(num_ranks, largest_errors, torch.float32):
+        for name, values in errors.items():
+            assert max(values) < 2e-6, (name, values)  # values and gradients are about one; float32 keeps 1e-7
+
+
+def test_split_attention_in_bfloat16_loses_no_more_than_the_type_does() -> None:
+    for errors in run_ranks(2, largest_errors, torch.bfloat16):
+        for name, values in errors.items():
+            assert max(values) < 6e-2, (name, values)  # 2^-8 of values up to about 4
+
+
+def test_parts_of_the_ring_meet_every_earlier_key_once() -> None:
+    for balanced in (True, False):
+        for size in (1, 2, 3, 5):
+            tokens = 2 * 4
+            order = torch.arange(size * tokens)[None, :, None, None]
+            places = [part(order, rank, size, balanced).flatten() for rank in range(size)]
+            for rank in range(size):
+                seen = torch.zeros(tokens, size * tokens, dtype=torch.int64)
+                for source in range(size):
+                    for rows, columns, causal in attention._ring_pieces(tokens, source, rank, balanced):
+                        mask = torch.ones(tokens, tokens)[rows, columns]
+                        mask = mask.tril() if causal else mask
+                        seen[rows, places[source][columns]] += mask.long()
+                expected = places[rank][:, None] >= torch.arange(size * tokens)[None]
+                assert torch.equal(seen, expected.long()), (balanced, size, rank)

@@ -1,0 +1,60 @@
+"""Cutting sequences over ranks: every token goes to one rank with its own position and target."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import assert_same_numbers, reference, run_tiny, tiny_config
+
+from shardtrain.parallel import context
+
+WAYS = {
+    "gather": {},
+    "gather, in order": {"context_parallel_load_balancer": "none"},
+    "ring": {"context_parallel_rotate_method": "alltoall"},
+    "ring, in order": {"context_parallel_rotate_method": "alltoall", "context_parallel_load_balancer": "none"},
+    "ulysses": {"context_parallel_method": "ulysses"},
+}
+
+
+class FakeMesh:
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self, axis: str) -> int:
+        return self._size
+
+    def rank(self, axis: str) -> int:
+        return self._rank
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_token_goes_to_one_rank_with_its_position_and_target(way: str, size: int) -> None:
+    config = tiny_config(parallelism={"context_parallel_degree": size, **WAYS[way]})
+    tokens = torch.arange(3 * 64).view(3, 64)
+    batch = SimpleNamespace(tokens_BT=tokens, targets_BT=tokens + 1000, positions_BT=torch.arange(64).expand(3, 64))
+    seen = []
+    for rank in range(size):
+        tokens_Bt, targets_Bt, positions_Bt = context.cut(batch, FakeMesh(size, rank), config)  # type: ignore[arg-type]
+        assert tokens_Bt.shape == (3, 64 // size)
+        assert torch.equal(targets_Bt, tokens_Bt + 1000)
+        assert torch.equal(tokens_Bt % 64, positions_Bt)
+        seen.append(tokens_Bt)
+    assert torch.equal(torch.cat(seen, 1).sort(1).values, tokens)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_context_parallelism_changes_no_number(way: str) -> None:
+    config = tiny_config(parallelism={"context_parallel_degree": 2, **WAYS[way]})
+    for result in run_tiny(2, config):
+        assert_same_numbers(result, reference())
+
+
+@pytest.mark.parametrize("way", ["gather", "ring"])
+def test_four_context_ranks_change_no_number(way: str) -> None:
+    config = tiny_config(parallelism={"context_parallel_degree": 4, **WAYS[way]})
+    for result in run_tiny(4, config, steps=4):
+        assert_same_numbers(result, reference(4))

@@ -1,0 +1,119 @@
+"""Pipeline stages: a whole model cut without renaming, every schedule with the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import make_run, reference, run_tiny, tiny_config
+from torch import nn
+
+from shardtrain import models
+from shardtrain.config import stages
+from shardtrain.errors import ConfigError
+from shardtrain.parallel import LOSS_AXES, pipeline
+from shardtrain.shards import local_tensor
+
+EVEN = {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}
+
+
+def piped(degree: int = 2, schedule: str = "1F1B", **more: Any) -> dict[str, Any]:
+    return {"pipeline_parallel_degree": degree, "pipeline_parallel_schedule": schedule, **EVEN, **more}
+
+
+class FakeMesh:
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self, axis: str) -> int:
+        return self._size
+
+    def rank(self, axis: str) -> int:
+        return self._rank
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_stages_share_the_model_out_and_keep_its_names(schedule: str) -> None:
+    config = tiny_config(parallelism=piped(schedule=schedule))
+    module = models.find("llama3")
+    whole = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
+    names: list[str] = []
+    for rank in range(2):
+        for part in pipeline.cut(whole, module.LAYOUT, FakeMesh(2, rank), config):  # type: ignore[arg-type]
+            names += [name for name, _ in part.named_parameters()]
+            missing = [name for name in ("embed", "norm", "head") if isinstance(getattr(part, name), nn.Identity)]
+            assert len(missing) + sum(name.split(".")[0] in ("embed", "norm", "head") for name in names) >= 3
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+
+
+@pytest.mark.parametrize("schedule", [name for name in stages.SCHEDULES if name not in stages.FROM_CSV])
+def test_every_schedule_changes_no_number(schedule: str) -> None:
+    for result in run_tiny(2, tiny_config(parallelism=piped(schedule=schedule)), steps=5):
+        assert_same_losses(result)
+
+
+def assert_same_losses(result: Any) -> None:
+    """For a rank that holds some of the weights."""
+    expected = reference(5)
+    for name, weight in result.initial.items():
+        assert torch.equal(weight, expected.initial[name])
+    for name, weight in result.final.items():
+        torch.testing.assert_close(weight, expected.final[name], atol=2e-6, rtol=0, msg=name)
+    for mine, theirs in zip(result.losses, expected.losses, strict=True):
+        assert abs(mine - theirs) <= 1e-5
+    for mine, theirs in zip(result.grad_norms, expected.grad_norms, strict=True):
+        assert abs(mine - theirs) <= 1e-4
+
+
+def test_uneven_stages_by_name_change_no_number() -> None:
+    parts = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
+    for result in run_tiny(2, tiny_config(parallelism=piped(module_fqns_per_model_part=parts)), steps=5):
+        assert_same_losses(result)
+
+
+def test_larger_micro_batches_change_no_number() -> None:
+    config = tiny_config(parallelism=piped(pipeline_parallel_microbatch_size=2))
+    for result in run_tiny(2, config, steps=5):
+        assert_same_losses(result)
+
+
+def test_a_schedule_from_a_file_changes_no_number(tmp_path: Path) -> None:
+    # GPipe written out for two ranks with one stage each and eight micro-batches
+    lines = [
+        ",".join([*(f"0F{i}" for i in range(8)), "", "", *(f"0B{i}" for i in range(8))]),
+        ",".join(["", *(f"1F{i}" for i in range(8)), *(f"1B{i}" for i in range(8)), ""]),
+    ]
+    file = tmp_path / "gpipe.csv"
+    file.write_text("\n".join(lines) + "\n")
+    parallelism = piped(schedule="PipelineScheduleMulti", pipeline_parallel_schedule_csv=str(file))
+    parallelism["pipeline_parallel_layers_per_stage"] = 2
+    for result in run_tiny(2, tiny_config(parallelism=parallelism), steps=5):
+        assert_same_losses(result)
+
+
+def test_names_that_do_not_cover_the_model_are_refused() -> None:
+    config = tiny_config(parallelism=piped(module_fqns_per_model_part=[["embed", "layers.0"], ["layers.1", "norm"]]))
+    module = models.find("llama3")
+    whole = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
+    with pytest.raises(ConfigError, match="does not cover the model.*head.*layers.2"):
+        pipeline.cut(whole, module.LAYOUT, FakeMesh(2, 0), config)  # type: ignore[arg-type]
+
+
+def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:
+    run = make_run(rank, config)
+    batch = next(run.stream)
+    before = {name: local_tensor(p.detach()).clone() for name, p in run.runner.parameters().items()}
+    loss = run.mesh.sum(run.runner.evaluate(batch), over=("pp", *LOSS_AXES)).item()
+    same = all(torch.equal(before[name], local_tensor(p)) for name, p in run.runner.parameters().items())
+    return loss, batch.num_targets, same and all(p.grad is None for p in run.runner.parameters().values())
+
+
+def test_evaluation_gives_the_loss_of_one_process_and_changes_nothing() -> None:
+    training = {"local_batch_size": 8}
+    expected = run_ranks(1, evaluated, tiny_config(training=training))[0]
+    for result in run_ranks(2, evaluated, tiny_config(training=training, parallelism=piped())):
+        assert result[0] == pytest.approx(expected[0], rel=1e-6)
+        assert result[1:] == expected[1:] == (8 * 64, True)

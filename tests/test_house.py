@@ -1,0 +1,164 @@
+"""Laws of the house: short files, short functions, a short reading path, and nothing that opens a hole."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import shardtrain
+
+PACKAGE = Path(shardtrain.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
+
+MAX_FILE_LINES = 350
+# one line of help per option: it grows with options alone, and cutting it in two would help no reader
+LONGER_FILES = {"config/schema.py": 600}
+MAX_FUNCTION_LINES = 60
+MAX_TRAINER_LINES = 300
+MAX_READING_PATH_LINES = 3500
+
+# What one must read to follow a step of a dense run, from the command line to the update and its log line
+READING_PATH = [
+    "cli.py",
+    "launch/local.py",
+    "config/load.py",
+    "config/schema.py",
+    "config/derived.py",
+    "config/check.py",
+    "train.py",
+    "state.py",
+    "schedule.py",
+    "seeding.py",
+    "layout.py",
+    "models/__init__.py",
+    "models/llama3.py",
+    "models/llama.py",
+    "models/layers.py",
+    "init.py",
+    "loss.py",
+    "shards.py",
+    "tied.py",
+    "parallel/__init__.py",
+    "parallel/runner.py",
+    "parallel/mesh.py",
+    "parallel/tensor.py",
+    "parallel/recompute.py",
+    "parallel/compile.py",
+    "parallel/shard.py",
+    "parallel/clip.py",
+    "parallel/world.py",
+    "data/__init__.py",
+    "data/loader.py",
+    "data/batch.py",
+    "data/pack.py",
+    "data/order.py",
+    "data/sources/__init__.py",
+    "data/sources/python_stdlib.py",
+    "optim/__init__.py",
+    "optim/build.py",
+    "optim/adamw.py",
+    "optim/groups.py",
+    "metrics/__init__.py",
+    "metrics/meters.py",
+]
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def calls(path: Path) -> list[tuple[str, ast.Call]]:
+    """Each call of a file with its dotted name as written."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def keyword(call: ast.Call, name: str) -> object:
+    return next(
+        (ast.literal_eval(k.value) for k in call.keywords if k.arg == name and isinstance(k.value, ast.Constant)), None
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_files_and_functions_are_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    limit = LONGER_FILES.get(str(path.relative_to(PACKAGE)), MAX_FILE_LINES)
+    assert len(text.splitlines()) <= limit
+    lengths = {node.name: node.end_lineno - node.lineno + 1 for node in functions(ast.parse(text))}
+    assert not {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES}
+
+
+def test_the_trainer_is_short() -> None:
+    assert len((PACKAGE / "train.py").read_text().splitlines()) < MAX_TRAINER_LINES
+
+
+def lines_of_code(path: Path) -> int:
+    """Lines without blank ones, comments and docstrings."""
+    text = path.read_text(encoding="utf-8")
+    texts = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    prose = {
+        line
+        for node in texts
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    empty = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in empty]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - prose)
+
+
+def test_one_step_of_a_dense_run_can_be_followed_in_an_afternoon() -> None:
+    """Code is counted, and the help texts of options are not; the whole is printed with it (pytest -s)."""
+    missing = [name for name in READING_PATH if not (PACKAGE / name).is_file()]
+    assert not missing, f"the reading path names files that are no more: {missing}"
+    code = {name: lines_of_code(PACKAGE / name) for name in READING_PATH}
+    whole = sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in READING_PATH)
+    print(f"\nreading path: {sum(code.values())} lines of code, {whole} with docs and blanks, {len(code)} files")
+    assert sum(code.values()) < MAX_READING_PATH_LINES, code
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_nothing_is_left_undone(path: Path) -> None:
+    found = re.findall(r"\b(?:TODO|FIXME|XXX|NotImplementedError)\b", path.read_text(encoding="utf-8"))
+    assert not found
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_no_file_knows_a_machine(path: Path) -> None:
+    """A path below a home, a checkout or a temporary folder is somebody's machine."""
+    assert not re.findall(r"[\"'`\s](?:/home/|/work/|/root/|/Users/|/mnt/|C:\\\\)\S*", path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_opening_data_never_runs_code(path: Path) -> None:
+    for name, call in calls(path):
+        assert name not in ("eval", "exec", "os.system", "os.popen"), name
+        assert not re.fullmatch(r"(?:pickle|cPickle|dill|cloudpickle|marshal|shelve|joblib)\.\w+", name), name
+        assert keyword(call, "shell") is not True, f"{name}(shell=True)"
+        assert keyword(call, "trust_remote_code") is None, name
+        assert keyword(call, "allow_pickle") is not True, name
+        if name == "torch.load":
+            assert keyword(call, "weights_only") is True, "torch.load needs weights_only=True"
+        assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), name
+    assert "trust_remote_code" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_no_pickle_is_imported(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    assert not imported & {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_every_file_says_what_it_is_for(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(ast.get_docstring(ast.parse(text)) or "") > 20
+    assert "from __future__ import annotations" in text or not functions(ast.parse(text))
