@@ -40,6 +40,13 @@ PARAMETER_COUNTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_gradients():
+    """Forward alone: the balance losses of experts are a matter of training."""
+    with torch.no_grad():
+        yield
+
+
 def small_shape(family: str, **overrides) -> tuple[Any, Any]:
     """The module of a family and a small Config of it."""
     module = find(family)
@@ -56,7 +63,7 @@ def tiny(family: str, **overrides) -> tuple[Any, nn.Module]:
     model = module.Model(shape)
     for name, parameter in model.named_parameters():
         init.draw_(parameter, name, draws[name], 0)
-    return module, model.eval()  # a balance loss of experts is a matter of training
+    return module, model
 
 
 def inputs(tokens: int = 12) -> tuple[Tensor, Tensor]:
@@ -110,7 +117,8 @@ def test_a_model_is_causal(family: str) -> None:
     changed = tokens.clone()
     changed[:, 8] = (changed[:, 8] + 1) % SHAPE["vocab_size"]
     before, after = model(tokens, positions), model(changed, positions)
-    assert torch.equal(before[:, :8], after[:, :8])
+    # not to the bit: a matmul over an expert's tokens may round otherwise when their number changes
+    torch.testing.assert_close(after[:, :8], before[:, :8], atol=1e-6, rtol=1e-5)
     assert (before[:, 8:] - after[:, 8:]).abs().amax(dim=(0, 2)).min() > 1e-4
 
 
@@ -133,7 +141,7 @@ def test_positions_go_with_their_rows(family: str) -> None:
     tokens, positions = inputs()
     other = positions.clone()
     other[1] = torch.arange(12) % 6
-    assert torch.equal(model(tokens, positions)[0], model(tokens, other)[0])
+    torch.testing.assert_close(model(tokens, other)[0], model(tokens, positions)[0], atol=1e-6, rtol=1e-5)
     assert not torch.equal(model(tokens, positions)[1], model(tokens, other)[1])
 
 

@@ -1,0 +1,125 @@
+"""Run a function on n forked processes, with or without a process group: they share what the parent has imported."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from shardtrain.errors import ShardtrainError
+
+TIMEOUT_SECONDS = 300
+"""How long ranks may take in all: a mesh that hangs is a finding too."""
+
+
+class RankFailed(Exception):
+    """A rank ended with an error, died or hung; ``error`` is what it raised where that can be known."""
+
+    def __init__(self, sentence: str, error: ShardtrainError | None = None) -> None:
+        super().__init__(sentence)
+        self.error = error
+
+
+def run(num_ranks: int, function: Callable[..., Any], *arguments: Any, folder: Path, group: bool = True) -> list[Any]:
+    """The plain results of ``function(rank, num_ranks, *arguments)`` of each process, in order of rank.
+
+    With ``group`` the processes have a process group, which meets through a file in ``folder``: nothing listens.
+
+    Raises:
+        RankFailed: a process raised, died, or did not answer in time; the others are stopped.
+    """
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    processes = [
+        context.Process(
+            target=_child,
+            args=(rank, num_ranks, folder if group else None, pipes[rank][1], function, arguments),
+            daemon=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        return _collect([receiver for receiver, _ in pipes])
+    finally:
+        _end(processes)
+
+
+def _collect(receivers: list[Connection]) -> list[Any]:
+    answers: dict[int, Any] = {}
+    waiting: dict[Any, int] = {receiver: rank for rank, receiver in enumerate(receivers)}
+    end = time.monotonic() + TIMEOUT_SECONDS
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            silent = ", ".join(map(str, sorted(waiting.values())))
+            raise RankFailed(f"rank {silent} did not answer in {TIMEOUT_SECONDS} s")
+        for receiver in ready:
+            rank = waiting.pop(receiver)
+            try:
+                # bytes that a child of this very process has written
+                sentence, error, value = pickle.loads(receiver.recv_bytes())  # type: ignore[attr-defined]
+            except EOFError:
+                raise RankFailed(f"rank {rank} died") from None
+            if sentence:
+                raise RankFailed(f"rank {rank}: {sentence}", error)
+            answers[rank] = value
+    return [answers[rank] for rank in range(len(receivers))]
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.pid is None:
+            continue
+        process.join(timeout=1)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _child(
+    rank: int,
+    num_ranks: int,
+    folder: Path | None,
+    sender: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+    try:
+        if folder is not None:
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            store = dist.FileStore(str(folder / "store"), num_ranks)
+            limit = timedelta(seconds=TIMEOUT_SECONDS)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        answer = ("", None, function(rank, num_ranks, *arguments))
+    except ShardtrainError as error:
+        answer = (str(error), error, None)
+    except BaseException as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = str(error).strip().splitlines() or [""]
+        answer = (f"{type(error).__name__}: {text[0]} ({Path(place.filename).name}:{place.lineno})", None, None)
+    with contextlib.suppress(BrokenPipeError):
+        sender.send_bytes(pickle.dumps(answer))
+        sender.close()
+    os._exit(0)  # skip the parent's exit handlers, which are not this process's to run
