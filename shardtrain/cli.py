@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain import __version__
 from shardtrain.errors import ConfigError, Problem, ShardtrainError
@@ -23,6 +23,7 @@ USAGE = """\
 usage: shardtrain VERB ...
 
   train [CONFIG.toml] [--nproc N] [--section.key VALUE ...]   train on the devices of this machine
+  verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...]    prove that meshes change no number (--help: all options)
   config show  [CONFIG.toml] [--section.key VALUE ...]        print every option with its origin
   config check [CONFIG.toml] [--section.key VALUE ...]        report every problem; starts nothing
   config help  [SECTION[.KEY]]                                explain the options
@@ -31,6 +32,7 @@ usage: shardtrain VERB ...
 
 Without CONFIG.toml the defaults train a small Llama on the Python standard library's own source text.
 NGPU, LOG_RANK: number of ranks, and the ranks that write to the terminal ("0" unless set).
+With --comm.mode fake_backend nothing is trained: one process builds rank RANK (0) of any number of ranks.
 """
 
 
@@ -119,13 +121,16 @@ def _train(words: list[str]) -> int:
         return 0
     from shardtrain.launch import environment
 
+    loaded = _load(arguments)
+    if loaded.config.comm.mode == "fake_backend":
+        return _train_nothing(loaded, arguments.nproc)
     if environment.is_rank(os.environ):
-        _train_rank(arguments)
+        _train_rank(loaded)
     environment.refuse_one_of_several_nodes(os.environ)
-    return _train_here(arguments, words)
+    return _train_here(loaded, arguments.nproc, words)
 
 
-def _train_rank(arguments: Arguments) -> NoReturn:
+def _train_rank(loaded: Loaded) -> NoReturn:
     """One rank of several, started by torchrun, by srun, or by ``_train_here`` as a fresh process."""
     from shardtrain.launch import environment, local
 
@@ -136,22 +141,20 @@ def _train_rank(arguments: Arguments) -> NoReturn:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     environment.set_allocator_default(os.environ)
     environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
-    loaded = _load(arguments)
     if "SHARDTRAIN_PARENT" in os.environ:
         local.leave(local.run_child(loaded, _trainer()))
     _require(loaded, world_size)
     local.leave(local.run_rank(loaded, _trainer(), world_size))
 
 
-def _train_here(arguments: Arguments, words: list[str]) -> int:
+def _train_here(loaded: Loaded, nproc: int | None, words: list[str]) -> int:
     """Check the configuration, choose the number of ranks, and run them from this process."""
     from shardtrain.launch import environment, local
 
-    loaded = _load(arguments)
     environment.set_allocator_default(os.environ)
     accelerators = environment.count_accelerators(loaded.config.training.device)
     cores = environment.usable_cores()
-    choice = environment.choose_processes(loaded.config, arguments.nproc, os.environ, accelerators, cores)
+    choice = environment.choose_processes(loaded.config, nproc, os.environ, accelerators, cores)
     _require(loaded, choice.count)  # what it has to tell without stopping is in the rank's log
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
@@ -164,6 +167,24 @@ def _train_here(arguments: Arguments, words: list[str]) -> int:
     if accelerators == 0 and sys.platform == "linux":
         return local.launch(loaded, choice.count, main=_trainer())
     return local.launch(loaded, choice.count, command=(sys.executable, "-m", "shardtrain", "train", *words))
+
+
+def _train_nothing(loaded: Loaded, nproc: int | None) -> int:
+    """Check the configuration for any number of ranks, and build one rank's share of it without memory."""
+    from shardtrain import config
+    from shardtrain.launch import environment
+
+    accelerators = environment.count_accelerators(loaded.config.training.device)
+    cores = environment.usable_cores()
+    size = environment.choose_processes(loaded.config, nproc, os.environ, accelerators, cores).count
+    rank = environment.simulated_rank(os.environ, size)
+    notices = config.require(loaded, world_size=size)  # of this machine's devices nothing is asked
+    environment.set_process_defaults(os.environ, 1, cores, alone=True)
+    from shardtrain import dry_run
+
+    for line in dry_run.main(loaded, rank, size, notices):
+        print(line, flush=True)
+    return 0
 
 
 def _require(loaded: Loaded, world_size: int) -> None:
@@ -179,6 +200,19 @@ def _require(loaded: Loaded, world_size: int) -> None:
 
 def _trainer() -> Callable[[Loaded], object]:
     from shardtrain.train import main as train
+
+    return train
+
+
+def _verify(words: list[str]) -> int:
+    """Compare meshes with one process, through the trainer's own step."""
+    from shardtrain import verify
+
+    return verify.main(words, _train_module)
+
+
+def _train_module() -> Any:
+    from shardtrain import train
 
     return train
 
@@ -240,6 +274,7 @@ CONFIG_ACTIONS: dict[str, Callable[[list[str]], int]] = {
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "verify": _verify,
     "config": _config,
     "help": _help,
     "--help": _help,

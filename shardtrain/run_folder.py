@@ -12,6 +12,7 @@ import torch
 from shardtrain import __version__
 from shardtrain import config as configs
 from shardtrain.config import Loaded, derived
+from shardtrain.config.schema import Config
 from shardtrain.errors import StorageError
 from shardtrain.parallel.mesh import BATCH_AXES, Mesh
 from shardtrain.units import format_count
@@ -39,21 +40,36 @@ def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None
 def describe(loaded: Loaded, mesh: Mesh, num_params: int, total_steps: int, num_samples: int) -> list[str]:
     """Lines for the log: versions, model and mesh, the arithmetic of the batch, precision and seed."""
     config, training = loaded.config, loaded.config.training
-    world_size = mesh.device_mesh.size()
+    batch = derived.global_batch_size(config, mesh.device_mesh.size())
+    lines = [
+        versions(),
+        *describe_model(config, mesh, num_params),
+        f"data: {training.dataset}, {num_samples} sequences; {total_steps} steps are "
+        f"{total_steps * batch / num_samples:.2f} epochs",
+        describe_precision(config),
+    ]
+    return lines + (configs.resolved_toml(config).splitlines() if config.job.print_config else [])
+
+
+def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:
+    """Two lines: the model on its mesh, and the arithmetic of the batch."""
+    training, world_size = config.training, mesh.device_mesh.size()
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "one process"
     batch = derived.global_batch_size(config, world_size)
     micro = derived.accumulation_steps(config, world_size)
-    lines = [
-        versions(),
+    return [
         f"model {config.model.name} {config.model.flavor}: {format_count(num_params)} parameters on {axes}",
         f"batch: {training.local_batch_size} sequences x {micro} accumulation x {mesh.size(*BATCH_AXES)} data ranks = "
         f"{batch} sequences x {training.seq_len} = {batch * training.seq_len} tokens per step",
-        f"data: {training.dataset}, {num_samples} sequences; {total_steps} steps are "
-        f"{total_steps * batch / num_samples:.2f} epochs",
-        f"precision: stored {training.dtype}, computed {derived.compute_dtype(config)}, reduced "
-        f"{training.mixed_precision_reduce}; seed {config.debug.seed}",
     ]
-    return lines + (configs.resolved_toml(config).splitlines() if config.job.print_config else [])
+
+
+def describe_precision(config: Config) -> str:
+    """One line: types of numbers, and the seed."""
+    return (
+        f"precision: stored {config.training.dtype}, computed {derived.compute_dtype(config)}, reduced "
+        f"{config.training.mixed_precision_reduce}; seed {config.debug.seed}"
+    )
 
 
 def versions() -> str:

@@ -101,7 +101,8 @@ def train(loaded: Loaded, here: World) -> TrainState:
                 outcome = step(run)
             except RuntimeError as error:
                 raise _name_collective(error, run.state.step + 1) from error
-            metrics.update(run.state.step, **vars(outcome))
+            extra = run.runner.measures() if metrics.is_log_step(run.state.step) else {}
+            metrics.update(run.state.step, **vars(outcome), extra=extra)
             if checkpoints.is_due(run.state.step, run.total_steps):
                 with metrics.pause():
                     save(run, checkpoints)
@@ -248,7 +249,8 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def _weights(run: Run) -> dict[str, Tensor]:
-    return {f"model.{name}": parameter.detach() for name, parameter in run.runner.parameters().items()}
+    tensors: dict[str, Tensor] = {**run.runner.parameters(), **run.runner.buffers()}
+    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
 def _optimizer_state(run: Run) -> dict[str, Tensor]:

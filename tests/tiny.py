@@ -89,6 +89,8 @@ class Result:
     sample_ids: list[list[int]]
     state: dict[str, int]
     facts: dict[str, Any]
+    gradients: dict[str, Tensor]
+    """Of the first step, whole and clipped."""
 
 
 def make_run(rank: int, config: Config) -> train.Run:
@@ -117,6 +119,16 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
             return batch
 
     stream, run.stream = run.stream, Recorded()  # type: ignore[assignment]
+    gradients: dict[str, Tensor] = {}
+    update = run.runner.update
+
+    def keep_gradients(optimizer: torch.optim.Optimizer) -> None:
+        if not gradients:
+            parameters = run.runner.parameters().items()
+            gradients.update({name: to_full(p.grad).clone() for name, p in parameters if p.grad is not None})
+        update(optimizer)
+
+    run.runner.update = keep_gradients  # type: ignore[method-assign]
     for _ in range(steps):
         ids.append([])
         outcome = train.step(run)
@@ -131,7 +143,7 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
     )
     local_numel = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in run.runner.parameters().values())
     facts = {"optimizer_bytes": optimizer_bytes, "local_numel": local_numel, "num_params": run.num_params}
-    return Result(losses, norms, lrs, initial, whole(run), ids, run.state.to_dict(), facts)
+    return Result(losses, norms, lrs, initial, whole(run), ids, run.state.to_dict(), facts, gradients)
 
 
 def run_tiny(num_ranks: int, config: Config, steps: int = 10) -> list[Result]:

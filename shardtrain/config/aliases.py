@@ -149,6 +149,8 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
 # Options that keep their name: values which older files spell otherwise.
 _VALUES: Mapping[tuple[str, str], str] = MappingProxyType({("model.name", "llama"): "llama2"})
 _CONVERTERS: Mapping[str, str] = MappingProxyType({"float8": FLOAT8_CONVERTER, "mx": "quantize.linear.mx"})
+# torchtitan's flavors of qwen3 that have experts, whose file here is qwen3_moe.
+_QWEN3_MOE = frozenset({"debugmodel_moe", "30B-A3B", "235B-A22B"})
 # Lists that used to be one comma-separated text.
 _LISTS = frozenset({"model.converters", "quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns"})
 _LISTS_OLD = frozenset({"checkpoint.exclude_from_loading"}) | _LISTS
@@ -247,6 +249,7 @@ def _finish(done: Rewritten, old: list[Setting]) -> None:
     _folder(done, given, new)
     _microbatches(done, given, new)
     _one_implementation(done, given)
+    _experts_of_qwen3(done, new)
 
 
 def _add(done: Rewritten, option: str, value: Value, where: str, why: str) -> None:
@@ -329,3 +332,10 @@ def _one_implementation(done: Rewritten, given: Mapping[str, Setting]) -> None:
     loser_where = given["optimizer.fused" if fused is None else "optimizer.foreach"].where
     keep = fused or next((s for s in both if s.where != loser_where), both[-1])
     done.settings = [s for s in done.settings if s.option != "optimizer.implementation" or s is keep]
+
+
+def _experts_of_qwen3(done: Rewritten, new: Mapping[str, Setting]) -> None:
+    """Find the flavors of torchtitan's qwen3 that have experts in their own model file."""
+    name, flavor = new.get("model.name"), new.get("model.flavor")
+    if name and flavor and name.shown == "qwen3" and flavor.shown in tuple(_QWEN3_MOE):
+        _add(done, "model.name", "qwen3_moe", name.where, f"the flavor {flavor.shown} has experts")

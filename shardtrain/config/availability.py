@@ -14,10 +14,6 @@ from shardtrain.config.load import Loaded
 from shardtrain.errors import Problem
 
 
-def _above_1(value: int) -> bool:
-    return value > 1
-
-
 def _known_elsewhere(name: str) -> bool:
     return name in FIELD_DATASETS and name not in source_names()
 
@@ -32,8 +28,6 @@ UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("training.dataloader.num_workers", bool, "preparing batches in other processes", "set it to 0"),
     ("validation.dataloader.num_workers", bool, "preparing batches in other processes", "set it to 0"),
     ("validation.enable", bool, "validation during training", "set it to false"),
-    ("parallelism.expert_parallel_degree", _above_1, "expert parallelism", "set it to 1"),
-    ("parallelism.expert_tensor_parallel_degree", _above_1, "expert parallelism", "set it to 1"),
     ("parallelism.expert_parallel_comm_backend", lambda v: v != "standard", "DeepEP", 'set it to "standard"'),
     ("checkpoint.interval_type", lambda v: v != "steps", "saving by the clock", 'set it to "steps"'),
     ("checkpoint.async_mode", lambda v: v != "disabled", "saving while training goes on", 'set it to "disabled"'),
@@ -41,10 +35,14 @@ UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("checkpoint.initial_load_in_hf_quantized", bool, "loading Hugging Face weights", "set it to false"),
     ("checkpoint.last_save_in_hf", bool, "saving in Hugging Face format", "set it to false"),
     ("checkpoint.create_seed_checkpoint", bool, "seed checkpoints; initial weights are equal on any mesh", "remove it"),
-    ("comm.mode", lambda v: v != "default", "running without a real process group", 'set it to "default"'),
+    (
+        "comm.mode",
+        lambda v: v == "local_tensor",
+        "the numbers of many ranks in one process",
+        'use "fake_backend" to check a mesh, or "default" with several processes on one CPU for its numbers',
+    ),
     ("memory_estimation.enable", bool, "torchtitan's memory estimation", "set it to false"),
     ("fault_tolerance.enable", bool, "replica groups of torchft", "set it to false"),
-    ("debug.moe_force_load_balance", bool, "models with experts", "set it to false"),
     ("experimental.custom_import", bool, "importing a module at start", "name your model file in model.name"),
     ("experimental.custom_args_module", bool, "sections of your own", "remove it"),
 )

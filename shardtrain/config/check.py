@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from shardtrain.config.check_experts import check_experts
 from shardtrain.config.check_model import (
     check_batch,
     check_dataset,
@@ -30,6 +31,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_tensor_parallel,
     check_sequence,
     check_layers,
+    check_experts,
     check_batch,
     check_pipeline,
     check_context,

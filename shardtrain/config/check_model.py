@@ -99,6 +99,7 @@ def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
         "{} attention heads": heads,
         "{} KV heads": _size(sizes, "num_kv_heads") or heads,
         "feed-forward dimension {}": _size(sizes, "ffn_dim"),
+        "shared experts' feed-forward dimension {}": _size(sizes, "num_shared_experts") * _size(sizes, "moe_ffn_dim"),
         "vocabulary of {}": _size(sizes, "vocab_size"),
     }
     known = {text: count for text, count in counts.items() if count}

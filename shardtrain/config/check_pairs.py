@@ -70,15 +70,6 @@ PAIRS: tuple[Rule, ...] = (
         'set compile.enable = true with "model" in compile.components, or remove it',
     ),
     (
-        "parallelism.expert_tensor_parallel_degree",
-        lambda c: (
-            c.parallelism.expert_tensor_parallel_degree not in (1, c.parallelism.tensor_parallel_degree)
-            and c.parallelism.expert_tensor_parallel_degree > 1
-        ),
-        "is neither 1 nor tensor_parallel_degree",
-        "use one of the two",
-    ),
-    (
         "parallelism.pipeline_parallel_microbatch_size",
         lambda c: (
             c.parallelism.pipeline_parallel_degree > 1

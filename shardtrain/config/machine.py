@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardtrain.config.check_experts import check_experts_of_world
 from shardtrain.config.check_model import model_shape
 from shardtrain.config.check_pipeline import check_microbatches, known_rows
 from shardtrain.config.check_values import any_of, problem
@@ -58,6 +59,7 @@ def _mesh(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         fix = f"use -1 or {world_size // others}" if world_size % others == 0 else f"start {shard * others} ranks"
         yield problem(loaded, option, rule, fix)
         return
+    yield from check_experts_of_world(loaded, world_size)
     if p.pipeline_parallel_degree > 1 and p.data_parallel_shard_degree == -1:
         yield from _microbatches(loaded, world_size)
     shard = world_size // others if shard == -1 else shard

@@ -267,7 +267,7 @@ class Parallelism:
     expert_parallel_degree: int = 1
     """Ranks over which experts are divided."""
     expert_tensor_parallel_degree: int = 1
-    """Ranks over which each expert is split: 1 or the tensor-parallel degree."""
+    """Ranks over which each expert is split; 1 alone: whole experts are spread by expert_parallel_degree instead."""
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
     """How tokens reach their experts."""
 

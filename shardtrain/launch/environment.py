@@ -73,6 +73,25 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
         environment.setdefault(name, value)
 
 
+def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
+    """The rank that ``comm.mode="fake_backend"`` builds: RANK, or 0.
+
+    Raises:
+        ConfigError: a launcher has started this process as one of several, or RANK is no rank of that world.
+
+    >>> simulated_rank({"RANK": "511"}, 512), simulated_rank({}, 512)
+    (511, 0)
+    """
+    if is_rank(environment):
+        rule = "builds any number of ranks in one process, and a launcher has started this one as one rank of several"
+        raise ConfigError(Problem("comm.mode", "fake_backend", rule, "start it without torchrun or srun, with --nproc"))
+    text = environment.get("RANK") or "0"
+    if not text.isdecimal() or int(text) >= world_size:
+        rule, fix = f"is no rank of a world of {world_size}", f"use 0 to {world_size - 1}"
+        raise ConfigError(Problem("RANK", text, rule, fix, "environment"))
+    return int(text)
+
+
 def first_host(nodes: str) -> str:
     """The first name of a Slurm node list.
 

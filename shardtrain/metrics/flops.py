@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardtrain.layout import Layout
+from shardtrain.layout import Layout, matches
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,11 +27,22 @@ def flops_per_token(
 def count_model(model: nn.Module, layout: Layout, model_config: Any, seq_len: int) -> tuple[int, int]:
     """Parameters of a whole model, and its FLOPs per token at a sequence length.
 
-    The input embedding is a look-up and costs none, unless it is also the output head. A model whose Config lacks
-    num_layers, num_heads or head_dim is counted without the attention term.
+    The input embedding is a look-up and costs none, unless it is also the output head. Of the experts, the share that
+    a token uses counts (top_k of num_experts). A model whose Config lacks num_layers, num_heads or head_dim is counted
+    without the attention term.
     """
     head = {id(p) for name in layout.last for p in model.get_submodule(name).parameters()}
     looked_up = [p for name in layout.first for p in model.get_submodule(name).parameters() if id(p) not in head]
     total = sum(p.numel() for p in model.parameters())
     layers, heads, head_dim = (int(getattr(model_config, name, 0)) for name in ("num_layers", "num_heads", "head_dim"))
-    return total, flops_per_token(total - sum(p.numel() for p in looked_up), layers, heads, head_dim, seq_len)
+    used = total - sum(p.numel() for p in looked_up) - _idle_in_experts(model, layout, model_config)
+    return total, flops_per_token(used, layers, heads, head_dim, seq_len)
+
+
+def _idle_in_experts(model: nn.Module, layout: Layout, model_config: Any) -> int:  # noqa: ANN401
+    """Parameters of the experts that a token does not use."""
+    if not layout.expert:
+        return 0
+    owners = [name for name, _ in model.named_modules() if matches(name, f"{layout.expert}.experts")]
+    in_experts = sum(p.numel() for name in owners for p in model.get_submodule(name).parameters())
+    return in_experts - in_experts * model_config.top_k // model_config.num_experts

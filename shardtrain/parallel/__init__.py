@@ -10,7 +10,7 @@ from torch import nn
 from shardtrain.config.schema import Config
 from shardtrain.layout import Layout
 from shardtrain.loss import ChunkFunction, split_vocabulary_chunk_loss
-from shardtrain.parallel import compile, context, pipeline, recompute, shard, tensor
+from shardtrain.parallel import compile, context, expert, pipeline, recompute, shard, tensor
 from shardtrain.parallel.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
 from shardtrain.parallel.runner import Parts, PlainRunner, Runner
 
@@ -19,6 +19,7 @@ __all__ = ["BATCH_AXES", "LOSS_AXES", "STEPS", "Mesh", "Runner", "build", "paral
 STEPS: tuple[Callable[[nn.Module, Layout, Mesh, Config], None], ...] = (
     tensor.apply,
     context.apply,
+    expert.apply,
     recompute.apply,
     compile.apply,
     shard.apply,  # last: it must see final parameters

@@ -6,13 +6,16 @@ import torch
 from torch import nn
 
 from shardtrain.config.schema import Config
-from shardtrain.layout import Layout, word_of
+from shardtrain.layout import Layout, matches, word_of
 from shardtrain.loss import ChunkFunction, chunk_loss
 from shardtrain.parallel.mesh import Mesh
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Compile each layer; with tensor parallelism, each layer's attention and feed-forward apart."""
+    """Compile each layer; with tensor parallelism or experts, each layer's attention and feed-forward apart.
+
+    Experts themselves stay eager: how many rows each gets is not known before it runs.
+    """
     if not (config.compile.enable and "model" in config.compile.components):
         return
     for name, layer in getattr(model, layout.layers).items():
@@ -23,7 +26,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 def _parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> list[nn.Module]:
     # A whole layer with sequence parallelism fails in backward when compiled: 'Tensor' object has no attribute
     # '_local_tensor' (torch 2.13). The modules whose input is gathered compile well by themselves.
-    if mesh.size("tp") == 1:
+    has_experts = bool(layout.expert) and any(matches(f"{path}.{name}", layout.expert) for name, _ in layer.named_modules())
+    if mesh.size("tp") == 1 and not has_experts:
         return [layer]
     return [child for name, child in layer.named_children() if word_of(layout, f"{path}.{name}") == "gather"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 
 from shardtrain.config.schema import Config
 from shardtrain.layout import Draw, Layout
-from shardtrain.parallel import context, pipeline
+from shardtrain.parallel import context, expert, pipeline
 from shardtrain.parallel.context import Batch
 from shardtrain.parallel.live_memory import LiveMemory
 from shardtrain.parallel.mesh import Mesh
@@ -61,26 +61,44 @@ class _Pass:
     layers: int = 0
 
 
+class _Layer:
+    """A traced layer of a kind; the second of its kind speaks for the ``absent`` ones that were left out.
+
+    They are alive from the end of its forward to the start of the first one's backward.
+    """
+
+    def __init__(self, memory: LiveMemory, layer: nn.Module, is_first: bool, is_last: bool, standing: _Standing) -> None:
+        self._memory, self._is_first, self._is_last, self._standing = memory, is_first, is_last, standing
+        layer.register_forward_pre_hook(self._enter, prepend=True)  # before FSDP's own hook, which gathers
+        layer.register_forward_hook(self._leave)
+
+    def _enter(self, *_: Any) -> None:
+        self._before = self._memory.activations, self._memory.gathered
+
+    def _leave(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        if self._is_last:
+            activations, gathered = (
+                now - before
+                for now, before in zip((self._memory.activations, self._memory.gathered), self._before, strict=True)
+            )
+            self._standing.activations = self._standing.layers * max(0, activations)
+            self._standing.gathered = self._standing.layers * max(0, gathered)
+            self._add(1)
+        if self._is_first and output.requires_grad:
+            output.register_hook(lambda _: self._add(-1))
+
+    def _add(self, sign: int) -> None:
+        self._memory.absent_activations += sign * self._standing.activations
+        self._memory.absent_gathered += sign * self._standing.gathered
+
+
 @dataclass
-class _Recorder:
-    """Bytes that each traced layer left behind, by kind of layer; the last one traced of a kind speaks for it."""
+class _Standing:
+    """Layers of a kind that were left out, and the bytes that they would keep together."""
 
-    memory: LiveMemory
-    left: dict[Any, tuple[int, int]] = field(default_factory=dict)
-    kept: int = 0
-
-    def watch(self, layer: nn.Module, kind: Any) -> None:
-        before: list[tuple[int, int]] = []
-
-        def enter(*_: Any) -> None:
-            before.append((self.memory.activations, self.memory.gathered))
-
-        def leave(*_: Any) -> None:
-            activations, gathered = before.pop()
-            self.left[kind] = (self.memory.activations - activations, max(0, self.memory.gathered - gathered))
-
-        layer.register_forward_pre_hook(enter, prepend=True)  # before FSDP's own hook, which gathers
-        layer.register_forward_hook(leave)
+    layers: int = 0
+    activations: int = 0
+    gathered: int = 0
 
 
 @contextmanager
@@ -113,9 +131,8 @@ def trace(runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: Bat
     try:
         if isinstance(runner, pipeline.PipelineRunner):
             return _trace_stages(runner, layout, mesh, config, batch, hidden)
-        with _watched(runner.parts[0], layout) as (memory, done):
+        with _watched(runner.parts[0], layout) as (_, done):
             runner.forward_backward([batch], torch.ones(()))
-        del memory
         return Traced(done.most, done.gathered, done.layers_traced, done.layers)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         return Traced(not_traced=f"shapes depend on data, in {getattr(error, 'func', error)}")
@@ -125,6 +142,7 @@ def _trace_stages(
     runner: pipeline.PipelineRunner, layout: Layout, mesh: Mesh, config: Config, batch: Batch, hidden: int
 ) -> Traced:
     passes: dict[int, _Pass] = {}
+    expert.before_step(runner.parts, torch.ones(()))
     tokens_Bt, targets_Bt, positions_Bt = context.cut(batch, mesh, config)
     for part, index in zip(runner.parts, runner._indices, strict=True):
         template = pipeline._input(index, hidden, mesh, config)
@@ -133,7 +151,7 @@ def _trace_stages(
             output = part(inputs, **{runner._positions_name: positions_Bt})
             if index == runner._last:
                 output = runner._loss(output, targets_Bt)
-            done.kept = memory.activations
+            done.kept = memory.activations + memory.absent_activations
             output.backward(torch.empty_like(output))
             del output
         passes[index] = done
@@ -152,25 +170,38 @@ def _trace_stages(
 def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pass]]:
     """Keep two layers of each kind in ``part``, count memory, and add at the end what the other layers would keep."""
     layers: nn.ModuleDict = getattr(part, layout.layers)
-    kinds = {name: _kind(layer) for name, layer in layers.items()}
+    by_kind: dict[Any, list[str]] = {}
+    for name, layer in layers.items():
+        by_kind.setdefault(_kind(layer), []).append(name)
     done = _Pass(layers=len(layers))
-    dropped = []
-    for name, kind in list(kinds.items()):
-        earlier = [other for other in layers if kinds[other] == kind]
-        if earlier.index(name) >= LAYERS_OF_A_KIND:
-            dropped.append(kind)
+    memory = LiveMemory(part.parameters())
+    for names in by_kind.values():
+        traced, absent = names[:LAYERS_OF_A_KIND], names[LAYERS_OF_A_KIND:]
+        standing = _Standing(len(absent))
+        for name in traced if absent else ():
+            _Layer(memory, layers[name], name == traced[0], name == traced[-1], standing)
+        for name in absent:
             del layers[name]
     done.layers_traced = len(layers)
-    memory = LiveMemory(part.parameters())
-    recorder = _Recorder(memory)
-    for name, layer in layers.items():
-        recorder.watch(layer, kinds[name])
+    for module in part.modules():
+        if isinstance(module, expert.AllToAllDispatch):
+            _deal_evenly(module, memory)
     with memory:
         yield memory, done
-    activations = sum(recorder.left[kind][0] for kind in dropped)
-    done.kept += activations
-    done.most = memory.most_activations + activations
-    done.gathered = memory.most_gathered + sum(recorder.left[kind][1] for kind in dropped)
+    done.most, done.gathered = memory.most_activations, memory.most_gathered
+
+
+def _deal_evenly(dispatch: expert.AllToAllDispatch, memory: LiveMemory) -> None:
+    """Let every rank send as many tokens to each other rank: how many it would be is in the data, and there are none."""
+
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        memory.scalar = inputs[1].size(0) // dispatch._group.size()
+
+    def leave(*_: Any) -> None:
+        memory.scalar = None
+
+    dispatch.register_forward_pre_hook(enter)
+    dispatch.register_forward_hook(leave)
 
 
 def _kind(layer: nn.Module) -> Any:
@@ -189,16 +220,9 @@ def _actions(schedule: Any, rank: int) -> list[Any]:
 def _most_kept(kept_by_stage: dict[int, int], actions: Sequence[Any]) -> tuple[int, int]:
     """Bytes and micro-batches kept between forward and backward when most bytes are; weights' backward frees them."""
     now = most = flying = most_flying = 0
-    split = {a.stage_index for a in actions if a.computation_type.value == "W"}
     for action in actions:
         word, stage = action.computation_type.value, action.stage_index
-        frees = word == "W" or (word == "B" and stage not in split) or (word == "B" and stage in split)
-        change = (word == "F") - frees
+        change = (word == "F") - (word in ("B", "W"))  # "I", the backward of inputs alone, frees nothing
         now, flying = now + change * kept_by_stage.get(stage, 0), flying + change
         most, most_flying = max(most, now), max(most_flying, flying)
     return (most, most_flying) if actions else (sum(kept_by_stage.values()), 1)
-
-
-def local_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes that this rank holds of tensors, distributed or not."""
-    return sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in tensors)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+FSDP, SHAPES = "torch.distributed.fsdp", "torch.distributed.tensor._sharding_prop"
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -25,12 +26,16 @@ class LiveMemory(TorchDispatchMode):
 
     ``activations`` and ``gathered`` are the bytes alive now: of everything but FSDP's buffers, and of those (parameters
     gathered by FSDP, gradients on their way). ``most_activations`` and ``most_gathered`` are the largest of each.
-    ``parameters`` are those whose reduced gradients FSDP makes: gradients are not counted as buffers.
+    What was left out of the pass but would be alive is in ``absent_activations`` and ``absent_gathered``, and counts in
+    the two largest. ``parameters`` are those whose reduced gradients FSDP makes: gradients are not counted as buffers.
+    ``scalar`` answers an operation that would read a number of a tensor, while it is set.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
         self.activations = self.most_activations = self.most_gathered = 0
+        self.absent_activations = self.absent_gathered = 0
+        self.scalar: int | None = None
         self._parameters = list(parameters)
         self._seen: dict[int, int] = {}
         self._buffers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -49,14 +54,17 @@ class LiveMemory(TorchDispatchMode):
         """Let subclasses such as DTensor come down to plain tensors, then count what the operation made."""
         if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
             return NotImplemented
+        if self.scalar is not None and func is torch.ops.aten._local_scalar_dense.default:
+            return self.scalar
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs)):
             self._see(tensor, made_here=False)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             self._see(tensor, made_here=True)
-        self.most_activations = max(self.most_activations, self.activations)
-        self.most_gathered = max(self.most_gathered, self.gathered) if self._buffers else 0
+        self.most_activations = max(self.most_activations, self.activations + self.absent_activations)
+        if self._buffers:
+            self.most_gathered = max(self.most_gathered, self.gathered + self.absent_gathered)
         return result
 
     def _see(self, tensor: Tensor, made_here: bool) -> None:
@@ -64,10 +72,10 @@ class LiveMemory(TorchDispatchMode):
         key = storage._cdata
         if key in self._seen:
             return
-        size = 0
-        if made_here and _fsdp_is_at_work():
+        size, caller = 0, _caller() if made_here else ""
+        if caller == FSDP:
             self._buffers.add(storage)
-        elif made_here:
+        elif made_here and caller != SHAPES:
             size = storage.nbytes()
         self._seen[key] = size
         self.activations += size
@@ -81,11 +89,17 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _fsdp_is_at_work() -> bool:
-    """Whether FSDP is among the callers; it runs in hooks, so a layer's own operations never have it there."""
+def _caller() -> str:
+    """FSDP or SHAPES where one of the two is among the callers.
+
+    FSDP works in hooks, so a layer's own operations never have it there. DTensor asks for the shape of a result by an
+    operation on whole tensors without memory: in a run too, they take none.
+    """
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
-            return True
+        name = frame.f_globals.get("__name__", "")
+        for caller in (FSDP, SHAPES):
+            if name.startswith(caller):
+                return caller
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return ""

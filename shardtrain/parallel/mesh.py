@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ class Mesh:
     device_mesh: DeviceMesh
     sizes: Mapping[str, int]
     device: torch.device
+    expert_meshes: dict[int, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
+    """The same ranks arranged for expert parallelism, by its degree; see ``expert.mesh_of_experts``."""
 
     def size(self, *axes: str) -> int:
         """Number of ranks along the axes together."""

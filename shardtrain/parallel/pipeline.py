@@ -27,7 +27,7 @@ from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
 from shardtrain.loss import cross_entropy_sum
-from shardtrain.parallel import context
+from shardtrain.parallel import context, expert
 from shardtrain.parallel.context import Batch
 from shardtrain.parallel.mesh import Mesh
 from shardtrain.parallel.runner import Parts, Runner
@@ -103,6 +103,7 @@ class PipelineRunner(Runner):
 
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """See Runner; all batches are micro-batches of one pass through the schedule."""
+        expert.before_step(self.parts, weight)
         self._weight = weight
         return self._run(self._schedule.step, batches)
 
@@ -179,14 +180,29 @@ def _local_tokens(mesh: Mesh, config: Config) -> int:
 
 def _hidden_size(whole: nn.Module, layout: Layout) -> int:
     """Features of the residual stream, read off what enters the first layer of the model on the meta device."""
-    seen: list[Tensor] = []
     first_layer = next(iter(getattr(whole, layout.layers).values()))
-    handle = first_layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    handle = first_layer.register_forward_pre_hook(_stop_at_first_layer)
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    with torch.no_grad():
-        whole(token, token)
-    handle.remove()
-    return seen[0].shape[-1]
+    try:
+        with torch.no_grad():
+            whole(token, token)
+    except _FirstLayerReached as reached:
+        return reached.features
+    finally:
+        handle.remove()
+    raise AssertionError("the model's forward runs none of its layers")
+
+
+class _FirstLayerReached(Exception):
+    """Ends a forward pass: the layers themselves need not run, and some cannot on the meta device."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.features = features
+
+
+def _stop_at_first_layer(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    raise _FirstLayerReached(inputs[0].shape[-1])
 
 
 def _positions_name(model: nn.Module) -> str:

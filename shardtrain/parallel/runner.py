@@ -16,7 +16,7 @@ from shardtrain import init
 from shardtrain.config.schema import Config
 from shardtrain.layout import Draw
 from shardtrain.loss import ChunkFunction, cross_entropy_sum
-from shardtrain.parallel import context, shard
+from shardtrain.parallel import context, expert, shard
 from shardtrain.parallel.context import Batch
 from shardtrain.parallel.mesh import Mesh
 from shardtrain.parallel.zero import SplitStates
@@ -65,6 +65,9 @@ class Runner(ABC):
             ties = tied_names(part)
             part.to_empty(device="cpu" if offload else self._mesh.device)
             tie(part, ties)  # to_empty gives each module a parameter of its own
+            for module in part.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    module._buffers[name] = torch.zeros_like(buffer, device=self._mesh.device)  # see LAYOUT.buffers
         for name, parameter in self.parameters().items():
             init.draw_(parameter, name, draws[name], seed)
         if self._config.parallelism.shard_optimizer_states:
@@ -73,6 +76,14 @@ class Runner(ABC):
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by the names that the whole model has."""
         return {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What this rank's parts remember beside their parameters: biases of routers, equal on all ranks."""
+        return {name: buffer for part in self.parts for name, buffer in part.named_buffers()}
+
+    def measures(self) -> dict[str, float]:
+        """What a model of this kind reports of the last ``forward_backward``, equal on all ranks (a collective)."""
+        return expert.measure(self.parts, self._mesh)
 
     def optimizer_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimizer updates: the parameters, or this replica's slices of them."""
@@ -85,6 +96,7 @@ class Runner(ABC):
         optimizer.step()
         if self._split_states is not None:
             self._split_states.after_update()
+        expert.update_biases(self.parts, self._mesh)
 
     def forget_gradients(self) -> None:
         """Free all gradients."""
@@ -97,6 +109,7 @@ class PlainRunner(Runner):
 
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """See Runner; the last batch's backward communicates the gradients of all."""
+        expert.before_step(self.parts, weight)
         total = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
         for index, batch in enumerate(batches):
             shard.set_gradient_sync(self.parts[0], index == len(batches) - 1)

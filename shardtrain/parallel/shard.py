@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.layout import Layout
+from shardtrain.parallel import expert
 from shardtrain.parallel.mesh import Mesh
 
 
@@ -38,7 +39,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     # the last layer's parameters are needed again at once in backward, so by default they are kept
     keep_last = config.parallelism.fsdp_reshard_after_forward == "default"
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=reshard and not (keep_last and layer is layers[-1]), **options)
+        policy = {**options, "reshard_after_forward": reshard and not (keep_last and layer is layers[-1])}
+        expert.shard(layer, mesh, config, policy)  # before the layer, whose unit then leaves them out
+        fully_shard(layer, **policy)
     first = [getattr(model, name) for name in layout.first]
     last = [getattr(model, name) for name in layout.last]
     if not _share_parameters(first, last):  # tied ends stay with the root: one parameter has one owner

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -17,10 +17,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
 
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import TENSOR_WORDS, Layout, word_of
+from shardtrain.parallel.local_weights import use_local_weights
 from shardtrain.parallel.mesh import Mesh
 from shardtrain.tied import tie, tied_names
 
@@ -37,7 +39,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     plan = {}
     for path, module in model.named_modules():
         word = word_of(layout, path)
-        if word is not None and not isinstance(module, nn.Identity):
+        # experts are not split here (see expert.py), and the identities of a "copy" are what is to be replaced
+        if word not in (None, "expert") and (word == "copy" or not isinstance(module, nn.Identity)):
             plan[path] = _style(word, loss_parallel)
     if not layout.tensor:
         rule = "needs LAYOUT.tensor of the model, which names no module"
@@ -73,6 +76,14 @@ def _style(word: str, loss_parallel: bool) -> ParallelStyle:
         return RowwiseParallel(output_layouts=sequence)
     if word == "head":
         return ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1) if loss_parallel else Replicate())
+    if word == "local":
+        return LocalSequence()
+    if word in ("router", "heads"):
+        return WholeWeights(Partial())
+    if word == "replicate":
+        return WholeWeights(Replicate())
+    if word == "copy":
+        return CopyToHeads()
     raise ValueError(f"unknown layout word {word!r}")  # layout.check has refused it
 
 
@@ -88,6 +99,48 @@ class GatherSequence(ParallelStyle):
 
         module.register_forward_pre_hook(gather)
         return module
+
+
+class LocalSequence(ParallelStyle):
+    """A module whose first input is this rank's part of the sequence, as a plain tensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _, inputs: (_plain(inputs[0]), *inputs[1:]))
+        return module
+
+
+class WholeWeights(ParallelStyle):
+    """Weights whole on every rank, computing with plain tensors; ``gradient`` says what a rank's gradient of them is.
+
+    Partial: its share, where ranks compute on different tokens or heads. Replicate: all of it, where they compute alike.
+    """
+
+    def __init__(self, gradient: Placement) -> None:
+        self._gradient = gradient
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            whole = DTensor.from_local(parameter.detach(), device_mesh, (Replicate(),), run_check=False)
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        module.register_forward_pre_hook(lambda _, inputs: (_plain(inputs[0]), *inputs[1:]))
+        use_local_weights(module, (self._gradient,))
+        return module
+
+
+class CopyToHeads(ParallelStyle):
+    """Identity on a tensor that is whole on every rank; its gradient is the sum of what the ranks' heads give."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def copy(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            whole = DTensor.from_local(output, device_mesh, (Replicate(),), run_check=False)
+            return whole.to_local(grad_placements=(Partial(),))
+
+        module.register_forward_hook(copy)
+        return module
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 class SplitVocabulary:

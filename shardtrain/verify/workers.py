@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
-import pickle
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -16,22 +17,22 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from shardtrain.errors import ShardtrainError
+from shardtrain.errors import ConfigError
 
 TIMEOUT_SECONDS = 300
 """How long ranks may take in all: a mesh that hangs is a finding too."""
 
 
 class RankFailed(Exception):
-    """A rank ended with an error, died or hung; ``error`` is what it raised where that can be known."""
+    """A rank ended with an error, died or hung; ``refused`` says that the configuration was found not to work."""
 
-    def __init__(self, sentence: str, error: ShardtrainError | None = None) -> None:
+    def __init__(self, sentence: str, refused: bool = False) -> None:
         super().__init__(sentence)
-        self.error = error
+        self.refused = refused
 
 
 def run(num_ranks: int, function: Callable[..., Any], *arguments: Any, folder: Path, group: bool = True) -> list[Any]:
-    """The plain results of ``function(rank, num_ranks, *arguments)`` of each process, in order of rank.
+    """The results (what JSON can hold) of ``function(rank, num_ranks, *arguments)`` of each process, in order of rank.
 
     With ``group`` the processes have a process group, which meets through a file in ``folder``: nothing listens.
 
@@ -72,13 +73,13 @@ def _collect(receivers: list[Connection]) -> list[Any]:
         for receiver in ready:
             rank = waiting.pop(receiver)
             try:
-                # bytes that a child of this very process has written
-                sentence, error, value = pickle.loads(receiver.recv_bytes())  # type: ignore[attr-defined]
+                answer = json.loads(receiver.recv_bytes())  # type: ignore[attr-defined]
             except EOFError:
                 raise RankFailed(f"rank {rank} died") from None
-            if sentence:
-                raise RankFailed(f"rank {rank}: {sentence}", error)
-            answers[rank] = value
+            if answer["sentence"]:
+                named = answer["sentence"] if answer["refused"] else f"rank {rank}: {answer['sentence']}"
+                raise RankFailed(named, answer["refused"])
+            answers[rank] = answer["value"]
     return [answers[rank] for rank in range(len(receivers))]
 
 
@@ -104,6 +105,7 @@ def _child(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # PyTorch's notes to developers, once for each rank of each mesh
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     try:
@@ -112,14 +114,15 @@ def _child(
             store = dist.FileStore(str(folder / "store"), num_ranks)
             limit = timedelta(seconds=TIMEOUT_SECONDS)
             dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
-        answer = ("", None, function(rank, num_ranks, *arguments))
-    except ShardtrainError as error:
-        answer = (str(error), error, None)
+        answer = {"sentence": "", "refused": False, "value": function(rank, num_ranks, *arguments)}
+    except ConfigError as error:
+        answer = {"sentence": str(error), "refused": True, "value": None}
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         text = str(error).strip().splitlines() or [""]
-        answer = (f"{type(error).__name__}: {text[0]} ({Path(place.filename).name}:{place.lineno})", None, None)
+        sentence = f"{type(error).__name__}: {text[0]} ({Path(place.filename).name}:{place.lineno})"
+        answer = {"sentence": sentence, "refused": False, "value": None}
     with contextlib.suppress(BrokenPipeError):
-        sender.send_bytes(pickle.dumps(answer))
+        sender.send_bytes(json.dumps(answer).encode())
         sender.close()
     os._exit(0)  # skip the parent's exit handlers, which are not this process's to run

@@ -219,7 +219,7 @@ CHECKING = [
         [],
         ["enable_async_tensor_parallel", "pass of the compiler"],
     ),
-    ("experts", "[parallelism]\nexpert_tensor_parallel_degree = 2", [], ["neither 1 nor tensor_parallel_degree"]),
+    ("experts", "[parallelism]\nexpert_tensor_parallel_degree = 2", [], ["would split each expert"]),
     (
         "pipeline batch",
         "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 3",

@@ -1,0 +1,98 @@
+"""Rules of models with experts: how tokens choose, and over which ranks experts are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardtrain.config import derived
+from shardtrain.config.check_model import model_shape
+from shardtrain.config.check_values import any_of, problem
+from shardtrain.config.load import Loaded
+from shardtrain.errors import Problem
+
+_DEGREE = "parallelism.expert_parallel_degree"
+
+
+def check_experts(loaded: Loaded) -> Iterator[Problem]:
+    """Each token finds enough experts; the experts are dealt evenly over the expert-parallel ranks."""
+    config, sizes = loaded.config, model_shape(loaded)
+    p = config.parallelism
+    if p.expert_tensor_parallel_degree != 1:
+        rule = "would split each expert: here experts are whole and tokens travel, which moves less"
+        fix = f"set it to 1, and spread the experts with {_DEGREE}"
+        yield problem(loaded, "parallelism.expert_tensor_parallel_degree", rule, fix)
+    if sizes is None:
+        return
+    experts = sizes.get("num_experts")
+    if not isinstance(experts, int) or experts < 1:
+        yield from _check_without_experts(loaded)
+        return
+    yield from _check_choice(loaded, sizes, experts)
+    degree = p.expert_parallel_degree
+    if degree > 1 and experts % degree:
+        rule = f"does not divide the {experts} experts of model {config.model.name}/{config.model.flavor}"
+        legal = [n for n in range(1, experts + 1) if experts % n == 0]
+        yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
+    if p.data_parallel_shard_degree != -1:
+        yield from _check_ranks(loaded, p.data_parallel_shard_degree)
+
+
+def check_experts_of_world(loaded: Loaded, world_size: int) -> Iterator[Problem]:
+    """The same rule about ranks where the shard degree follows from their number."""
+    others = derived.other_degrees(loaded.config)
+    if loaded.config.parallelism.data_parallel_shard_degree == -1 and world_size % others == 0:
+        yield from _check_ranks(loaded, world_size // others)
+
+
+def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
+    p = loaded.config.parallelism
+    ranks = shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
+    if p.expert_parallel_degree > 1 and ranks > 0 and ranks % p.expert_parallel_degree:
+        rule = f"does not divide the {ranks} ranks of data_parallel_shard, context and tensor parallelism together"
+        legal = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
+
+
+def _check_without_experts(loaded: Loaded) -> Iterator[Problem]:
+    model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
+    rule = f"needs a model with experts, and {model} has none"
+    if loaded.config.parallelism.expert_parallel_degree > 1:
+        yield problem(loaded, _DEGREE, rule, "set it to 1, or use a model such as qwen3_moe, mixtral or deepseek_v3")
+    if loaded.config.debug.moe_force_load_balance:
+        yield problem(loaded, "debug.moe_force_load_balance", rule, "set it to false")
+
+
+def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterator[Problem]:
+    top_k, groups, top_groups = (_count(sizes, name) for name in ("top_k", "num_groups", "top_groups"))
+    option = "model.overrides.top_k"
+    if not 1 <= top_k <= experts:
+        yield problem_of(loaded, option, top_k, f"is not between 1 and the {experts} experts", f"use 1 to {experts}")
+    elif groups < 1 or experts % groups:
+        legal = [n for n in range(1, experts + 1) if experts % n == 0]
+        rule = f"does not divide the {experts} experts"
+        yield problem_of(loaded, "model.overrides.num_groups", groups, rule, f"use {any_of(legal)}")
+    elif not 1 <= top_groups <= groups:
+        rule = f"is not between 1 and the {groups} groups"
+        yield problem_of(loaded, "model.overrides.top_groups", top_groups, rule, f"use 1 to {groups}")
+    elif top_k > top_groups * (experts // groups):
+        available = top_groups * (experts // groups)
+        rule = f"is more than the {available} experts of {top_groups} groups"
+        yield problem_of(loaded, option, top_k, rule, f"use at most {available}, or more groups")
+    score = sizes.get("score_func", "softmax")
+    if score not in ("softmax", "sigmoid"):
+        rule = "is no way to score experts"
+        yield problem_of(loaded, "model.overrides.score_func", score, rule, 'use "softmax" or "sigmoid"')
+    if sizes.get("num_dense_layers") == 0:
+        rule = "leaves no dense layer, which the layout of the model names"
+        yield problem_of(loaded, "model.overrides.num_dense_layers", 0, rule, "use 1 or more")
+
+
+def problem_of(loaded: Loaded, option: str, value: Any, rule: str, fix: str) -> Problem:  # noqa: ANN401
+    """Return a problem of a size of the model, whether its flavor or an override says so."""
+    return Problem(option, value, rule, fix, loaded.origins.get(option, ""))
+
+
+def _count(sizes: dict[str, Any], name: str) -> int:
+    value = sizes.get(name, 1)
+    return value if isinstance(value, int) else 1

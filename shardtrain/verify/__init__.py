@@ -1,0 +1,189 @@
+"""``shardtrain verify``: proves that a mesh changes no number, for any model, and names what does where one does.
+
+``request`` reads the words, ``meshes`` and ``shrink`` decide what is run, ``promises`` probes a model file, ``run`` is
+one rank's steps, ``compare`` and ``diagnose`` judge them, ``report`` prints. Torch is imported once something is to run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardtrain import config as configs
+from shardtrain.config import Config, Loaded
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.verify import meshes, report, shrink, workers
+from shardtrain.verify.meshes import Plan
+from shardtrain.verify.report import Row
+from shardtrain.verify.request import USAGE, Request, read
+from shardtrain.verify.shrink import Task
+
+if TYPE_CHECKING:
+    from shardtrain.verify.run import Trainer
+
+__all__ = ["Task", "compare_plan", "main", "plan", "reference", "verify"]
+
+
+def main(words: Sequence[str], load_trainer: Callable[[], Trainer]) -> int:
+    """Run the verb; ``load_trainer`` imports ``shardtrain.train``, whose step is verified. Gives the status: 0 or 4.
+
+    Raises:
+        ConfigError: a word, the configuration, a mesh asked for, or a promise of the model file is wrong.
+    """
+    request = read(words)
+    if request.help:
+        print(USAGE, end="")
+        return 0
+    loaded = load(request)
+    task = plan(loaded, request)
+    rows = []
+    if not request.json:
+        print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process")
+        for note in task.notes:
+            print(f"  {note}")
+    rows = verify(task, load_trainer())
+    text = report.document(model_name(task.reference), task.notes, rows) if request.json else report.table(rows)
+    print(text)
+    return report.exit_code(rows)
+
+
+def model_name(config: Config) -> str:
+    """Model and flavor as one word."""
+    return f"{config.model.name}/{config.model.flavor}"
+
+
+def load(request: Request) -> Loaded:
+    """The configuration that is verified; a model file alone is its smallest flavor with the default options."""
+    path, overrides = request.path, list(request.overrides)
+    if path is None or not path.endswith(".py"):
+        return _accepted(configs.load(path, overrides))
+    facts = configs.read_model_file(path)
+    if not any(word.partition("=")[0] == "--model.flavor" for word in overrides):
+        overrides = ["--model.flavor", smallest(facts), *overrides]
+    return _accepted(configs.load(None, ["--model.name", path, *overrides]))
+
+
+def smallest(facts: configs.ModelFacts) -> str:
+    """The flavor with the smallest product of its sizes."""
+
+    def size(flavor: str) -> float:
+        values = configs.shape(facts, flavor, {})
+        product = 1.0
+        for name in ("num_layers", "dim", "vocab_size"):
+            value = values.get(name)
+            product *= value if isinstance(value, int) and value > 0 else 1
+        return product
+
+    return min(facts.flavors, key=size)
+
+
+def _accepted(loaded: Loaded) -> Loaded:
+    problems = configs.check(loaded)
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
+def plan(loaded: Loaded, request: Request) -> Task:
+    """What is to be run; raises ConfigError where a mesh asked for is not possible, before any process starts."""
+    named = bool(request.meshes)
+    plans = (
+        meshes.requested(loaded, request.meshes, request.schedules)
+        if named
+        else meshes.default(loaded, request.schedules)
+    )
+    task = shrink.prepare(plans, loaded, request.steps, request.full)
+    problems = [line for one in task.plans for line in one.problem.splitlines()] if named else []
+    if loaded.config.training.device == "cuda":
+        problems += _devices(task)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return task
+
+
+def _devices(task: Task) -> list[str]:
+    from shardtrain.launch import environment
+
+    found = environment.count_accelerators("cuda")
+    most = max((one.num_ranks for one in task.plans if not one.problem), default=1)
+    if found >= most:
+        return []
+    rule = f"needs {most} devices, and this machine has {found}"
+    return [str(Problem("training.device", "cuda", rule, 'use "cpu", or smaller meshes with --mesh'))]
+
+
+def verify(task: Task, trainer: Trainer) -> list[Row]:
+    """Probe the model's promises, run one process, then each plan; a row for each plan."""
+    from shardtrain.verify import promises
+
+    folder = Path(tempfile.mkdtemp(prefix="shardtrain-verify-"))
+    try:
+        has_core = _probe(promises.probe, task.reference, folder)
+        reference(task, trainer, folder)
+        plans = task.plans if has_core else [_without_core(one) for one in task.plans]
+        return [compare_plan(task, one, trainer, folder) for one in plans]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _probe(probe: Any, config: Config, folder: Path) -> bool:
+    """Raise every broken promise of the model; gives whether it names an attention core.
+
+    In a process of its own: this one must not have computed anything when ranks are forked from it.
+    """
+    try:
+        (found,) = workers.run(1, probe, config, folder=folder, group=False)
+    except workers.RankFailed as error:
+        if error.refused:
+            raise ConfigError(str(error).splitlines()) from None
+        fix = "correct the model file"
+        raise ConfigError(Problem("model.name", config.model.name, f"cannot be built: {error}", fix)) from None
+    if found["broken"]:
+        raise ConfigError(found["broken"])
+    return bool(found["has_core"])
+
+
+def _without_core(one: Plan) -> Plan:
+    """A plan of a model whose layout names no attention core: it cannot split sequences."""
+    if one.problem or one.degrees.get("cp", 1) == 1:
+        return one
+    problem = Problem("LAYOUT.context", None, "names no attention core, which cp replaces", "name the module")
+    return dataclasses.replace(one, problem=str(problem))
+
+
+def reference(task: Task, trainer: Trainer, folder: Path) -> None:
+    """Run the steps on one process; its record is shared by all meshes."""
+    from shardtrain.verify.run import run_steps
+
+    alone = folder / "reference"
+    alone.mkdir(parents=True)
+    try:
+        workers.run(1, run_steps, trainer, task.reference, task, str(alone), folder=alone)
+    except workers.RankFailed as error:
+        raise ConfigError(f"the model does not train on one process: {error}") from error
+
+
+def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
+    """Run one mesh and judge it against the record of one process in ``folder``."""
+    from shardtrain.verify.judge import judge
+    from shardtrain.verify.run import run_steps
+
+    if one.problem:
+        return Row(one.name, one.schedule, "not possible", cause=one.problem.replace("\n", "; "))
+    started = time.perf_counter()
+    ranks = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        workers.run(one.num_ranks, run_steps, trainer, one.loaded.config, task, str(ranks), folder=ranks)
+    except workers.RankFailed as error:
+        verdict: Any = "not possible" if error.refused else "failed"
+        return Row(one.name, one.schedule, verdict, time.perf_counter() - started, cause=str(error))
+    arguments = (one.loaded.config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
+    (found,) = workers.run(1, judge, *arguments, folder=ranks, group=False)
+    shutil.rmtree(ranks, ignore_errors=True)
+    row = Row(one.name, one.schedule, "differs" if found["first"] else "same", **found)
+    return dataclasses.replace(row, seconds=time.perf_counter() - started)

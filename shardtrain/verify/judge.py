@@ -1,0 +1,48 @@
+"""One mesh's records against one process's: largest errors, the first difference in words, and its likely cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardtrain import models
+from shardtrain.config import Config
+from shardtrain.verify.compare import Expected, First, compare
+from shardtrain.verify.diagnose import diagnose
+from shardtrain.verify.evidence import Evidence
+from shardtrain.verify.run import read_record
+
+
+def judge(
+    _rank: int, _num: int, config: Config, sizes: dict[str, int], alone: str, together: str, num_ranks: int, steps: int
+) -> dict[str, Any]:
+    """The fields of a ``report.Row`` that come from comparing; runs in a process of its own, after the ranks."""
+    layout = models.find(config.model.name).LAYOUT
+    expected = Expected(read_record(Path(alone), 0), layout)
+    records = [read_record(Path(together), rank) for rank in range(num_ranks)]
+    found = compare(expected, records, steps)
+    first, cause = "", ""
+    if found.first is not None:
+        first = _say(found.first, expected, records[0].losses, layout.layers)
+        cause = diagnose(Evidence(config, sizes, expected, records, found.first))
+    errors = {name: getattr(found, name) for name in ("initial", "loss", "gradient", "norm", "weights")}
+    return {**errors, "first": first, "cause": cause}
+
+
+def _say(first: First, expected: Expected, losses: list[float], layers: str) -> str:
+    """The first difference as a sentence: step, tensor with its layer, and by how much."""
+    when = "before step 1" if first.kind == "initial" else f"step {first.step + 1}"
+    if first.names:
+        name = first.names[0]
+        top, _, rest = name.partition(".")
+        where = f"layer {rest.partition('.')[0]}" if top == layers else f"module {top}"
+        others = f" (and {len(first.names) - 1} more tensors)" if len(first.names) > 1 else ""
+        size = "" if first.kind == "initial" else f", error {first.error:.2g}"
+        what = {"initial": "initial weight", "gradient": "gradient", "weights": "weight after the update"}[first.kind]
+        sentence = f"{when}: the first {what} that differs is {name} in {where}{size}{others}"
+    else:
+        what = "the loss" if first.kind == "loss" else "the gradient norm"
+        sentence = f"{when}: {what} differs, error {first.error:.2g}"
+    if first.kind != "initial" and first.loss_differs:
+        sentence += f"; loss {losses[first.step]:.6f} in place of {expected.record.losses[first.step]:.6f}"
+    return sentence

@@ -1,0 +1,217 @@
+"""What a model must promise so that it can be cut, tried on a small copy of it: each broken promise is named with its
+place. ``models.build`` proves the layout; here the forward pass is run in the pieces that parallelism makes of it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain.config import Config
+from shardtrain.errors import Problem
+from shardtrain.layout import Layout, matches, word_of
+from shardtrain.tied import tie, tied_names
+from shardtrain.verify.batches import whole_batch
+from shardtrain.verify.run import model_of
+
+CLOSE = 1e-4
+"""Relative error of float32 arithmetic in another order, with room; a broken promise is off by far more."""
+
+
+def probe(_rank: int, _num: int, config: Config) -> dict[str, Any]:
+    """Broken promises as one sentence each, and whether the model names an attention core for context parallelism.
+
+    Raises:
+        ConfigError: the model cannot be built, or its layout does not cover it.
+    """
+    module, shape, model = model_of(config)
+    _fill(model)
+    batch = whole_batch(config.debug.seed, 0, 2, config.training.seq_len, shape.vocab_size)
+    prober = _Prober(config.model.name, model, module.LAYOUT, batch.tokens_BT, batch.positions_BT)
+    with torch.no_grad():
+        return {"broken": prober.all(), "has_core": bool(module.LAYOUT.context)}
+
+
+def _fill(model: nn.Module) -> None:
+    """Memory and random weights at unit gain, so that every part shows."""
+    ties = tied_names(model)
+    model.to_empty(device="cpu")
+    tie(model, ties)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            std = parameter.size(-1) ** -0.5 if parameter.ndim > 1 else 0.1
+            parameter.normal_(0.0, std, generator=generator)
+            if parameter.ndim == 1:
+                parameter.add_(1.0)
+
+
+class _Prober:
+    def __init__(self, name: str, model: nn.Module, layout: Layout, tokens_BT: Tensor, positions_BT: Tensor) -> None:
+        self._name, self._model, self._layout = name, model, layout
+        self._tokens_BT, self._positions_BT = tokens_BT, positions_BT
+        self._heads: tuple[int, ...] = ()
+
+    def all(self) -> list[str]:
+        """Every broken promise; where the forward pass as such fails, that alone."""
+        if len(inspect.signature(self._model.forward).parameters) < 2:
+            return [self._problem("takes no positions", "write forward(self, tokens_BT, positions_BT)")]
+        try:
+            _, error, place = self._run(self._model, self._tokens_BT, self._positions_BT)
+            if error:
+                return [self._problem(f"fails in {place}: {error}", "correct its forward")]
+            checks = (self._weightless, self._shapes, self._chain, self._positions, self._halves)
+            return [sentence for check in checks for sentence in check()]
+        except _NoTensor as wrong:
+            return [self._problem(str(wrong), "return logits of shape (B, T, V)")]
+
+    def _problem(self, rule: str, fix: str) -> str:
+        return str(Problem("model.name", self._name, rule, fix))
+
+    def _run(self, model: nn.Module, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, str, str]:
+        """Output, or the error and the innermost module that raised it."""
+        stack: list[str] = []
+        handles = []
+        for path, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(lambda *_, path=path: stack.append(path or "the model")))
+            handles.append(module.register_forward_hook(lambda *_: stack.pop() and None))
+        try:
+            out = model(x, positions_BT)
+        except Exception as error:
+            text = str(error).splitlines() or [""]
+            return x, f"{type(error).__name__}: {text[0]}", stack[-1] if stack else "the model"
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not isinstance(out, Tensor):
+            raise _NoTensor(f"returns {type(out).__name__}, not a tensor")
+        return out, "", ""
+
+    def _weightless(self) -> list[str]:
+        if not self._layout.context:
+            return []
+        rule = "breaks the promise of a weightless attention core: {} holds the parameter {}"
+        return [
+            self._problem(rule.format(path, name), "move it out: the core is softmax(q k) v and nothing else")
+            for path, module in self._model.named_modules()
+            if matches(path, self._layout.context)
+            for name, _ in module.named_parameters()
+        ]
+
+    def _shapes(self) -> list[str]:
+        """A part of the batch and of the sequence goes through."""
+        half = self._tokens_BT.size(1) // 2
+        out, error, place = self._run(self._model, self._tokens_BT[:1, :half], self._positions_BT[:1, :half])
+        if not error and out.shape[:2] != (1, half):
+            error, place = f"it gives {tuple(out.shape)} for tokens (1, {half})", "the model"
+        rule = f"breaks the promise to read shapes from activations: half of a sequence fails in {place}: {error}"
+        return [self._problem(rule, "take batch and sequence from x.shape, not from the config")] if error else []
+
+    def _chain(self) -> list[str]:
+        """First modules, each layer, last modules, one model each, one after the other, are the whole."""
+        whole, _, _ = self._run(self._model, self._tokens_BT, self._positions_BT)
+        layers = list(getattr(self._model, self._layout.layers))
+        promise = "breaks the promise that forward is a chain of first modules, layers and last modules"
+        fix = "pass x alone from one to the next, with no other path around them"
+        x = self._tokens_BT
+        for keep in ([*self._layout.first], *([f"{self._layout.layers}.{name}"] for name in layers), [*self._layout.last]):
+            piece = _only(self._model, self._layout, set(keep))
+            x, error, place = self._run(piece, x, self._positions_BT)
+            if error:
+                return [self._problem(f"{promise}: with {', '.join(keep)} alone, {place} fails: {error}", fix)]
+        if x.shape != whole.shape or _error(x, whole) > CLOSE:
+            return [self._problem(f"{promise}: one after the other they give other numbers than the whole", fix)]
+        return []
+
+    def _positions(self) -> list[str]:
+        """What enters the first attention core for the second half of the tokens is told by their positions alone."""
+        half = self._tokens_BT.size(1) // 2
+        whole = self._core_inputs(self._model, self._tokens_BT, self._positions_BT)
+        part = self._core_inputs(self._model, self._tokens_BT[:, half:], self._positions_BT[:, half:])
+        self._heads = tuple(x.size(2) for x in whole)
+        for name, full, piece in zip(("queries", "keys", "values"), whole, part, strict=False):
+            if full[:, half:].shape != piece.shape or _error(piece, full[:, half:]) > CLOSE:
+                rule = (
+                    "breaks the promise to take positions from its argument: the second half of a sequence, given its "
+                    f"positions, has other {name} than within the whole"
+                )
+                return [self._problem(rule, "use positions_BT wherever a token's place counts, never arange")]
+        return []
+
+    def _core_inputs(self, model: nn.Module, x: Tensor, positions_BT: Tensor) -> list[Tensor]:
+        """Queries, keys and values (B, T, heads, H) of the first attention core; nothing where there is none."""
+        seen: list[Tensor] = []
+
+        def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if not seen:
+                seen.extend(value for value in inputs[:3] if isinstance(value, Tensor) and value.ndim == 4)
+
+        handles = [
+            module.register_forward_pre_hook(note)
+            for path, module in model.named_modules()
+            if self._layout.context and matches(path, self._layout.context)
+        ]
+        self._run(model, x, positions_BT)
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    def _halves(self) -> list[str]:
+        """Layers run with half of their columns and rows, as two tensor-parallel ranks have them."""
+        if any(heads % 2 for heads in self._heads):
+            return []  # such heads cannot be dealt to two ranks, and the configuration check says so
+        halved = copy.deepcopy(self._model)
+        changed = []
+        for path, module in halved.named_modules():
+            word = word_of(self._layout, path)
+            if path.startswith(f"{self._layout.layers}.") and word in ("colwise", "rowwise"):
+                if not _halve(module, 0 if word == "colwise" else 1):
+                    return []
+                changed.append(path)
+        if not changed:
+            return []
+        _, error, place = self._run(halved, self._tokens_BT, self._positions_BT)
+        rule = "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as tp=2 has them, "
+        fix = "write unflatten(-1, (-1, head_dim)) and flatten(2), with no head count of the config"
+        if error:
+            return [self._problem(f"{rule}{place} fails: {error}", fix)]
+        heads = tuple(x.size(2) for x in self._core_inputs(halved, self._tokens_BT, self._positions_BT))
+        if tuple(2 * count for count in heads) != self._heads:
+            core = self._layout.context
+            return [self._problem(f"{rule}{core} is given {heads} heads and not half of {self._heads}", fix)]
+        return []
+
+
+class _NoTensor(Exception):
+    """A forward pass gave something else than logits."""
+
+
+def _only(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
+    """A copy that has some of the modules: Identity for ends that it lacks, and no other layers."""
+    piece = copy.deepcopy(model)
+    layers: nn.ModuleDict = getattr(piece, layout.layers)
+    for name in list(layers):
+        if f"{layout.layers}.{name}" not in keep:
+            del layers[name]
+    for name in (*layout.first, *layout.last):
+        if name not in keep:
+            setattr(piece, name, nn.Identity())
+    return piece
+
+
+def _halve(module: nn.Module, dim: int) -> bool:
+    """Keep the first half of a linear module's outputs (dim 0) or inputs (dim 1); False where it is not even."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if dim == 1 and parameter.ndim == 1:
+            continue  # a bias of the outputs stays whole
+        if parameter.ndim <= dim or parameter.size(dim) % 2:
+            return False
+        setattr(module, name, nn.Parameter(parameter.narrow(dim, 0, parameter.size(dim) // 2).clone()))
+    return True
+
+
+def _error(mine: Tensor, theirs: Tensor) -> float:
+    return float((mine - theirs).norm() / theirs.norm().clamp_min(1e-30))

@@ -1,0 +1,69 @@
+"""The table, the sentences and the JSON document of a verification."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of one mesh. Errors are the largest over ranks, steps and tensors; None where nothing ran.
+
+    ``initial`` counts tensors that do not start bitwise equal; ``loss`` and ``weights`` are absolute, ``gradient`` and
+    ``norm`` relative.
+    """
+
+    mesh: str
+    schedule: str
+    verdict: Literal["same", "differs", "failed", "not possible"]
+    seconds: float = 0.0
+    initial: int | None = None
+    loss: float | None = None
+    gradient: float | None = None
+    norm: float | None = None
+    weights: float | None = None
+    first: str = ""
+    cause: str = ""
+
+
+HEADER = ("mesh", "schedule", "initial", "loss", "gradient", "norm", "weights", "verdict", "seconds")
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """0 where every mesh that ran gave the same numbers and one did; else 4."""
+    ran = [row.verdict for row in rows if row.verdict != "not possible"]
+    return 0 if ran and all(verdict == "same" for verdict in ran) else 4
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows in columns, then one line for each mesh that is not the same."""
+    cells = [HEADER, *(_cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    for row in rows:
+        name = row.mesh + (f" {row.schedule}" if row.schedule else "")
+        if row.verdict == "differs":
+            lines += ["", f"{name}: {row.first}", f"  likely cause: {row.cause}"]
+        elif row.verdict in ("failed", "not possible"):
+            lines += ["", f"{name}: {row.verdict}: {row.cause}"]
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    initial = "-" if row.initial is None else "bitwise" if row.initial == 0 else f"{row.initial} differ"
+    errors = ("-" if value is None else f"{value:.1e}" for value in (row.loss, row.gradient, row.norm, row.weights))
+    seconds = f"{row.seconds:.1f}" if row.verdict != "not possible" else "-"
+    return (row.mesh, row.schedule or "-", initial, *errors, row.verdict, seconds)
+
+
+def document(model: str, notes: Sequence[str], rows: Sequence[Row]) -> str:
+    """One JSON document: model, what was changed for the test, and the rows; an infinite error is null."""
+    finite = [
+        {k: None if isinstance(v, float) and v in (float("inf"), float("-inf")) else v for k, v in asdict(row).items()}
+        for row in rows
+    ]
+    told = {"model": model, "notes": list(notes), "rows": finite, "exit_code": exit_code(rows)}
+    return json.dumps(told, indent=2, allow_nan=False)

@@ -1,0 +1,220 @@
+"""One rank's steps, through the trainer's own step function, and what it leaves for the comparison: one file per rank.
+
+Each rank writes the parts of tensors that it holds and where they lie in the whole, so that nothing is communicated
+for the comparison, and copies that should be equal can be compared too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shardtrain import init, layout, models, optim, parallel
+from shardtrain.config import Config, derived
+from shardtrain.layout import Draw, Layout
+from shardtrain.parallel import BATCH_AXES, Mesh, Runner, context
+from shardtrain.parallel.mesh import AXES
+from shardtrain.parallel.world import World
+from shardtrain.shards import local_slices, local_tensor
+from shardtrain.state import TrainState
+from shardtrain.tied import tie, tied_names
+from shardtrain.verify.batches import SyntheticStream
+from shardtrain.verify.shrink import Task
+
+
+class Trainer(Protocol):
+    """What verify needs of ``shardtrain.train``, which it is given: the step that is verified is the trainer's own."""
+
+    Run: Callable[..., Any]
+    step: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank saw: a loss and a norm per step, its place, and its parts of tensors by kind and name.
+
+    ``parts`` is keyed "initial/NAME", "gradient/STEP/NAME", "weights/STEP/NAME", "core/STEP/q" and so on; ``slices``
+    has for each key with a name where the part lies: one (start, stop) per dimension.
+    """
+
+    rank: int
+    place: Mapping[str, int]
+    losses: list[float]
+    norms: list[float]
+    parts: Mapping[str, Tensor]
+    slices: Mapping[str, tuple[slice, ...]]
+    facts: Mapping[str, Any]
+
+
+def device_of(config: Config, rank: int) -> torch.device:
+    """CPU, unless the configuration asks for CUDA."""
+    return torch.device("cuda", rank) if config.training.device == "cuda" else torch.device("cpu")
+
+
+def model_of(config: Config) -> tuple[Any, Any, nn.Module]:
+    """The model's file, its shape, and the model on the meta device, its layout proved."""
+    module = models.find(config.model.name)
+    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    return module, shape, models.build(module, shape)
+
+
+def draws_of(module: Any, shape: Any, model: nn.Module, unit_gain: bool) -> dict[str, Draw]:
+    """How each parameter starts; with ``unit_gain`` matrices keep the size of what they map, and nothing is zero."""
+    layers = len(getattr(model, module.LAYOUT.layers))
+    parameters = dict(model.named_parameters())
+    draws = init.plan(parameters, module.initial(shape), module.LAYOUT, layers)
+    if not unit_gain:
+        return draws
+    strong = {}
+    for name, draw in draws.items():
+        if parameters[name].ndim > 1:
+            draw = replace(draw, distribution="normal", std=max(draw.std, parameters[name].size(-1) ** -0.5))
+        elif draw.distribution == "zeros":
+            draw = Draw("normal", std=0.05)
+        strong[name] = draw
+    return strong
+
+
+def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task: Task, folder: str) -> None:
+    """Train ``task.steps`` steps as one rank and leave its record in ``folder``."""
+    device = device_of(config, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    here = World(rank, num_ranks, rank, device)
+    mesh = parallel.build(config, here)
+    module, shape, model = model_of(config)
+    names = [name for name, _ in model.named_parameters()]
+    draws = draws_of(module, shape, model, task.unit_gain)
+    first_layer = next(iter(getattr(model, module.LAYOUT.layers)))
+    runner = parallel.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
+    runner.materialize(draws, config.debug.seed)
+    optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
+    stream = SyntheticStream(
+        config.debug.seed,
+        config.training.seq_len,
+        shape.vocab_size,
+        config.training.global_batch_size,
+        config.training.local_batch_size,
+        mesh.rank(*BATCH_AXES),
+        mesh.size(*BATCH_AXES),
+    )
+    num_params = sum(parameter.numel() for parameter in runner.parameters().values())
+    run = trainer.Run(config, mesh, runner, optimizer, None, stream, TrainState(), task.steps, num_params, 0.0)
+    recorder = _Recorder(runner, mesh)
+    recorder.keep("initial", runner.parameters())
+    recorder.watch_core(module.LAYOUT, first_layer)
+    optimizer.register_step_pre_hook(lambda *_: recorder.keep_gradients())
+    for _ in range(task.steps):
+        recorder.begin_step()
+        outcome = trainer.step(run)
+        recorder.losses.append(_global_loss(outcome, mesh))
+        recorder.norms.append(outcome.grad_norm)
+        recorder.keep(f"weights/{recorder.step}", runner.parameters())
+    recorder.write(Path(folder) / f"rank-{rank}.safetensors", rank, config)
+
+
+def _global_loss(outcome: Any, mesh: Mesh) -> float:
+    """Mean loss over all target tokens of the step; ranks of one tp group hold the same sum."""
+    total = outcome.loss_sum.detach().double().to(mesh.device).clone()
+    dist.all_reduce(total)
+    return float(total) / mesh.size("tp") / max(1, outcome.global_tokens)
+
+
+class _Recorder:
+    def __init__(self, runner: Runner, mesh: Mesh) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.step = -1
+        self._runner, self._mesh = runner, mesh
+        self._parts: dict[str, Tensor] = {}
+        self._slices: dict[str, list[tuple[int, int]]] = {}
+        self._core_seen = False
+
+    def begin_step(self) -> None:
+        self.step += 1
+        self._core_seen = False
+
+    def keep(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._parts[f"{kind}/{name}"] = _copy(tensor)
+            self._slices[f"{kind}/{name}"] = [(s.start, s.stop) for s in local_slices(tensor)]
+
+    def keep_gradients(self) -> None:
+        gradients = {name: p.grad for name, p in self._runner.parameters().items() if p.grad is not None}
+        self.keep(f"gradient/{self.step}", gradients)
+
+    def watch_core(self, rules: Layout, first_layer: str) -> None:
+        """Keep what the first attention core is given and gives, of the first micro-batch of each step."""
+        if not rules.context:
+            return
+        for part in self._runner.parts:
+            for path, module in part.named_modules():
+                if path.startswith(f"{rules.layers}.{first_layer}.") and layout.matches(path, rules.context):
+                    module.register_forward_hook(self._keep_core)
+                    return
+
+    def _keep_core(self, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        tensors = [*inputs[:3], output]
+        if self._core_seen or not all(isinstance(tensor, Tensor) for tensor in tensors):
+            return
+        self._core_seen = True
+        for name, tensor in zip(("q", "k", "v", "out"), tensors, strict=False):
+            self._parts[f"core/{self.step}/{name}"] = _copy(tensor)
+
+    def write(self, path: Path, rank: int, config: Config) -> None:
+        place = {axis: self._mesh.rank(axis) for axis in AXES}
+        facts = {"balanced": context.is_balanced(config)}
+        told = {
+            "rank": rank,
+            "place": place,
+            "losses": self.losses,
+            "norms": self.norms,
+            "slices": self._slices,
+            "facts": facts,
+        }
+        # a file of its own tensors only: what shares memory would be refused
+        save_file({name: part for name, part in self._parts.items()}, path, metadata={"record": json.dumps(told)})
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor.detach()).detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def read_record(folder: Path, rank: int) -> Record:
+    """The record that a rank left."""
+    with safe_open(folder / f"rank-{rank}.safetensors", framework="pt") as file:
+        told = json.loads(file.metadata()["record"])
+        parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    slices = {key: tuple(slice(*pair) for pair in pairs) for key, pairs in told["slices"].items()}
+    return Record(told["rank"], told["place"], told["losses"], told["norms"], parts, slices, told["facts"])
+
+
+def plain_model(config: Config, weights: Mapping[str, Tensor]) -> nn.Module:
+    """The whole model on this process's CPU with given weights: no mesh, no runner."""
+    _, _, model = model_of(config)
+    ties = tied_names(model)
+    model.to_empty(device="cpu")
+    tie(model, ties)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model
+
+
+def micro_batches(config: Config, num_ranks: int) -> tuple[int, int]:
+    """Micro-batches of a step on each data rank, and rows of each."""
+    ranks = derived.data_parallel_degree(config, num_ranks)
+    rows = config.training.global_batch_size // ranks
+    piped = config.parallelism.pipeline_parallel_degree > 1
+    size = config.parallelism.pipeline_parallel_microbatch_size if piped else config.training.local_batch_size
+    return math.ceil(rows / size), size

@@ -1,0 +1,251 @@
+"""Laws of the mixture-of-experts block: against plain loops written here, in float64 where a law is exact."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from shardtrain.models.moe import MoE, Routing, _grouped, _one_by_one
+from shardtrain.rows import inverse_of, permute, repeat_and_permute
+
+DIM, FFN, EXPERTS = 16, 12, 8
+ROUTINGS = {
+    "softmax": Routing(EXPERTS, 2),
+    "softmax, not normalised": Routing(EXPERTS, 3, route_norm=False),
+    "top 1": Routing(EXPERTS, 1, route_norm=False),
+    "all experts": Routing(EXPERTS, EXPERTS),
+    "sigmoid": Routing(EXPERTS, 2, score_func="sigmoid", route_scale=2.5),
+    "groups": Routing(EXPERTS, 3, score_func="sigmoid", num_groups=4, top_groups=2),
+    "groups by their best": Routing(EXPERTS, 2, num_groups=4, top_groups=2, group_top_k=1),
+    "weights first": Routing(EXPERTS, 2, score_before_experts=True),
+    "biased choice": Routing(EXPERTS, 2, score_func="sigmoid", load_balance_coeff=1e-3),
+}
+
+
+def block(routing: Routing, shared: int = 0, dtype: torch.dtype = torch.float64) -> MoE:
+    moe = MoE(DIM, FFN, routing, shared).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in moe.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=dtype) * 0.4)
+    return moe
+
+
+def tokens(batch: int = 2, length: int = 11, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(2), dtype=dtype)
+
+
+def plain(moe: MoE, x_BTD: Tensor) -> Tensor:
+    """The block token by token and expert by expert, from the papers' formulas."""
+    r, out = moe.routing, []
+    for x_D in x_BTD.flatten(0, 1):
+        logits_E = moe.router.gate.weight @ x_D
+        scores_E = logits_E.exp() / logits_E.exp().sum() if r.score_func == "softmax" else 1 / (1 + (-logits_E).exp())
+        choice_E = scores_E.detach() + (0 if moe.router.expert_bias is None else moe.router.expert_bias)
+        size = r.num_experts // r.num_groups
+        groups = [sum(sorted(g.tolist())[-r.group_top_k :]) for g in choice_E.split(size)]
+        best = sorted(range(r.num_groups), key=lambda g: -groups[g])[: r.top_groups]
+        allowed = [e for e in range(r.num_experts) if e // size in best]
+        chosen = sorted(allowed, key=lambda e: -choice_E[e].item())[: r.top_k]
+        norm = sum(scores_E[e] for e in chosen) if r.route_norm else 1.0
+        y_D = torch.zeros_like(x_D)
+        for e in chosen:
+            weight = scores_E[e] / norm * r.route_scale
+            w1, w2, w3 = moe.experts.w1[e], moe.experts.w2[e], moe.experts.w3[e]
+            input_D = x_D * weight if r.score_before_experts else x_D
+            expert_D = w2 @ (F.silu(w1 @ input_D) * (w3 @ input_D))
+            y_D = y_D + (expert_D if r.score_before_experts else expert_D * weight)
+        if moe.shared is not None:
+            y_D = y_D + moe.shared.w2(F.silu(moe.shared.w1(x_D)) * moe.shared.w3(x_D))
+        out.append(y_D)
+    return torch.stack(out).view_as(x_BTD)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("shared", [0, 20])
+def test_a_block_is_a_plain_loop_over_tokens_and_experts(name: str, shared: int) -> None:
+    moe = block(ROUTINGS[name], shared)
+    x, other = (tokens().requires_grad_() for _ in range(2))
+    moe.balance.loss_weight = torch.tensor(1.0)
+    expected = plain(moe, other)
+    out = moe(x)
+    torch.testing.assert_close(out, expected)
+    wanted = torch.autograd.grad((expected**2).sum(), [other, *moe.parameters()])
+    for mine, theirs in zip(torch.autograd.grad((out**2).sum(), [x, *moe.parameters()]), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_tokens_do_not_see_each_other() -> None:
+    moe, x = block(ROUTINGS["groups"], 20), tokens()
+    changed = x.clone()
+    changed[1, 3] += 1.0
+    torch.testing.assert_close(moe(changed)[0], moe(x)[0])
+    assert not torch.equal(moe(changed)[1, 3], moe(x)[1, 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_matmuls_are_the_loop_over_experts(dtype: torch.dtype) -> None:
+    """Experts without a row too; bfloat16 rounds the middle once more or less: 2^-8 of numbers of about 1."""
+    if not hasattr(F, "grouped_mm"):
+        pytest.skip("this PyTorch has no grouped matmul")
+    generator = torch.Generator().manual_seed(3)
+    count_E = torch.tensor([3, 0, 7, 1, 0, 0, 4, 1])
+    shapes = ((16, DIM), (EXPERTS, 24, DIM), (EXPERTS, DIM, 24), (EXPERTS, 24, DIM))
+    results = []
+    base = [torch.randn(shape, generator=generator) * 0.4 for shape in shapes]
+    for function in (_grouped, _one_by_one):
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in base]
+        out = function(inputs[0], count_E, *inputs[1:])
+        gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))
+        results.append([out, *gradients])
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    for grouped, looped in zip(*results, strict=True):
+        torch.testing.assert_close(grouped, looped, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 5])
+def test_experts_take_any_size(dtype: torch.dtype, rows: int) -> None:
+    """No rows at all, and feed-forwards of 12 features, which bfloat16's grouped matmul cannot take."""
+    moe = block(ROUTINGS["softmax"], dtype=dtype)
+    count_E = torch.tensor([rows] + [0] * (EXPERTS - 1))
+    out = moe.experts(torch.ones(rows, DIM, dtype=dtype, requires_grad=True), count_E)
+    assert out.shape == (rows, DIM)
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in moe.experts.parameters())
+
+
+def test_the_router_computes_in_float32_whatever_its_inputs_are() -> None:
+    moe = block(ROUTINGS["sigmoid"], dtype=torch.bfloat16)
+    x = tokens(dtype=torch.bfloat16)
+    logits, scores, _ = moe.router(x)
+    assert logits.dtype == scores.dtype == torch.float32
+    assert torch.equal(logits, x.float() @ moe.router.gate.weight.float().T)
+    assert moe(x).dtype == torch.bfloat16
+
+
+def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
+    moe, x = block(ROUTINGS["biased choice"]), tokens()
+    moe.router.expert_bias.zero_()
+    moe.router.expert_bias[5] = 10.0
+    logits, scores, chosen = moe.router(x)
+    assert (chosen == 5).any(-1).all()
+    weights = moe.router.weights(scores, chosen)
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+    picked = logits.sigmoid().gather(-1, chosen)
+    torch.testing.assert_close(weights, picked / picked.sum(-1, keepdim=True))
+
+
+def test_only_experts_of_the_best_groups_are_chosen_where_biased_scores_are_negative() -> None:
+    moe, x = block(dataclasses.replace(ROUTINGS["groups"], load_balance_coeff=1e-3)), tokens()
+    moe.router.expert_bias.fill_(-5.0)
+    _, _, chosen = moe.router(x)
+    assert all(len({e // 2 for e in row}) <= 2 for row in chosen.flatten(0, 1).tolist())
+
+
+def test_forced_balance_deals_experts_in_turn() -> None:
+    moe = block(ROUTINGS["softmax"])
+    moe.router.force_balance = True
+    _, _, chosen = moe.router(tokens(2, 12))
+    assert torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist() == [6] * EXPERTS
+    assert moe(tokens(2, 12)).isfinite().all()
+
+
+def expected_balance_loss(moe: MoE, x_BTD: Tensor) -> Tensor:
+    """DeepSeek-V3 equations 17-20 for each sequence, times its tokens, and the z-loss of each token."""
+    r, total = moe.routing, torch.zeros((), dtype=x_BTD.dtype)
+    for x_TD in x_BTD:
+        logits_TE = x_TD @ moe.router.gate.weight.T
+        scores_TE = logits_TE.softmax(-1) if r.score_func == "softmax" else logits_TE.sigmoid()
+        T = x_TD.size(0)
+        chosen_TK = scores_TE.topk(r.top_k).indices
+        for i in range(r.num_experts):
+            f = r.num_experts / (r.top_k * T) * (chosen_TK == i).sum()
+            P = (scores_TE[:, i] / scores_TE.sum(-1)).sum() / T
+            total = total + T * r.balance_loss_coeff * f * P
+        total = total + r.z_loss_coeff * logits_TE.exp().sum(-1).log().square().sum()
+    return total
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("coefficients", [(0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
+def test_balance_losses_add_exactly_their_weighted_gradients(score_func: str, coefficients: tuple[float, float]) -> None:
+    balance, z = coefficients
+    moe = block(Routing(EXPERTS, 2, score_func=score_func, balance_loss_coeff=balance, z_loss_coeff=z))
+    x = tokens().requires_grad_()
+    moe.balance.loss_weight = torch.tensor(0.25)
+    mine = torch.autograd.grad((moe(x) ** 2).sum(), [x, moe.router.gate.weight, moe.experts.w1])
+    loss = expected_balance_loss(moe, x)
+    whole = (plain(moe, x) ** 2).sum() + 0.25 * loss
+    for gradient, expected in zip(
+        mine, torch.autograd.grad(whole, [x, moe.router.gate.weight, moe.experts.w1]), strict=True
+    ):
+        torch.testing.assert_close(gradient, expected)
+    torch.testing.assert_close(moe.balance.loss_sum, loss.detach())
+
+
+def test_balance_losses_do_not_depend_on_how_rows_are_batched() -> None:
+    moe, x = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3, z_loss_coeff=0.1)), tokens(4)
+    moe.balance.loss_weight = torch.tensor(0.1)
+    found = []
+    for size in (4, 1):
+        moe.zero_grad()
+        moe.balance.reset()
+        for rows in x.split(size):
+            (moe(rows) ** 2).sum().backward()
+        found.append((moe.router.gate.weight.grad.clone(), moe.balance.loss_sum, moe.balance.count_E))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_balance_loss_without_its_weight_is_an_error() -> None:
+    moe = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3))
+    with pytest.raises(RuntimeError, match="set loss_weight"):
+        moe(tokens())
+    with torch.no_grad():
+        moe(tokens())
+
+
+def test_counts_are_taken_once_under_recomputation_and_never_in_evaluation() -> None:
+    moe, x = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3)), tokens()
+    moe.balance.loss_weight = torch.tensor(1.0)
+    with torch.no_grad():
+        moe(x)
+    assert moe.balance.count_E is None
+    expected = torch.bincount(moe.router(x)[2].flatten(), minlength=EXPERTS)
+    for times in (1, 2):
+        checkpoint(nn.Module.__call__, moe, x.requires_grad_(), use_reentrant=False).sum().backward()
+        assert torch.equal(moe.balance.count_E, expected * times)
+    moe.balance.reset()
+    assert moe.balance.count_E is None and moe.balance.loss_sum is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"score_func": "tanh"}, "score_func='tanh'"),
+        ({"top_k": 9}, "top_k=9"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"num_groups": 3}, "num_groups=3"),
+        ({"num_groups": 2, "top_groups": 3}, "top_groups=3"),
+        ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "top_k=3"),
+    ],
+)
+def test_what_cannot_be_routed_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Routing(**{"num_experts": EXPERTS, "top_k": 2, **fields})
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_rows_are_sorted_and_brought_back(copies: int) -> None:
+    x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    order = torch.randperm(5 * copies, generator=torch.Generator().manual_seed(1))
+    inverse = inverse_of(order)
+    rows = repeat_and_permute(x, copies, order, inverse)
+    assert torch.equal(rows, x.repeat_interleave(copies, 0)[order])
+    assert torch.equal(permute(rows, inverse, order), x.repeat_interleave(copies, 0))
+    assert torch.autograd.gradcheck(lambda x: repeat_and_permute(x, copies, order, inverse), x)
