@@ -4,7 +4,8 @@
 #   ./run_train.sh [--section.key value ...]
 #
 # CONFIG_FILE  configuration (configs/debug.toml)        NGPU       number of ranks (all devices)
-# LOG_RANK     ranks that write to the terminal (0)      COMM_MODE  same as --comm.mode, for one step
+# LOG_RANK     ranks that write to the terminal (0)      COMM_MODE  same as --comm.mode
+# RANK         with COMM_MODE=fake_backend, which trains nothing: the rank of NGPU that is built (0)
 # SHARDTRAIN_VENV  folder of the environment (.venv)     PYTHON     interpreter that makes it (3.11 or newer)
 set -euo pipefail
 
@@ -19,7 +20,7 @@ if [[ -n "${NGPU:-}" ]]; then
     arguments+=(--nproc "$NGPU")
 fi
 if [[ -n "${COMM_MODE:-}" ]]; then
-    arguments+=("--comm.mode=$COMM_MODE" --training.steps=1)
+    arguments+=("--comm.mode=$COMM_MODE")
 fi
 if [[ -n "${TRAIN_FILE:-}" ]]; then
     echo "note: TRAIN_FILE=$TRAIN_FILE is ignored; the trainer is shardtrain.train" >&2

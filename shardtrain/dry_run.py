@@ -55,8 +55,8 @@ def main(loaded: Loaded, rank: int, size: int, notices: Sequence[str] = ()) -> I
     """Lines of the report on rank ``rank`` of ``size``; the first one comes before the work."""
     started = time.perf_counter()
     yield (
-        f'{versions()}: comm.mode="fake_backend" builds rank {rank} of {size} in this process; nothing is trained, read '
-        "or written"
+        f'{versions()}: comm.mode="fake_backend" builds rank {rank} of {size} in this process; '
+        "nothing is trained, read or written"
     )
     for notice in (*notices, *_left_out(loaded.config)):
         yield f"note: {notice}"
@@ -169,7 +169,9 @@ def _modules_of(part: nn.Module, layout: Any) -> str:
     layers = list(getattr(part, layout.layers))
     names = [name for name in layout.first if not isinstance(getattr(part, name), nn.Identity)]
     if layers:
-        names.append(f"{layout.layers}.{layers[0]} to {layers[-1]}" if len(layers) > 1 else f"{layout.layers}.{layers[0]}")
+        names.append(
+            f"{layout.layers}.{layers[0]} to {layers[-1]}" if len(layers) > 1 else f"{layout.layers}.{layers[0]}"
+        )
     return ", ".join(names + [name for name in layout.last if not isinstance(getattr(part, name), nn.Identity)])
 
 
@@ -205,7 +207,9 @@ def _left_out(config: Config) -> list[str]:
     if config.parallelism.enable_async_tensor_parallel:
         notes.append("parallelism.enable_async_tensor_parallel=true: nothing is overlapped here")
     if config.activation_checkpoint.mode == "memory_budget":
-        notes.append('activation_checkpoint.mode="memory_budget": the compiler would decide; here nothing is recomputed')
+        notes.append(
+            'activation_checkpoint.mode="memory_budget": the compiler would decide; here nothing is recomputed'
+        )
     if config.activation_checkpoint.cpu_offload:
         notes.append("activation_checkpoint.cpu_offload=true: what would move to host memory is counted as activations")
     if config.training.enable_cpu_offload:

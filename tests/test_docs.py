@@ -27,6 +27,8 @@ SMALLER = {
     "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.enable --checkpoint.interval 10": TRAIN,
     "shardtrain train configs/debug.toml --training.steps 30 --checkpoint.enable --checkpoint.interval 10": TRAIN,
     "torchrun --nproc-per-node 2 -m shardtrain train configs/debug.toml": f"--training.steps 2 {TRAIN}",
+    "shardtrain train configs/llama3_405b.toml --comm.mode fake_backend --nproc 512 --model.hf_assets_path bytes "
+    "--training.dataset_path .": "",  # small already
     "./run_tests.sh": "--collect-only -q tests/test_docs.py",
 }
 NOT_RUN = {

@@ -84,12 +84,16 @@ def test_all_axes_at_once_are_built_and_traced(rank, schedule):
     assert run.traced.activations_bytes > 0
     text = "\n".join(run.stages)
     first, last = ("embed" in text, "head" in text)
-    assert (first, last) == ((True, True) if schedule == "ZBVZeroBubble" and rank == 0 else (
-        (False, False) if schedule == "ZBVZeroBubble" else (rank == 0, rank == 31)
-    ))
+    assert (first, last) == (
+        (True, True)
+        if schedule == "ZBVZeroBubble" and rank == 0
+        else ((False, False) if schedule == "ZBVZeroBubble" else (rank == 0, rank == 31))
+    )
 
 
-@pytest.mark.parametrize("method", [{"context_parallel_rotate_method": "alltoall"}, {"context_parallel_method": "ulysses"}])
+@pytest.mark.parametrize(
+    "method", [{"context_parallel_rotate_method": "alltoall"}, {"context_parallel_method": "ulysses"}]
+)
 def test_every_way_to_split_a_sequence_is_traced(method):
     run = dry(tiny_config(parallelism={"context_parallel_degree": 2, **method}), rank=1, size=4)
     assert run.traced.not_traced == "" and run.traced.layers == 4
@@ -98,7 +102,7 @@ def test_every_way_to_split_a_sequence_is_traced(method):
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_layers_left_out_count_as_much_as_they_would(monkeypatch, mode, tp):
-    """To a thousandth, for scalars of the loss are made earlier or later; FSDP's buffers are padded by unit: a percent."""
+    """To a thousandth, for scalars of the loss are made earlier or later; FSDP pads its buffers by unit: a percent."""
     shape = {"num_layers": 10}
     config = tiny_config(
         model={"overrides": shape},
@@ -221,7 +225,7 @@ def test_a_device_that_this_machine_lacks_is_no_problem(capsys):
 @pytest.mark.parametrize(
     ("names", "fragment"),
     [
-        ({"RANK": "8"}, "RANK=\"8\" is no rank of a world of 8; use 0 to 7"),
+        ({"RANK": "8"}, 'RANK="8" is no rank of a world of 8; use 0 to 7'),
         ({"RANK": "first"}, "is no rank"),
         ({"TORCHELASTIC_RUN_ID": "x", "RANK": "0"}, "start it without torchrun"),
     ],

@@ -130,7 +130,6 @@ def test_variables_become_options(repository):
         "--nproc",
         "4",
         "--comm.mode=fake_backend",
-        "--training.steps=1",
         "--job.description",
         "two words",
     ]

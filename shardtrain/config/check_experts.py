@@ -88,7 +88,7 @@ def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterat
         yield problem_of(loaded, "model.overrides.num_dense_layers", 0, rule, "use 1 or more")
 
 
-def problem_of(loaded: Loaded, option: str, value: Any, rule: str, fix: str) -> Problem:  # noqa: ANN401
+def problem_of(loaded: Loaded, option: str, value: Any, rule: str, fix: str) -> Problem:
     """Return a problem of a size of the model, whether its flavor or an override says so."""
     return Problem(option, value, rule, fix, loaded.origins.get(option, ""))
 

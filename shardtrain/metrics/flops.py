@@ -39,7 +39,7 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any, seq_len: in
     return total, flops_per_token(used, layers, heads, head_dim, seq_len)
 
 
-def _idle_in_experts(model: nn.Module, layout: Layout, model_config: Any) -> int:  # noqa: ANN401
+def _idle_in_experts(model: nn.Module, layout: Layout, model_config: Any) -> int:
     """Parameters of the experts that a token does not use."""
     if not layout.expert:
         return 0

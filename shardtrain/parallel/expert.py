@@ -6,7 +6,7 @@ are split over ep on dim 0 and by FSDP over efsdp, so that each lies once on all
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
@@ -56,7 +57,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         if moe.router.expert_bias is not None:  # steps of 1e-3 would be lost in a bfloat16 model
             moe.router.expert_bias = moe.router.expert_bias.float()
         if split_sequence:
-            moe.balance.sum_over_sequence = partial(mesh.sum, over=("cp", "tp"))
+            moe.balance.sum_over_sequence = partial(_sum_over_sequence, mesh)
         if config.parallelism.expert_parallel_degree > 1:
             _split_experts(moe.experts, mesh_of_experts(mesh, config)[AXIS])
             moe.dispatch = AllToAllDispatch(mesh_of_experts(mesh, config).get_group(AXIS))
@@ -83,6 +84,8 @@ def shard(layer: nn.Module, mesh: Mesh, config: Config, options: Mapping[str, An
                 **{**options, "mesh": experts[axes if len(axes) > 1 else axes[0]]},
                 shard_placement_fn=place,
             )
+            if config.activation_checkpoint.mode == "selective":
+                _hide_from_modes(module.experts)
 
 
 def before_step(parts: Sequence[nn.Module], weight: Tensor) -> None:
@@ -179,6 +182,10 @@ class _Exchange(torch.autograd.Function):
         return _exchange(gradients[0], ctx.sent, ctx.received, ctx.group), None, None, None
 
 
+def _sum_over_sequence(mesh: Mesh, count_BE: Tensor) -> Tensor:
+    return mesh.sum(count_BE.clone(), over=("cp", "tp"))  # sums are taken in place
+
+
 def _exchange(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
     # contiguous: a tensor with gaps is sent as if it had none, without an error (torch 2.13)
@@ -197,6 +204,25 @@ def _split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 def _place(dim: int, _: nn.Parameter) -> Shard:
     return Shard(dim)
+
+
+def _hide_from_modes(module: nn.Module) -> None:
+    """Run the hooks of FSDP on a module outside of dispatch modes.
+
+    Selective recomputation counts operations and stops where a second forward has more than the first. Those of FSDP
+    are no part of what is recomputed, and differ: what was gathered ahead at first is gathered anew later.
+    """
+
+    def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            with _disable_current_modes():
+                return hook(*arguments, **keywords)
+
+        return run
+
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            hooks[key] = hidden(hook)
 
 
 def _check_even(experts: nn.Module, dim: int, ranks: int, config: Config) -> None:

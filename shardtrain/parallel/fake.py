@@ -67,7 +67,9 @@ class _Layer:
     They are alive from the end of its forward to the start of the first one's backward.
     """
 
-    def __init__(self, memory: LiveMemory, layer: nn.Module, is_first: bool, is_last: bool, standing: _Standing) -> None:
+    def __init__(
+        self, memory: LiveMemory, layer: nn.Module, is_first: bool, is_last: bool, standing: _Standing
+    ) -> None:
         self._memory, self._is_first, self._is_last, self._standing = memory, is_first, is_last, standing
         layer.register_forward_pre_hook(self._enter, prepend=True)  # before FSDP's own hook, which gathers
         layer.register_forward_hook(self._leave)
@@ -111,6 +113,14 @@ def join(rank: int, size: int) -> Iterator[World]:
         yield World(rank, size, 0, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Make DTensor forget results on meshes that equal the next world's, and whose process groups are gone."""
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
 
 
 @contextmanager
@@ -192,7 +202,7 @@ def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pas
 
 
 def _deal_evenly(dispatch: expert.AllToAllDispatch, memory: LiveMemory) -> None:
-    """Let every rank send as many tokens to each other rank: how many it would be is in the data, and there are none."""
+    """Let every rank send as many tokens to each other one: how many it would be is in data, and there are none."""
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         memory.scalar = inputs[1].size(0) // dispatch._group.size()

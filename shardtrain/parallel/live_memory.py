@@ -59,7 +59,7 @@ class LiveMemory(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs)):
             self._see(tensor, made_here=False)
-        result = func(*args, **kwargs)
+        result = _run(func, args, kwargs)
         for tensor in _tensors(result):
             self._see(tensor, made_here=True)
         self.most_activations = max(self.most_activations, self.activations + self.absent_activations)
@@ -83,6 +83,19 @@ class LiveMemory(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.activations -= self._seen.pop(key, 0)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # grouped_mm without memory knows bfloat16 alone (torch 2.13), where the CPU's kernel takes float32 too
+    if (
+        func is torch.ops.aten._grouped_mm.default
+        and isinstance(args[0], FakeTensor)
+        and args[0].dtype == torch.float32
+    ):
+        return func(
+            *(a.bfloat16() if torch.is_tensor(a) and a.is_floating_point() else a for a in args), **kwargs
+        ).float()
+    return func(*args, **kwargs)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """``shardtrain verify``: proves that a mesh changes no number, for any model, and names what does where one does.
 
 ``request`` reads the words, ``meshes`` and ``shrink`` decide what is run, ``promises`` probes a model file, ``run`` is
-one rank's steps, ``compare`` and ``diagnose`` judge them, ``report`` prints. Torch is imported once something is to run.
+one rank's steps, ``compare`` and ``diagnose`` judge them, ``report`` prints. Torch is imported when ranks are to run.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _probe(probe: Any, config: Config, folder: Path) -> bool:
     In a process of its own: this one must not have computed anything when ranks are forked from it.
     """
     try:
-        (found,) = workers.run(1, probe, config, folder=folder, group=False)
+        (found,) = workers.run(1, probe, config, folder=folder)
     except workers.RankFailed as error:
         if error.refused:
             raise ConfigError(str(error).splitlines()) from None
@@ -163,9 +163,15 @@ def reference(task: Task, trainer: Trainer, folder: Path) -> None:
     alone = folder / "reference"
     alone.mkdir(parents=True)
     try:
-        workers.run(1, run_steps, trainer, task.reference, task, str(alone), folder=alone)
+        _run_ranks(1, run_steps, trainer, task.reference, task, alone)
     except workers.RankFailed as error:
         raise ConfigError(f"the model does not train on one process: {error}") from error
+
+
+def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: Task, folder: Path) -> None:
+    backend = "cpu:gloo,cuda:nccl" if config.training.device == "cuda" else "gloo"
+    limit = workers.TIMEOUT_SECONDS if task.unit_gain else workers.FULL_TIMEOUT_SECONDS
+    workers.run(count, steps, trainer, config, task, str(folder), folder=folder, backend=backend, limit_seconds=limit)
 
 
 def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
@@ -178,12 +184,12 @@ def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
     started = time.perf_counter()
     ranks = Path(tempfile.mkdtemp(dir=folder))
     try:
-        workers.run(one.num_ranks, run_steps, trainer, one.loaded.config, task, str(ranks), folder=ranks)
+        _run_ranks(one.num_ranks, run_steps, trainer, one.loaded.config, task, ranks)
     except workers.RankFailed as error:
         verdict: Any = "not possible" if error.refused else "failed"
         return Row(one.name, one.schedule, verdict, time.perf_counter() - started, cause=str(error))
     arguments = (one.loaded.config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
-    (found,) = workers.run(1, judge, *arguments, folder=ranks, group=False)
+    (found,) = workers.run(1, judge, *arguments, folder=ranks)
     shutil.rmtree(ranks, ignore_errors=True)
     row = Row(one.name, one.schedule, "differs" if found["first"] else "same", **found)
     return dataclasses.replace(row, seconds=time.perf_counter() - started)

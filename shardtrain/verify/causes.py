@@ -1,5 +1,5 @@
-"""Likely causes of a wrong gradient or loss, each found by arithmetic: a hypothesis says what every rank would then have,
-and holds only if every rank has exactly that."""
+"""Likely causes of a wrong gradient or loss, each found by arithmetic: a hypothesis says what every rank would then
+have, and holds only if every rank has exactly that."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.layout import matches
+from shardtrain.loss import IGNORE
 from shardtrain.verify.evidence import MATCH, Evidence, axes_that_differ
 from shardtrain.verify.run import Record
 
@@ -22,14 +23,18 @@ def missing_reduction(e: Evidence) -> str | None:
         for chosen in itertools.combinations(axes, count):
             cache: dict[tuple[int, ...], Tensor | None] = {}
 
-            def of_share(r: Record, a: tuple[str, ...] = chosen, c: dict[tuple[int, ...], Tensor | None] = cache) -> Tensor | None:
+            def of_share(
+                r: Record, a: tuple[str, ...] = chosen, c: dict[tuple[int, ...], Tensor | None] = cache
+            ) -> Tensor | None:
                 place = tuple(r.place[axis] for axis in a)
                 if place not in c:
                     c[place] = e.share(e.suspect, dict(zip(a, place, strict=True)))
                 return c[place]
 
             if e.explains(e.suspect, of_share):
-                return f"missing reduction over {' and '.join(chosen)}: each rank has only the gradient of its own share"
+                return (
+                    f"missing reduction over {' and '.join(chosen)}: each rank has only the gradient of its own share"
+                )
     return None
 
 
@@ -67,19 +72,21 @@ def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
 def own_counts(e: Evidence) -> str | None:
     """Each share is divided by its own count of target tokens, and the shares are averaged."""
     splits = {
-        "data rank": [(e.rows_of_rank(rank), None) for rank in range(e.data_ranks)],
-        "micro-batch": [(e.micro_rows_of(index), None) for index in range(e.num_micro)],
+        "data rank": [e.rows_of_rank(rank) for rank in range(e.data_ranks)],
+        "micro-batch": [e.micro_rows_of(index) for index in range(e.num_micro)],
     }
     for unit, shares in splits.items():
         if len(shares) < 2:
             continue
         total: Tensor | None = torch.zeros_like(e.theirs(e.suspect))
-        for rows, _ in shares:
+        for rows in shares:
             part = e.shares.gradient(e.suspect, rows)
-            own = int((e.batch.targets_BT[torch.as_tensor(rows)] != -100).sum())
-            total = None if part is None or total is None else total + part * e.batch.num_targets / (own * len(shares))
-        if total is not None and e.explains(e.suspect, lambda _, whole=total: whole):  # type: ignore[misc]
-            return f"each {unit} divided by its own count of target tokens and then averaged: a mean of means"
+            own = int((e.batch.targets_BT[torch.as_tensor(rows)] != IGNORE).sum())
+            total = None if part is None or total is None else total + part * e.batch.num_targets / own
+        for factor, rest in ((1 / len(shares), "then averaged: a mean of means"), (1.0, "then summed")):
+            whole = None if total is None else total * factor
+            if e.explains(e.suspect, lambda _, whole=whole: whole):  # type: ignore[misc]
+                return f"each {unit} divided by its own count of target tokens and {rest}"
     return None
 
 
@@ -110,21 +117,24 @@ def same_samples(e: Evidence) -> str | None:
         if e.size(axis) == 1:
             continue
         part = e.share(e.suspect, {axis: 0})
-        if part is not None and e.explains(e.suspect, lambda _, whole=part * e.size(axis): whole):  # type: ignore[misc]
-            return f"same samples on every rank of axis {axis}: all read those of its first rank"
+        own = int((e.batch.targets_BT[torch.as_tensor(e.rows({axis: 0}))] != IGNORE).sum())
+        for factor in (e.size(axis), e.batch.num_targets / own):  # the count of targets may have been summed or not
+            whole = None if part is None else part * factor
+            if e.explains(e.suspect, lambda _, whole=whole: whole):  # type: ignore[misc]
+                return f"same samples on every rank of axis {axis}: all read those of its first rank"
     return None
 
 
 def swapped_targets(e: Evidence) -> str | None:
-    """The logits of one micro-batch meet the targets of another: tried for all swaps of two, rotations, and reversal."""
+    """The logits of one micro-batch meet the targets of another: all swaps of two, rotations, and reversal are tried."""
     if e.num_micro < 2 or not e.first.loss_differs:
         return None
     count, size = e.num_micro, e.micro_rows
     orders = {tuple(reversed(range(count))): "in reverse"}
     for a, b in itertools.combinations(range(count), 2):
-        order = list(range(count))
-        order[a], order[b] = b, a
-        orders[tuple(order)] = f"{a + 1} and {b + 1} swapped"
+        swapped = list(range(count))
+        swapped[a], swapped[b] = b, a
+        orders[tuple(swapped)] = f"{a + 1} and {b + 1} swapped"
     for shift in range(1, count):
         orders[tuple((i + shift) % count for i in range(count))] = f"shifted by {shift}"
     rows = [[e.rows_of_rank(rank)[i * size : (i + 1) * size] for rank in range(e.data_ranks)] for i in range(count)]

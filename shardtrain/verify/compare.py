@@ -28,7 +28,7 @@ SMALL = 0.05
 class First:
     """The first difference in time, and within a step in the order of the forward pass.
 
-    ``kind`` is initial, loss, gradient, norm or weights; ``names`` are all tensors that differ there, first one first.
+    ``kind`` is initial, loss, gradient, norm or weights; ``names`` are all tensors that differ there, in that order.
     """
 
     kind: str

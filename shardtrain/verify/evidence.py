@@ -111,7 +111,7 @@ class Evidence:
         return [row for rank in range(self.data_ranks) for row in self.rows_of_rank(rank)[window]]
 
     def positions(self, fixed: Mapping[str, int]) -> list[int]:
-        """Positions whose activations lie on ranks with given places on cp and tp, between attention and feed-forward."""
+        """Positions of the activations that ranks with given places on cp and tp hold between gathered modules."""
         chosen: list[int] = []
         for part in range(self.size("cp")):
             if fixed.get("cp", part) == part:
@@ -126,10 +126,10 @@ class Evidence:
         size = self.size("cp")
         if size > 1 and self.records[0].facts["balanced"]:
             length = self.tokens // (2 * size)
-            chunks = (part, 2 * size - 1 - part)
+            chunks = [part, 2 * size - 1 - part]
         else:
             length = self.tokens // size
-            chunks = (part,)
+            chunks = [part]
         return [chunk * length + i for chunk in chunks for i in range(length)]
 
     def share(self, name: str, fixed: Mapping[str, int]) -> Tensor | None:

@@ -117,7 +117,11 @@ class _Prober:
         promise = "breaks the promise that forward is a chain of first modules, layers and last modules"
         fix = "pass x alone from one to the next, with no other path around them"
         x = self._tokens_BT
-        for keep in ([*self._layout.first], *([f"{self._layout.layers}.{name}"] for name in layers), [*self._layout.last]):
+        for keep in (
+            [*self._layout.first],
+            *([f"{self._layout.layers}.{name}"] for name in layers),
+            [*self._layout.last],
+        ):
             piece = _only(self._model, self._layout, set(keep))
             x, error, place = self._run(piece, x, self._positions_BT)
             if error:
@@ -174,7 +178,9 @@ class _Prober:
         if not changed:
             return []
         _, error, place = self._run(halved, self._tokens_BT, self._positions_BT)
-        rule = "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as tp=2 has them, "
+        rule = (
+            "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as under tp=2, "
+        )
         fix = "write unflatten(-1, (-1, head_dim)) and flatten(2), with no head count of the config"
         if error:
             return [self._problem(f"{rule}{place} fails: {error}", fix)]

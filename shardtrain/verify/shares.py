@@ -1,4 +1,4 @@
-"""Gradients of shares of a batch, on one process and in plain PyTorch: what a rank would have if a reduction were missing.
+"""Gradients of shares of a batch, on one process and in plain PyTorch: what a rank has if a reduction is missing.
 
 The forward and backward pass of the whole batch is done once; what each module that owns a parameter received and what
 flowed back into it gives the gradient of any rows and positions, so a share is exact to rounding and cheap.
@@ -42,7 +42,7 @@ class Shares:
         for parameter in module.parameters(recurse=False):
             self._uses.setdefault(id(parameter), []).append((module, detached, output))
 
-    def losses_BT(self, logits_BTV: Tensor, targets_BT: Tensor | None = None) -> Tensor:  # noqa: N802
+    def losses_BT(self, logits_BTV: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Loss of each token, (B, T); zero where there is no target."""
         targets_BT = self.batch.targets_BT if targets_BT is None else targets_BT
         flat = F.cross_entropy(

@@ -79,8 +79,8 @@ def _data_ranks(degrees: Mapping[str, int]) -> int:
 def _fitted(plan: Plan, sections: Mapping[str, dict[str, Any]], sequences: int) -> Plan:
     """The plan on the small model, checked again: a size that verify chose may still not fit."""
     rows = sequences // _data_ranks(plan.degrees)
-    # one pass of a pipeline holds all micro-batches; elsewhere two passes accumulate
-    local = rows if plan.schedule else rows // 2
+    # one pass of a pipeline holds all micro-batches; elsewhere up to four passes accumulate
+    local = rows if plan.schedule else max(1, rows // 4)
     training = {**sections["training"], "local_batch_size": local, "global_batch_size": sequences}
     loaded = changed(plan.loaded, {**sections, "training": training}, set(), "")
     found = configs.check(loaded)
@@ -91,7 +91,7 @@ def _small(plans: Sequence[Plan], loaded: Loaded, notes: list[str]) -> dict[str,
     sizes = model_shape(loaded) or {}
     layers = max([2, *(stages.num_stages(plan.loaded.config.parallelism, 0) for plan in plans if plan.schedule)])
     model = loaded.config.model
-    given = dict(model.overrides)
+    given: dict[str, Any] = dict(model.overrides)
     if not model.name.endswith(".py"):
         given |= _small_sizes(sizes, plans, loaded.config)
     if "num_layers" in sizes and (sizes["num_layers"] > layers or not model.name.endswith(".py")):

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,6 +21,8 @@ from shardtrain.errors import ConfigError
 
 TIMEOUT_SECONDS = 300
 """How long ranks may take in all: a mesh that hangs is a finding too."""
+FULL_TIMEOUT_SECONDS = 3600
+"""The same for a model of its full size."""
 
 
 class RankFailed(Exception):
@@ -31,10 +33,17 @@ class RankFailed(Exception):
         self.refused = refused
 
 
-def run(num_ranks: int, function: Callable[..., Any], *arguments: Any, folder: Path, group: bool = True) -> list[Any]:
+def run(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    folder: Path,
+    backend: str = "",
+    limit_seconds: float = TIMEOUT_SECONDS,
+) -> list[Any]:
     """The results (what JSON can hold) of ``function(rank, num_ranks, *arguments)`` of each process, in order of rank.
 
-    With ``group`` the processes have a process group, which meets through a file in ``folder``: nothing listens.
+    With ``backend`` the processes have a process group, which meets through a file in ``folder``: no port is opened.
 
     Raises:
         RankFailed: a process raised, died, or did not answer in time; the others are stopped.
@@ -46,7 +55,7 @@ def run(num_ranks: int, function: Callable[..., Any], *arguments: Any, folder: P
     processes = [
         context.Process(
             target=_child,
-            args=(rank, num_ranks, folder if group else None, pipes[rank][1], function, arguments),
+            args=(rank, num_ranks, (folder, backend, limit_seconds), pipes[rank][1], function, arguments),
             daemon=True,
         )
         for rank in range(num_ranks)
@@ -56,24 +65,24 @@ def run(num_ranks: int, function: Callable[..., Any], *arguments: Any, folder: P
             process.start()
         for _, sender in pipes:
             sender.close()
-        return _collect([receiver for receiver, _ in pipes])
+        return _collect([receiver for receiver, _ in pipes], limit_seconds)
     finally:
         _end(processes)
 
 
-def _collect(receivers: list[Connection]) -> list[Any]:
+def _collect(receivers: list[Connection], limit_seconds: float) -> list[Any]:
     answers: dict[int, Any] = {}
-    waiting: dict[Any, int] = {receiver: rank for rank, receiver in enumerate(receivers)}
-    end = time.monotonic() + TIMEOUT_SECONDS
+    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
+    end = time.monotonic() + limit_seconds
     while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+        ready: list[Any] = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
         if not ready:
             silent = ", ".join(map(str, sorted(waiting.values())))
-            raise RankFailed(f"rank {silent} did not answer in {TIMEOUT_SECONDS} s")
+            raise RankFailed(f"rank {silent} did not answer in {limit_seconds:.0f} s")
         for receiver in ready:
             rank = waiting.pop(receiver)
             try:
-                answer = json.loads(receiver.recv_bytes())  # type: ignore[attr-defined]
+                answer = json.loads(receiver.recv_bytes())
             except EOFError:
                 raise RankFailed(f"rank {rank} died") from None
             if answer["sentence"]:
@@ -83,7 +92,7 @@ def _collect(receivers: list[Connection]) -> list[Any]:
     return [answers[rank] for rank in range(len(receivers))]
 
 
-def _end(processes: list[BaseProcess]) -> None:
+def _end(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         if process.pid is None:
             continue
@@ -96,7 +105,7 @@ def _end(processes: list[BaseProcess]) -> None:
 def _child(
     rank: int,
     num_ranks: int,
-    folder: Path | None,
+    group: tuple[Path, str, float],
     sender: Connection,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -109,10 +118,10 @@ def _child(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     try:
-        if folder is not None:
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        folder, backend, limit_seconds = group
+        if backend:
             store = dist.FileStore(str(folder / "store"), num_ranks)
-            limit = timedelta(seconds=TIMEOUT_SECONDS)
+            limit = timedelta(seconds=limit_seconds)
             dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
         answer = {"sentence": "", "refused": False, "value": function(rank, num_ranks, *arguments)}
     except ConfigError as error:

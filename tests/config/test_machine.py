@@ -140,7 +140,7 @@ def test_the_table_of_unavailable_options_names_options_whose_defaults_are_avail
         ("[validation]\nenable = true", "validation.enable"),
         ('[checkpoint]\nasync_mode = "async"', "checkpoint.async_mode"),
         ("[fault_tolerance]\nenable = true", "fault_tolerance.enable"),
-        ('[comm]\nmode = "fake_backend"', "comm.mode"),
+        ('[comm]\nmode = "local_tensor"', "comm.mode"),
         ('[experimental]\ncustom_import = "x"', "experimental.custom_import"),
         ('[training]\ndataset = "c4"', "training.dataset"),
         ("[lr_scheduler]\nwarmup_min_lr = 1e-6", "lr_scheduler.warmup_min_lr"),
