@@ -1,7 +1,7 @@
 """The ``shardtrain`` command: a table of verbs, each one small function that imports what it needs when it runs.
 
-``--help``, ``config`` and a wrong configuration answer at once: torch is imported by ``train`` alone, and only after
-the configuration has been found to work.
+``--help``, ``config`` and a wrong configuration answer at once: torch is imported by ``train`` and ``verify`` alone,
+after the configuration has been found to work.
 """
 
 from __future__ import annotations

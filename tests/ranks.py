@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -150,7 +150,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
 _VALUES: Mapping[tuple[str, str], str] = MappingProxyType({("model.name", "llama"): "llama2"})
 _CONVERTERS: Mapping[str, str] = MappingProxyType({"float8": FLOAT8_CONVERTER, "mx": "quantize.linear.mx"})
 # torchtitan's flavors of qwen3 that have experts, whose file here is qwen3_moe.
-_QWEN3_MOE = frozenset({"debugmodel_moe", "30B-A3B", "235B-A22B"})
+_QWEN3_MOE = ("debugmodel_moe", "30B-A3B", "235B-A22B")
 # Lists that used to be one comma-separated text.
 _LISTS = frozenset({"model.converters", "quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns"})
 _LISTS_OLD = frozenset({"checkpoint.exclude_from_loading"}) | _LISTS
@@ -337,5 +337,6 @@ def _one_implementation(done: Rewritten, given: Mapping[str, Setting]) -> None:
 def _experts_of_qwen3(done: Rewritten, new: Mapping[str, Setting]) -> None:
     """Find the flavors of torchtitan's qwen3 that have experts in their own model file."""
     name, flavor = new.get("model.name"), new.get("model.flavor")
-    if name and flavor and name.shown == "qwen3" and flavor.shown in tuple(_QWEN3_MOE):
+    if name and flavor and name.shown == "qwen3" and flavor.shown in _QWEN3_MOE:
+        done.settings.remove(name)
         _add(done, "model.name", "qwen3_moe", name.where, f"the flavor {flavor.shown} has experts")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.layout import Draw
+from shardtrain.layout import Depth, Draw
 from shardtrain.models.layers import FeedForward
 from shardtrain.rows import inverse_of, permute, repeat_and_permute
 
@@ -68,7 +68,7 @@ EXPERT_BIAS = ("layers.*.moe.router.expert_bias",)
 """The buffers of a MoE, for a model's LAYOUT."""
 
 
-def expert_draws(std: float, depth: Literal["none", "layer", "total"]) -> dict[str, Draw]:
+def expert_draws(std: float, depth: Depth) -> dict[str, Draw]:
     """How the parameters of a MoE without shared experts start."""
     return {
         "layers.*.moe.router.gate.weight": Draw("normal", std=std),

@@ -26,7 +26,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 def _parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> list[nn.Module]:
     # A whole layer with sequence parallelism fails in backward when compiled: 'Tensor' object has no attribute
     # '_local_tensor' (torch 2.13). The modules whose input is gathered compile well by themselves.
-    has_experts = bool(layout.expert) and any(matches(f"{path}.{name}", layout.expert) for name, _ in layer.named_modules())
+    inner = [f"{path}.{name}" for name, _ in layer.named_modules()]
+    has_experts = layout.expert and any(matches(name, layout.expert) for name in inner)
     if mesh.size("tp") == 1 and not has_experts:
         return [layer]
     return [child for name, child in layer.named_children() if word_of(layout, f"{path}.{name}") == "gather"]

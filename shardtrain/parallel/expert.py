@@ -73,19 +73,14 @@ def shard(layer: nn.Module, mesh: Mesh, config: Config, options: Mapping[str, An
         return
     experts = mesh_of_experts(mesh, config)
     axes = ("dp_replicate", "efsdp") if mesh.size("dp_replicate") > 1 else ("efsdp",)
-    for module in layer.modules():
-        if _is_moe(module):
-            num_experts = module.experts.w1.shape[0]
-            dim = 0 if experts["efsdp"].size() * config.parallelism.expert_parallel_degree <= num_experts else 1
-            _check_even(module.experts, dim, experts["efsdp"].size(), config)
-            place = partial(_place, dim)
-            fully_shard(
-                module.experts,
-                **{**options, "mesh": experts[axes if len(axes) > 1 else axes[0]]},
-                shard_placement_fn=place,
-            )
-            if config.activation_checkpoint.mode == "selective":
-                _hide_from_modes(module.experts)
+    for _, moe in _named_blocks([layer]):
+        num_experts = moe.experts.w1.shape[0]
+        dim = 0 if experts["efsdp"].size() * config.parallelism.expert_parallel_degree <= num_experts else 1
+        _check_even(moe.experts, dim, experts["efsdp"].size(), config)
+        unit = {**options, "mesh": experts[axes if len(axes) > 1 else axes[0]]}
+        fully_shard(moe.experts, **unit, shard_placement_fn=partial(_place, dim))
+        if config.activation_checkpoint.mode == "selective":
+            _hide_from_modes(moe.experts)
 
 
 def before_step(parts: Sequence[nn.Module], weight: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Let a pure module compute with plain tensors where its parameters are DTensors: names and modules stay as they are."""
+"""Let a pure module compute with plain tensors where its parameters are DTensors; no name changes."""
 
 from __future__ import annotations
 

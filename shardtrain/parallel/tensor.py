@@ -112,7 +112,7 @@ class LocalSequence(ParallelStyle):
 class WholeWeights(ParallelStyle):
     """Weights whole on every rank, computing with plain tensors; ``gradient`` says what a rank's gradient of them is.
 
-    Partial: its share, where ranks compute on different tokens or heads. Replicate: all of it, where they compute alike.
+    Partial: its share, where ranks compute on different tokens or heads. Replicate: all, where they compute alike.
     """
 
     def __init__(self, gradient: Placement) -> None:

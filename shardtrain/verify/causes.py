@@ -126,7 +126,7 @@ def same_samples(e: Evidence) -> str | None:
 
 
 def swapped_targets(e: Evidence) -> str | None:
-    """The logits of one micro-batch meet the targets of another: all swaps of two, rotations, and reversal are tried."""
+    """The logits of a micro-batch meet the targets of another: all swaps of two, rotations and reversal are tried."""
     if e.num_micro < 2 or not e.first.loss_differs:
         return None
     count, size = e.num_micro, e.micro_rows

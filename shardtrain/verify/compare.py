@@ -28,7 +28,7 @@ SMALL = 0.05
 class First:
     """The first difference in time, and within a step in the order of the forward pass.
 
-    ``kind`` is initial, loss, gradient, norm or weights; ``names`` are all tensors that differ there, in that order.
+    ``kind`` is initial, loss, gradient, norm or weights; ``names`` are all tensors that differ there.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class First:
 
 @dataclass
 class Differences:
-    """Largest error of each kind over ranks, steps and tensors; ``initial`` counts tensors that are not bitwise equal."""
+    """Largest error of each kind over ranks, steps, tensors; ``initial`` counts tensors not bitwise equal."""
 
     initial: int = 0
     loss: float = 0.0

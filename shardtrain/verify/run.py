@@ -109,7 +109,18 @@ def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task:
         mesh.size(*BATCH_AXES),
     )
     num_params = sum(parameter.numel() for parameter in runner.parameters().values())
-    run = trainer.Run(config, mesh, runner, optimizer, None, stream, TrainState(), task.steps, num_params, 0.0)
+    run = trainer.Run(
+        config=config,
+        mesh=mesh,
+        runner=runner,
+        optimizer=optimizer,
+        scaler=None,
+        stream=stream,
+        state=TrainState(),
+        total_steps=task.steps,
+        num_params=num_params,
+        flops_per_token=0.0,
+    )
     recorder = _Recorder(runner, mesh)
     recorder.keep("initial", runner.parameters())
     recorder.watch_core(module.LAYOUT, first_layer)

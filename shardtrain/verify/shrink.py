@@ -68,6 +68,7 @@ def prepare(plans: Sequence[Plan], loaded: Loaded, steps: int, full: bool) -> Ta
     one |= {"shard_optimizer_states": False, "module_fqns_per_model_part": None}
     alone = {**sections, "parallelism": {**sections["parallelism"], **one}}
     alone["training"] = {**sections["training"], "local_batch_size": sequences, "global_batch_size": sequences}
+    alone["training"]["enable_cpu_offload"] = False
     alone["activation_checkpoint"] = {"mode": "none", "cpu_offload": False}
     return Task(tried, changed(loaded, alone, set(), "").config, notes, steps, unit_gain=not full)
 
@@ -83,6 +84,9 @@ def _fitted(plan: Plan, sections: Mapping[str, dict[str, Any]], sequences: int) 
     local = rows if plan.schedule else max(1, rows // 4)
     training = {**sections["training"], "local_batch_size": local, "global_batch_size": sequences}
     loaded = changed(plan.loaded, {**sections, "training": training}, set(), "")
+    # what the user wrote for an option that verify has turned off is no mistake: only the mesh's own options are "set"
+    origins = {option: where for option, where in loaded.origins.items() if option.startswith("parallelism.")}
+    loaded = dataclasses.replace(loaded, origins=origins)
     found = configs.check(loaded)
     return dataclasses.replace(plan, loaded=loaded, problem="\n".join(str(problem) for problem in found))
 
@@ -166,5 +170,11 @@ def _steady(sections: dict[str, dict[str, Any]], config: Config, notes: list[str
         notes.append(f"optimizer: {config.optimizer.name} -> AdamW")
     if config.compile.enable:
         notes.append("compile: off")
+    if config.activation_checkpoint.mode == "memory_budget":
+        sections["activation_checkpoint"] = {"mode": "full", "visualize_memory_budget_pareto": False}
+        notes.append("recompute: memory_budget, which is the compiler's -> full")
+    if config.parallelism.enable_async_tensor_parallel:
+        sections["parallelism"] |= {"enable_async_tensor_parallel": False}
+        notes.append("async tensor parallelism, which is the compiler's: off")
     if config.model.converters:
         notes.append(f"converters: {', '.join(config.model.converters)} off")

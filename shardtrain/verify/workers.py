@@ -24,6 +24,9 @@ TIMEOUT_SECONDS = 300
 FULL_TIMEOUT_SECONDS = 3600
 """The same for a model of its full size."""
 
+GRACE_SECONDS = 1.0
+"""How long others may take to answer once a rank has failed."""
+
 
 class RankFailed(Exception):
     """A rank ended with an error, died or hung; ``refused`` says that the configuration was found not to work."""
@@ -72,31 +75,41 @@ def run(
 
 def _collect(receivers: list[Connection], limit_seconds: float) -> list[Any]:
     answers: dict[int, Any] = {}
+    failures: list[tuple[bool, int, dict[str, Any]]] = []
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
     end = time.monotonic() + limit_seconds
     while waiting:
         ready: list[Any] = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
         if not ready:
-            silent = ", ".join(map(str, sorted(waiting.values())))
-            raise RankFailed(f"rank {silent} did not answer in {limit_seconds:.0f} s")
+            break
         for receiver in ready:
             rank = waiting.pop(receiver)
             try:
                 answer = json.loads(receiver.recv_bytes())
             except EOFError:
-                raise RankFailed(f"rank {rank} died") from None
-            if answer["sentence"]:
-                named = answer["sentence"] if answer["refused"] else f"rank {rank}: {answer['sentence']}"
-                raise RankFailed(named, answer["refused"])
-            answers[rank] = answer["value"]
+                answer = {"sentence": "died", "refused": False}
+            if not answer["sentence"]:
+                answers[rank] = answer["value"]
+                continue
+            # a rank that lost its peer tells of the connection; the peer itself knows why, and answers soon
+            failures.append(("gloo" in answer["sentence"], rank, answer))
+            end = min(end, time.monotonic() + GRACE_SECONDS)
+    if failures:
+        _, rank, answer = min(failures, key=lambda failure: failure[:2])
+        named = answer["sentence"] if answer["refused"] else f"rank {rank}: {answer['sentence']}"
+        raise RankFailed(named, answer["refused"])
+    if waiting:
+        silent = ", ".join(map(str, sorted(waiting.values())))
+        raise RankFailed(f"rank {silent} did not answer in {limit_seconds:.0f} s")
     return [answers[rank] for rank in range(len(receivers))]
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
+    end = time.monotonic() + 1.0  # those that have answered are about to end; others wait for a peer in vain
     for process in processes:
         if process.pid is None:
             continue
-        process.join(timeout=1)
+        process.join(timeout=max(0.0, end - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()

@@ -195,14 +195,17 @@ def test_a_pipeline_reports_the_experts_of_all_stages() -> None:
 
 
 def test_a_bias_moves_towards_experts_with_few_tokens() -> None:
-    def one_rank(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def one_rank(rank: int) -> tuple[Tensor, dict[str, Tensor], float]:
         run = make_run(rank, family_config("mixtral", training={"local_batch_size": 8}))
         train.step(run)
-        return run.runner.buffers()["layers.0.moe.router.expert_bias"], expert.load(run.runner.parts, run.mesh)
+        weight = run.runner.parts[0].get_submodule("layers.0.moe.balance").loss_weight.item()
+        bias = run.runner.buffers()["layers.0.moe.router.expert_bias"]
+        return bias, expert.load(run.runner.parts, run.mesh), weight
 
-    bias, load = run_ranks(1, one_rank)[0]
+    bias, load, weight = run_ranks(1, one_rank)[0]
     count = load["layers.0.moe"]
     assert count.sum() == 8 * 64 * 2
+    assert weight == pytest.approx(1 / (8 * 64))  # balance losses are divided as the main loss is
     assert torch.equal(bias, 1e-2 * torch.sign(count.double().mean() - count).float())
 
 
