@@ -21,7 +21,7 @@ from shardtrain.layout import Draw, Layout
 from shardtrain.shards import local_slices, local_tensor
 
 BLOCK_NUMEL = 1 << 16
-"""Numbers per block: small, so that a shard draws little that it throws away; fixed for ever, since it defines weights."""
+"""Numbers per block: few, so that a shard draws little that it throws away; fixed for ever: it defines weights."""
 
 
 def plan(names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_layers: int) -> dict[str, Draw]:

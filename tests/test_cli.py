@@ -77,8 +77,9 @@ def test_all_problems_are_told_at_once_and_before_any_process_is_started(capsys)
         "train",
         "--training.steps",
         "0",
-        "--parallelism.pipeline_parallel_degree",
-        "2",
+        "--parallelism.tensor_parallel_degree",
+        "3",
+        "--validation.enable",
         "--training.device",
         "cpu",
     )
@@ -87,7 +88,10 @@ def test_all_problems_are_told_at_once_and_before_any_process_is_started(capsys)
     lines = err.splitlines()
     assert all(line.startswith("error[2]: ") for line in lines)
     assert any("training.steps=0" in line for line in lines)
-    assert any("pipeline_parallel_degree=2" in line for line in lines)
+    assert any("tensor_parallel_degree=3 does not divide the 16 attention heads" in line for line in lines)
+    assert any(
+        "validation.enable=true asks for validation during training, not available yet" in line for line in lines
+    )
 
 
 def test_show_prints_each_option_with_its_origin(capsys):

@@ -112,9 +112,9 @@ def notes(loaded: Loaded) -> list[str]:
             f"lr_scheduler.total_steps={schedule.total_steps} is below {steps} steps: the rest keeps the last rate"
         )
     compiled, p = loaded.config.compile, loaded.config.parallelism
-    if compiled.enable and "loss" in compiled.components:
-        if p.tensor_parallel_degree > 1 and not p.disable_loss_parallel:
-            found.append("compile.components: the loss on logits split by tensor parallelism is not compiled")
+    split_logits = p.tensor_parallel_degree > 1 and not p.disable_loss_parallel
+    if compiled.enable and "loss" in compiled.components and split_logits:
+        found.append("compile.components: the loss on logits split by tensor parallelism is not compiled")
     if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
         found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
     return found

@@ -119,7 +119,7 @@ def known_rows(loaded: Loaded, world_size: int | None = None) -> int | None:
 
 
 def check_microbatches(loaded: Loaded, rows: int, count: int) -> Iterator[Problem]:
-    """A step has at least as many micro-batches as there are stages, and whole rounds of them where it goes in rounds."""
+    """A step has at least as many micro-batches as stages, and whole rounds of them where it goes in rounds."""
     p = loaded.config.parallelism
     size, degree = p.pipeline_parallel_microbatch_size, p.pipeline_parallel_degree
     if size < 1 or loaded.config.training.local_batch_size % size:

@@ -20,21 +20,24 @@ from shardtrain.shards import local_tensor, split_axes, squared_norm
 
 def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
     """L2 norm of all gradients of the whole model, a float32 scalar, equal on all ranks (a collective)."""
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+    groups: dict[str, dist.ProcessGroup] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            gradient = parameter.grad
-            groups = (
-                tuple(gradient.device_mesh.get_group(axis) for axis in split_axes(gradient))
-                if isinstance(gradient, DTensor)
-                else ()
-            )
-            by_groups[groups].append(local_tensor(gradient))
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        axes: tuple[str, ...] = ()
+        if isinstance(gradient, DTensor):
+            names = gradient.device_mesh.mesh_dim_names or ()
+            axes = tuple(names[axis] for axis in split_axes(gradient))
+            groups |= {names[axis]: gradient.device_mesh.get_group(axis) for axis in split_axes(gradient)}
+        by_axes[axes].append(local_tensor(gradient))
     total = torch.zeros((), dtype=torch.float32, device=mesh.device)
-    for groups, gradients in by_groups.items():
-        squares = squared_norm(gradients).to(mesh.device)
-        for group in groups:
-            dist.all_reduce(squares, group=group)
+    # by name and in one order, or ranks would meet in different sums: group objects are not the same from call to call
+    for axes in sorted(by_axes):
+        squares = squared_norm(by_axes[axes]).to(mesh.device)
+        for axis in axes:
+            dist.all_reduce(squares, group=groups[axis])
         total += squares
     return mesh.sum(total, over=("pp",)).sqrt()
 

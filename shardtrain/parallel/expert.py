@@ -67,14 +67,15 @@ def shard(layer: nn.Module, mesh: Mesh, config: Config, options: Mapping[str, An
     """Give the experts of a layer to FSDP as a unit of their own, over all ranks that hold other tokens.
 
     Must come before the layer's own unit. ``options`` are the layer's. Where experts would be sharded as all else is,
-    that is left to the layer's unit.
+    that is left to the layer's unit, unless there are more ranks than experts: some would then hold none, others one.
     """
-    if config.parallelism.expert_parallel_degree * mesh.size("cp", "tp") == 1:
-        return
-    experts = mesh_of_experts(mesh, config)
+    like_the_rest = config.parallelism.expert_parallel_degree * mesh.size("cp", "tp") == 1
     axes = ("dp_replicate", "efsdp") if mesh.size("dp_replicate") > 1 else ("efsdp",)
     for _, moe in _named_blocks([layer]):
         num_experts = moe.experts.w1.shape[0]
+        if like_the_rest and mesh.size("dp_shard") <= num_experts:
+            continue
+        experts = mesh_of_experts(mesh, config)
         dim = 0 if experts["efsdp"].size() * config.parallelism.expert_parallel_degree <= num_experts else 1
         _check_even(moe.experts, dim, experts["efsdp"].size(), config)
         unit = {**options, "mesh": experts[axes if len(axes) > 1 else axes[0]]}
