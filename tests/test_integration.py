@@ -1,0 +1,110 @@
+"""Whole runs of the presets as a user starts them, each with other overrides: ``pytest -m integration``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    "--training.steps 4 --training.seq_len 64 --training.local_batch_size 2 --metrics.log_freq 1 --training.device cpu"
+)
+SAVE = "--checkpoint.enable --checkpoint.interval 2"
+WEIGHTS_ONLY = "--checkpoint.enable --checkpoint.last_save_model_only --checkpoint.export_dtype"
+
+RUNS = {
+    "default": ("debug", "--nproc 2"),
+    "one process": ("debug", "--nproc 1"),
+    "bfloat16": ("debug", "--nproc 2 --training.mixed_precision_param bfloat16"),
+    "float16": ("debug", "--nproc 2 --training.mixed_precision_param float16"),
+    "compile": ("debug", "--nproc 2 --compile.enable --model.overrides.num_layers 2"),
+    "tp 2": ("debug", "--nproc 2 --parallelism.tensor_parallel_degree 2"),
+    "tp 2 x fsdp 2": ("debug", "--nproc 4 --parallelism.tensor_parallel_degree 2"),
+    "pp 2": ("debug", "--nproc 2 --parallelism.pipeline_parallel_degree 2"),
+    "pp 2, interleaved": (
+        "debug",
+        "--nproc 2 --parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule Interleaved1F1B "
+        "--training.global_batch_size 8",
+    ),
+    "cp 2": ("debug", "--nproc 2 --parallelism.context_parallel_degree 2"),
+    "cp 2, ring": (
+        "debug",
+        "--nproc 2 --parallelism.context_parallel_degree 2 --parallelism.context_parallel_rotate_method alltoall",
+    ),
+    "ddp 2, split states": (
+        "debug",
+        "--nproc 2 --parallelism.data_parallel_replicate_degree 2 --parallelism.shard_optimizer_states",
+    ),
+    "muon": ("debug", "--nproc 2 --optimizer.name Muon"),
+    "recompute op": (
+        "debug",
+        "--nproc 2 --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op",
+    ),
+    "experts": ("debug_moe", "--nproc 2"),
+    "experts, ep 2": ("debug_moe", "--nproc 2 --parallelism.expert_parallel_degree 2"),
+    "weights only, float32": ("debug", f"--nproc 2 {WEIGHTS_ONLY} float32"),
+    "weights only, bfloat16": ("debug", f"--nproc 2 {WEIGHTS_ONLY} bfloat16"),
+}
+
+
+def train(preset: str, overrides: str, folder: Path) -> list[dict[str, float]]:
+    """Run a preset to its end; gives the records of metrics.jsonl."""
+    words = [sys.executable, "-m", "shardtrain", "train", f"configs/{preset}.toml", *SMALL.split(), *overrides.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for name in ("NGPU", "RANK", "WORLD_SIZE", "LOG_RANK"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [*words, "--job.dump_folder", str(folder)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", RUNS)
+def test_a_preset_trains_with_overrides(name: str, tmp_path: Path) -> None:
+    preset, overrides = RUNS[name]
+    records = train(preset, overrides, tmp_path)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 0
+    if "last_save_model_only" in overrides:
+        check_weights(tmp_path, overrides.split()[-1])
+
+
+def check_weights(folder: Path, dtype: str) -> None:
+    """The weights-only save opens in plain PyTorch, without running code from it, in the type asked for."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(folder / "checkpoint" / "step-4", folder / "weights.pt")
+    weights = torch.load(folder / "weights.pt", weights_only=True)
+    assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, dtype)}
+    assert all(name.startswith("model.") for name in weights)
+
+
+@pytest.mark.integration
+def test_the_same_command_line_continues_a_run_on_another_mesh(tmp_path: Path) -> None:
+    train("debug", f"--nproc 2 {SAVE}", tmp_path / "two")
+    straight = train("debug", f"--nproc 2 {SAVE} --training.global_batch_size 4", tmp_path / "straight")
+    records = train("debug", f"--nproc 2 {SAVE} --checkpoint.load_step 2", tmp_path / "two")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    moved = train(
+        "debug",
+        f"--nproc 1 {SAVE} --checkpoint.load_step 2 --training.global_batch_size 4 "
+        "--parallelism.data_parallel_shard_degree 1",
+        tmp_path / "straight",
+    )
+    for mine, theirs in zip(moved[2:], straight[2:], strict=True):
+        assert abs(mine["loss"] - theirs["loss"]) < 1e-3  # four steps of AdamW with a small eps amplify rounding
