@@ -169,9 +169,7 @@ def step(run: Run) -> Outcome:
         run.runner.update(run.optimizer)
     run.runner.forget_gradients()
     state.advance(run.stream.global_batch, int(tokens), applied=apply)
-    loss_sum = loss / weight
-    own_tokens = local_tokens if run.runner.has_loss else 0
-    return Outcome(loss_sum, own_tokens, int(tokens), grad_norm, lr, data_seconds)
+    return Outcome(loss / weight, run.runner.own_targets(local), int(tokens), grad_norm, lr, data_seconds)
 
 
 def _stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:

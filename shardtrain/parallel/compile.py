@@ -31,7 +31,7 @@ def _forget_cached_gradients() -> None:
     That cache does not tell all placements of DTensors apart: with sequence parallelism an entry of another run has
     given norm weights the gradient of one rank's tokens alone, without an error (torch 2.13). Kernels are still cached.
     """
-    import torch._functorch.config as autograd  # noqa: PLC0415  (loads the compiler)
+    import torch._functorch.config as autograd
 
     autograd.enable_autograd_cache = False
 

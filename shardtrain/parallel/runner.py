@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardtrain import init
 from shardtrain.config.schema import Config
 from shardtrain.layout import Draw
-from shardtrain.loss import ChunkFunction, cross_entropy_sum
+from shardtrain.loss import IGNORE, ChunkFunction, cross_entropy_sum
 from shardtrain.parallel import context, expert, shard
 from shardtrain.parallel.context import Batch
 from shardtrain.parallel.mesh import Mesh
@@ -57,6 +57,13 @@ class Runner(ABC):
     def has_loss(self) -> bool:
         """Whether the loss is computed here."""
         return True
+
+    def own_targets(self, batches: Sequence[Batch]) -> int:
+        """Target tokens whose loss this rank computes: with context parallelism those of its part of each sequence."""
+        if not self.has_loss:
+            return 0
+        targets = (context.cut(batch, self._mesh, self._config)[1] for batch in batches)
+        return sum(int((targets_Bt != IGNORE).sum()) for targets_Bt in targets)
 
     def materialize(self, draws: Mapping[str, Draw], seed: int) -> None:
         """Give the parameters memory and their initial values, equal on every mesh."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from tiny import assert_same_numbers, reference, run_tiny, tiny_config
+from ranks import run_ranks
+from tiny import assert_same_numbers, make_run, reference, run_tiny, tiny_config
 
+from shardtrain import train
 from shardtrain.parallel import context
 
 WAYS = {
@@ -58,3 +61,16 @@ def test_four_context_ranks_change_no_number(way: str) -> None:
     config = tiny_config(parallelism={"context_parallel_degree": 4, **WAYS[way]})
     for result in run_tiny(4, config, steps=4):
         assert_same_numbers(result, reference(4))
+
+
+def test_the_largest_loss_of_a_rank_is_per_token_of_its_part() -> None:
+    config = tiny_config(parallelism={"context_parallel_degree": 2})
+    tokens = [run_ranks(2, own_tokens, config), run_ranks(1, own_tokens, tiny_config())]
+    assert sum(count for count, _ in tokens[0]) == tokens[1][0][0] == 8 * 64
+    for count, loss in tokens[0]:
+        assert abs(loss / count - tokens[1][0][1] / tokens[1][0][0]) < 0.1  # halves of the same text are alike
+
+
+def own_tokens(rank: int, config: Any) -> tuple[int, float]:
+    outcome = train.step(make_run(rank, config))
+    return outcome.local_tokens, float(outcome.loss_sum)
