@@ -21,32 +21,11 @@ WEIGHTS_ONLY = "--checkpoint.enable --checkpoint.last_save_model_only --checkpoi
 RUNS = {
     "default": ("debug", "--nproc 2"),
     "one process": ("debug", "--nproc 1"),
-    "bfloat16": ("debug", "--nproc 2 --training.mixed_precision_param bfloat16"),
-    "float16": ("debug", "--nproc 2 --training.mixed_precision_param float16"),
     "compile": ("debug", "--nproc 2 --compile.enable --model.overrides.num_layers 2"),
     "tp 2": ("debug", "--nproc 2 --parallelism.tensor_parallel_degree 2"),
-    "tp 2 x fsdp 2": ("debug", "--nproc 4 --parallelism.tensor_parallel_degree 2"),
     "pp 2": ("debug", "--nproc 2 --parallelism.pipeline_parallel_degree 2"),
-    "pp 2, interleaved": (
-        "debug",
-        "--nproc 2 --parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule Interleaved1F1B "
-        "--training.global_batch_size 8",
-    ),
     "cp 2": ("debug", "--nproc 2 --parallelism.context_parallel_degree 2"),
-    "cp 2, ring": (
-        "debug",
-        "--nproc 2 --parallelism.context_parallel_degree 2 --parallelism.context_parallel_rotate_method alltoall",
-    ),
-    "ddp 2, split states": (
-        "debug",
-        "--nproc 2 --parallelism.data_parallel_replicate_degree 2 --parallelism.shard_optimizer_states",
-    ),
     "muon": ("debug", "--nproc 2 --optimizer.name Muon"),
-    "recompute op": (
-        "debug",
-        "--nproc 2 --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op",
-    ),
-    "experts": ("debug_moe", "--nproc 2"),
     "experts, ep 2": ("debug_moe", "--nproc 2 --parallelism.expert_parallel_degree 2"),
     "weights only, float32": ("debug", f"--nproc 2 {WEIGHTS_ONLY} float32"),
     "weights only, bfloat16": ("debug", f"--nproc 2 {WEIGHTS_ONLY} bfloat16"),
