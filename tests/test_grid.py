@@ -160,3 +160,15 @@ def test_a_family_has_the_numbers_of_one_process_on_all_meshes(family: str, num_
             held.setdefault(name, set()).update(result.final)
     for name, weights in held.items():  # stages hold some of the weights each, and all of them together
         assert weights == expected.final.keys(), name
+
+
+def test_a_stage_without_experts_joins_their_mesh() -> None:
+    # the first layers of DeepSeek-V3 are dense, so a stage may hold no experts while others make their groups
+    def dense_first(parallelism: dict[str, Any], local_batch_size: int = 2) -> Config:
+        tiny = config("deepseek_v3", parallelism, local_batch_size)
+        overrides = {**tiny.model.overrides, "num_dense_layers": 2}
+        return replace(tiny, model=replace(tiny.model, overrides=overrides))
+
+    expected = run_tiny(1, dense_first({}, local_batch_size=8), STEPS)[0]
+    for result in run_tiny(4, dense_first({**EP, **piped("1F1B")}), STEPS):
+        assert differences(result, expected) == []

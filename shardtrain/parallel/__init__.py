@@ -31,6 +31,8 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     """Cut, swap and shard a model that is still on the meta device; no memory is used before ``materialize``."""
     if config.training.dtype != "float32":
         model.to(getattr(torch, config.training.dtype))
+    if layout.expert:
+        expert.mesh_of_experts(mesh, config)  # by all ranks together, also those of a stage without experts
     piped = mesh.size("pp") > 1
     modules = pipeline.cut(model, layout, mesh, config) if piped else [model]
     for module in modules:
