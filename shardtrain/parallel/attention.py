@@ -15,6 +15,9 @@ from torch.nn import functional as F
 
 from shardtrain.errors import ConfigError, Problem
 
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""The first is the name since torch 2.13, which warns of the second."""
+
 
 def gathered_attention(
     q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, group: dist.ProcessGroup, balanced: bool
@@ -78,7 +81,7 @@ class _GatherSequence(torch.autograd.Function):
         # summed in float32: each rank adds a contribution, and a sum in bfloat16 would lose the small ones
         parts = gradients[0].float().chunk(ctx.group.size(), dim=1)
         mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter_tensor(mine, torch.cat(parts, dim=0), group=ctx.group)
+        _reduce_scatter(mine, torch.cat(parts, dim=0), group=ctx.group)
         return mine.to(gradients[0].dtype), None
 
 

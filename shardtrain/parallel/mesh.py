@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -53,13 +54,15 @@ class Mesh:
 
     def data_mesh(self) -> DeviceMesh:
         """The mesh that FSDP shards over (dp_shard and cp as one axis), with replicas in front when there are any."""
-        shard = "dp_shard"
-        if self.sizes["cp"] > 1:
-            shard = "dp_shard_cp"
-            self.submesh("dp_shard", "cp")._flatten(shard)
-        if self.sizes["dp_replicate"] > 1:
-            return self.submesh("dp_replicate", shard)
-        return self.submesh(shard)
+        if self.sizes["cp"] == 1:
+            return self.submesh(*(("dp_replicate",) if self.sizes["dp_replicate"] > 1 else ()), "dp_shard")
+        together = self.submesh("dp_shard", "cp")._flatten("dp_shard_cp")
+        if self.sizes["dp_replicate"] == 1:
+            return together
+        with warnings.catch_warnings():
+            # torch 2.13 warns of slicing an axis made from two, and has no public way to put it beside a third
+            warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+            return self.submesh("dp_replicate", "dp_shard_cp")
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank's peers along one axis."""
