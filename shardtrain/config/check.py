@@ -115,6 +115,9 @@ def notes(loaded: Loaded) -> list[str]:
     split_logits = p.tensor_parallel_degree > 1 and not p.disable_loss_parallel
     if compiled.enable and "loss" in compiled.components and split_logits:
         found.append("compile.components: the loss on logits split by tensor parallelism is not compiled")
+    overlap = "parallelism.pipeline_parallel_expert_parallel_overlap"
+    if loaded.is_set(overlap):
+        found.append(f"{overlap}: without effect, experts' exchanges are not overlapped with compute")
     if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
         found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
     return found

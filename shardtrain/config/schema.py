@@ -254,7 +254,7 @@ class Parallelism:
     pipeline_parallel_microbatch_size: int = 1
     """Sequences per pipeline micro-batch."""
     pipeline_parallel_expert_parallel_overlap: bool = True
-    """Overlap expert communication with compute; DualPipeV only."""
+    """A torchtitan option for DualPipeV; without effect here: experts' exchanges are not overlapped."""
     context_parallel_degree: int = 1
     """Ranks over which each sequence is split."""
     context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"

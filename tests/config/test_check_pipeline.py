@@ -158,3 +158,12 @@ def test_ranks_hold_every_stage_once(schedule: str, degree: int) -> None:
     count = degree if schedule in stages.SINGLE else 2 * degree
     held = [stage for rank in range(degree) for stage in stages.stages_of_rank(schedule, rank, degree, count)]
     assert sorted(held) == list(range(count))
+
+
+def test_an_overlap_that_is_not_done_is_said_aloud(tmp_path: Path) -> None:
+    option = "pipeline_parallel_expert_parallel_overlap"
+    file = tmp_path / "run.toml"
+    file.write_text(TINY + f"pipeline_parallel_degree = 2\n{option} = true\n")
+    assert any(option in note and "without effect" in note for note in config.notes(config.load(file)))
+    file.write_text(TINY + "pipeline_parallel_degree = 2\n")
+    assert not any(option in note for note in config.notes(config.load(file)))

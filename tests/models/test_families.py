@@ -93,7 +93,10 @@ def test_every_flavor_has_exactly_its_parameters_and_a_layout_that_fits(family: 
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_choice_builds(family: str, norm_type: str, tied: bool) -> None:
     module = find(family)
-    build(module, shape_of(module, "debugmodel", {"tied_embeddings": tied}, norm_type))
+    model = build(module, shape_of(module, "debugmodel", {"tied_embeddings": tied}, norm_type))
+    names = {name for name, _ in model.named_parameters()}
+    assert ("head.weight" in names) is not tied
+    assert ("norm.weight" in names) is (norm_type != "np_layernorm")
 
 
 @pytest.mark.parametrize("depth_init", [False, True])
