@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin
 
+from shardtrain.config import nested
+from shardtrain.config.coerce import Unfit
 from shardtrain.config.options import Option, options, sections, suggestion
 from shardtrain.config.settings import COMMAND_LINE, Kind, Setting
 from shardtrain.errors import Problem
@@ -37,7 +39,7 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
             at += 1
             continue
         name, equals, attached = word[2:].partition("=")
-        name = _underscored(name)
+        name = nested.underscored(name)
         at += 1
         values: list[str] = [attached] if equals else []
         name, negated = _negation(name, kinds)
@@ -46,7 +48,7 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
         if not equals and not negated:
             limit = _most_values(kind)
             while at < len(arguments) and not arguments[at].startswith("--") and len(values) < limit:
-                if kind is bool and arguments[at].lower() not in ("true", "false"):
+                if _is_bool(kind) and arguments[at].lower() not in ("true", "false", "none"):
                     break
                 values.append(arguments[at])
                 at += 1
@@ -74,7 +76,7 @@ def _add(
     seen.add(name)
     if negated:
         values = ["false" if not values or values[0].lower() == "true" else "true"]
-    elif not values and kind is bool:
+    elif not values and _is_bool(kind):
         values = ["true"]
     elif not values:
         return wrong("has no value", f"write --{name} VALUE")
@@ -88,16 +90,11 @@ def _stray(word: str) -> Problem:
     return Problem("argument", word, "belongs to no option", "write options as --section.key VALUE", COMMAND_LINE)
 
 
-def _underscored(name: str) -> str:
-    """Write dashes as underscores, as the TOML keys are."""
-    return name.replace("-", "_")
-
-
 def _negation(name: str, kinds: Mapping[str, Any]) -> tuple[str, bool]:
     """Turn ``x.no_y`` into ``x.y`` where y is a boolean option and no_y is no option itself."""
     section, _, key = name.rpartition(".")
     positive = f"{section}.{key[3:]}"
-    if key.startswith("no_") and name not in kinds and kinds.get(positive) is bool:
+    if key.startswith("no_") and name not in kinds and _is_bool(kinds.get(positive)):
         return positive, True
     return name, False
 
@@ -108,12 +105,25 @@ def _option_of(name: str, kinds: Mapping[str, Any]) -> str | None:
         return name
     table, _, _ = name.rpartition(".")
     option = options().get(table)
-    return table if isinstance(option, Option) and option.is_table else None
+    if isinstance(option, Option) and option.is_table:
+        return table
+    return next((o.name for o in options().values() if o.entry and name.startswith(f"{o.name}.")), None)
 
 
 def _kind(name: str, option: str | None, kinds: Mapping[str, Any]) -> Kind:
     """Return the type that decides how many values an argument takes; None for a key of a table."""
-    return kinds[name] if option == name else None
+    if option == name:
+        return kinds[name]
+    try:
+        place = nested.find(name)
+    except Unfit:
+        return None  # reported when the setting is taken
+    return place.kind if place is not None and place.field is not None else None
+
+
+def _is_bool(kind: Kind) -> bool:
+    """Whether an option is a switch, perhaps one that may be unset."""
+    return kind is bool or set(get_args(kind)) == {bool, type(None)}
 
 
 def _most_values(kind: Kind) -> int:

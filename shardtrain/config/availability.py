@@ -8,15 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardtrain.config.check_model import FIELD_DATASETS, source_names
 from shardtrain.config.check_values import problem
 from shardtrain.config.load import Loaded
 from shardtrain.errors import Problem
-
-
-def _known_elsewhere(name: str) -> bool:
-    return name in FIELD_DATASETS and name not in source_names()
-
 
 # (option, whether a value of it asks for something that is not here, what is not here, what to do)
 UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
@@ -24,10 +18,6 @@ UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("model.converters", bool, "replacing modules (float8, MX)", "set model.converters = []"),
     ("model.print_after_conversion", bool, "replacing modules (float8, MX)", "remove it"),
     ("optimizer.early_step_in_backward", bool, "updating in backward, which would come before clipping", "remove it"),
-    ("training.dataset", _known_elsewhere, "this dataset", 'use "python_stdlib", or a file of yours with another one'),
-    ("training.dataloader.num_workers", bool, "preparing batches in other processes", "set it to 0"),
-    ("validation.dataloader.num_workers", bool, "preparing batches in other processes", "set it to 0"),
-    ("validation.enable", bool, "validation during training", "set it to false"),
     ("parallelism.expert_parallel_comm_backend", lambda v: v != "standard", "DeepEP", 'set it to "standard"'),
     ("checkpoint.interval_type", lambda v: v != "steps", "saving by the clock", 'set it to "steps"'),
     ("checkpoint.async_mode", lambda v: v != "disabled", "saving while training goes on", 'set it to "disabled"'),

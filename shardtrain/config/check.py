@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from shardtrain.config.check_data import (
+    check_data_ranges,
+    check_dataset,
+    check_kinds,
+    check_sources,
+    check_stages,
+    check_validation,
+    data_notes,
+)
 from shardtrain.config.check_experts import check_experts
 from shardtrain.config.check_model import (
     check_batch,
-    check_dataset,
     check_layers,
     check_model,
     check_sequence,
@@ -28,6 +36,11 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_forms,
     check_model,
     check_dataset,
+    check_data_ranges,
+    check_sources,
+    check_stages,
+    check_kinds,
+    check_validation,
     check_tensor_parallel,
     check_sequence,
     check_layers,
@@ -120,7 +133,7 @@ def notes(loaded: Loaded) -> list[str]:
         found.append(f"{overlap}: without effect, experts' exchanges are not overlapped with compute")
     if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
         found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
-    return found
+    return found + data_notes(loaded)
 
 
 def _unused(schedule: str) -> tuple[str, ...]:

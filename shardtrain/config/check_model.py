@@ -1,10 +1,9 @@
-"""Rules that join the model's sizes, the dataset and the mesh."""
+"""Rules that join the model's sizes and the mesh."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from shardtrain.config.check_values import any_of, problem
@@ -15,15 +14,7 @@ from shardtrain.config.options import nearest
 from shardtrain.config.settings import Value
 from shardtrain.errors import ConfigError, Problem
 
-SOURCES_FOLDER = Path(__file__).parent.parent / "data" / "sources"
-# Datasets that users of other trainers know by name; see availability.py for those that are not here yet.
-FIELD_DATASETS = ("c4", "c4_test", "c4_mini", "c4_validation", "alpaca", "openwebtext", "minipile")
 _KINDS = {"int": int, "float": float, "bool": bool, "str": str}
-
-
-def source_names() -> list[str]:
-    """Return the datasets of this package: the files of data/sources."""
-    return sorted(file.stem for file in SOURCES_FOLDER.glob("*.py") if not file.stem.startswith("_"))
 
 
 def model_shape(loaded: Loaded) -> dict[str, Any] | None:
@@ -74,21 +65,6 @@ def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Value) -
         yield Problem(option, value, "must not be negative", "use 0 or more", where)
 
 
-def check_dataset(loaded: Loaded) -> Iterator[Problem]:
-    """Names of datasets: files of data/sources, paths of files of yours, or names known from elsewhere."""
-    config = loaded.config
-    options = {"training.dataset": config.training.dataset}
-    if config.validation.enable:
-        options["validation.dataset"] = config.validation.dataset
-    names = source_names()
-    for option, name in options.items():
-        if name in names or name in FIELD_DATASETS or name.endswith(".py"):
-            continue
-        near = nearest(name, names)
-        fix = (f"did you mean {near}? " if near else "") + f"datasets are {', '.join(names)}"
-        yield problem(loaded, option, "is not a dataset", fix)
-
-
 def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
     """Tensor parallelism deals whole heads and equal shares of the feed-forward and vocabulary dimensions."""
     sizes, tp = model_shape(loaded), loaded.config.parallelism.tensor_parallel_degree
@@ -114,16 +90,16 @@ def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
 
 def check_sequence(loaded: Loaded) -> Iterator[Problem]:
     """The sequence is cut into equal parts over tensor-parallel ranks, and into two per context-parallel rank."""
-    p, seq_len = loaded.config.parallelism, loaded.config.training.seq_len
+    p, c = loaded.config.parallelism, loaded.config
     tp, cp = p.tensor_parallel_degree, p.context_parallel_degree
-    if min(tp, cp, seq_len) < 1:
-        return
     cuts = tp * (2 * cp if cp > 1 else 1)
-    if seq_len % cuts:
-        what = f"tensor_parallel_degree {tp}" + (f" times twice context_parallel_degree {cp}" if cp > 1 else "")
-        low, high = seq_len // cuts * cuts, -(-seq_len // cuts) * cuts
-        rule = f"is not a multiple of {cuts} ({what})"
-        yield problem(loaded, "training.seq_len", rule, f"use {any_of([n for n in (low, high) if n])}")
+    for option, used in (("training.seq_len", True), ("validation.seq_len", c.validation.enable)):
+        seq_len = loaded.value(option)
+        if used and min(tp, cp, seq_len) >= 1 and seq_len % cuts:
+            what = f"tensor_parallel_degree {tp}" + (f" times twice context_parallel_degree {cp}" if cp > 1 else "")
+            low, high = seq_len // cuts * cuts, -(-seq_len // cuts) * cuts
+            rule = f"is not a multiple of {cuts} ({what})"
+            yield problem(loaded, option, rule, f"use {any_of([n for n in (low, high) if n])}")
 
 
 def check_layers(loaded: Loaded) -> Iterator[Problem]:

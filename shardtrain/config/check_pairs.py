@@ -159,6 +159,12 @@ WITHOUT_EFFECT: tuple[Rule, ...] = (
         "keep one of the two",
     ),
     (
+        "training.on_data_end",
+        lambda c: c.training.epochs is not None,
+        "has no effect beside training.epochs, which ends the run with the data",
+        "keep one of the two",
+    ),
+    (
         "training.mixed_precision_param",
         lambda c: c.training.dtype == "bfloat16" and c.training.mixed_precision_param == "float32",
         'has no effect with training.dtype = "bfloat16", which computes in bfloat16',
@@ -218,9 +224,9 @@ def check_pairs(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_without_effect(loaded: Loaded) -> Iterator[Problem]:
-    """Options that somebody wrote down and that could not take effect."""
+    """Options that somebody wrote down and that could not take effect; a value equal to the default does no harm."""
     for option, wrong, rule, fix in WITHOUT_EFFECT:
-        if loaded.is_set(option) and wrong(loaded.config):
+        if loaded.is_set(option) and not _is_default(loaded, option) and wrong(loaded.config):
             yield problem(loaded, option, rule, fix)
 
 

@@ -92,6 +92,7 @@ FROM_0_TO_1 = (
     "lr_scheduler.warmup_proportion",
     "activation_checkpoint.memory_budget",
     "fault_tolerance.fragment_update_alpha",
+    "data.bad_rows_max_fraction",
 )
 WORDS = {
     "activation_checkpoint.determinism_check": ("default", "none"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
+from shardtrain.config import nested
 from shardtrain.config.aliases import ALIASES, old_kinds, rewrite
 from shardtrain.config.arguments import CONFIG_FILE, read_arguments
 from shardtrain.config.coerce import Unfit, coerce, from_texts, plain
@@ -25,8 +26,8 @@ from shardtrain.errors import ConfigError, Problem
 class Loaded:
     """A config with the origin of every value.
 
-    ``origins`` maps each dotted option (and each key of a table option) to "run.toml:12", "command line" or
-    "default". ``notices`` are lines for the user: older names and what became of them.
+    ``origins`` maps each dotted option (and each key of a table option, and of each entry of a table of tables) to
+    "run.toml:12", "command line" or "default". ``notices`` are lines for the user: older names and what became of them.
     """
 
     config: Config
@@ -48,10 +49,13 @@ class Loaded:
 
 
 def value_of(config: Config, option: str) -> Value:
-    """Return the value of a dotted option of a config."""
+    """Return the value of a dotted option of a config, or of an entry: ``data.sources.web.weight``."""
     value: Any = config
     for part in option.split("."):
-        value = getattr(value, part)
+        if isinstance(value, Mapping):
+            value = value[part]
+        else:
+            value = value[int(part)] if isinstance(value, list) else getattr(value, part)
     return value
 
 
@@ -71,7 +75,7 @@ def load(path: str | Path | None, arguments: Sequence[str] = ()) -> Loaded:
 
 def _resolve(from_file: list[Setting], from_line: list[Setting], problems: list[Problem], file: Path | None) -> Loaded:
     """Rename, type and merge the settings of the file and of the command line, or raise all problems."""
-    both = [_in_force(from_file, from_line), from_line]
+    both = [_in_force(from_file, from_line), [one for setting in from_line for one in nested.spread_text(setting)]]
     values: dict[str, Any] = {}
     origins: dict[str, str] = dict.fromkeys(options(), DEFAULT)
     rewritten = rewrite([s for group in both for s in group])
@@ -93,7 +97,8 @@ def _resolve(from_file: list[Setting], from_line: list[Setting], problems: list[
 def _in_force(from_file: list[Setting], from_line: list[Setting]) -> list[Setting]:
     """Leave out what the file says about options that the command line sets under the same name."""
     given = {s.option for s in from_line}
-    return [s for s in from_file if s.option not in given]
+    lists = tuple(f"{name}." for name in given if nested.names_list(name))
+    return [s for s in from_file if s.option not in given and not s.option.startswith(lists)]
 
 
 def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], problems: list[Problem]) -> None:
@@ -102,7 +107,14 @@ def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], pro
     table, _, key = name.rpartition(".")
     option = options().get(name)
     try:
-        if option is not None:
+        place = nested.find(name)
+        if place is not None:
+            nested.take(place, setting, values.setdefault(place.option.name, {}))
+            if place.entry:
+                origins.setdefault(f"{place.option.name}.{place.entry}", setting.where)
+            if origins[place.option.name] == DEFAULT or setting.where == COMMAND_LINE:
+                origins[place.option.name] = setting.where
+        elif option is not None:
             kind = option.kind
             value = from_texts(setting.value, kind) if setting.is_text else coerce(setting.value, kind)
             values[name] = {**values.get(name, {}), **value} if option.is_table else value
@@ -126,7 +138,7 @@ def _unknown(setting: Setting) -> Problem:
     """Return the problem of a name that no option has."""
     name = setting.option
     if isinstance(setting.value, dict) and not setting.is_text:
-        near = nearest(name, [s for s in sections() if s])
+        near = nearest(name, [*(s for s in sections() if s), *(o.name for o in options().values() if o.entry)])
         fix = (
             f"did you mean [{near}]?"
             if near
@@ -150,7 +162,8 @@ def _build(section: str, values: Mapping[str, Any]) -> Value:
         if dotted in sections():
             given[name] = _build(dotted, values)
         elif dotted in values:
-            given[name] = values[dotted]
+            value = values[dotted]
+            given[name] = nested.build(options()[dotted], value) if options()[dotted].entry else value
     return cls(**given)
 
 
@@ -202,7 +215,9 @@ def _flatten(
     for key, value in table.items():
         path = (*prefix, key)
         name = ".".join(path)
-        if isinstance(value, dict) and (_is_section(name) or (name in options() and options()[name].is_table)):
+        if nested.holds(path):
+            found += nested.spread(path, value, lambda at: f"{file}:{lines[at]}" if at in lines else file)
+        elif isinstance(value, dict) and (_is_section(name) or (name in options() and options()[name].is_table)):
             found += _flatten(value, path, lines, file)
         else:
             line = lines.get(path)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardtrain.config.check_data import datasets
 from shardtrain.config.check_experts import check_experts_of_world
 from shardtrain.config.check_model import model_shape
 from shardtrain.config.check_pipeline import check_microbatches, known_rows
@@ -112,17 +115,31 @@ def _compiler(loaded: Loaded, device: str | None) -> Iterator[Problem]:
 
 def _paths(loaded: Loaded) -> Iterator[Problem]:
     """Files and folders that the config names are there."""
-    c = loaded.config
-    options = ["training.dataset_path", "checkpoint.initial_load_path", "parallelism.pipeline_parallel_schedule_csv"]
-    if c.validation.enable:
-        options.append("validation.dataset_path")
-    for option in options:
+    for name, source in datasets(loaded).items():
+        path, option = source.dataset_path, f"{name}.dataset_path"
+        if path and not _found(path, on_hub=source.dataset == "huggingface"):
+            rule, fix = ("matches no file", "correct the pattern") if _is_pattern(path) else _ABSENT
+            yield problem(loaded, option, rule, fix)
+    options = ["checkpoint.initial_load_path", "parallelism.pipeline_parallel_schedule_csv", "data.chat_template"]
+    for option in [*options, "model.name"]:
         value = loaded.value(option)
-        if value and "://" not in value and not _exists(value):
-            yield problem(loaded, option, "does not exist", "correct the path")
-    for option in ("training.dataset", "model.name"):
-        if option == "training.dataset" and loaded.value(option).endswith(".py") and not _exists(loaded.value(option)):
-            yield problem(loaded, option, "does not exist", "correct the path")
+        named = value and (option != "model.name" or value.endswith(".py"))
+        if named and "://" not in value and not _exists(value):
+            yield problem(loaded, option, *_ABSENT)
+
+
+_ABSENT = ("does not exist", "correct the path")
+
+
+def _is_pattern(path: str) -> bool:
+    return any(mark in path for mark in "*?[")
+
+
+def _found(path: str, on_hub: bool) -> bool:
+    """Whether a dataset's path leads to something; a name on the hub, and a URL, cannot be known here."""
+    if "://" in path or _exists(path) or (_is_pattern(path) and glob.glob(os.path.expanduser(path), recursive=True)):
+        return True
+    return on_hub and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(".")
 
 
 def _exists(path: str) -> bool:
@@ -142,18 +159,21 @@ def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, option, rule, f"set model.overrides.vocab_size to {BYTE_TOKENIZER_IDS} or more")
         return
     path = Path(value).expanduser()
-    download = "download the tokenizer.json of the model's Hugging Face repository"
+    fix = 'download the tokenizer of the model\'s Hugging Face repository ("shardtrain data download"), or use "bytes"'
     if not path.exists():
-        yield problem(loaded, option, "does not exist", f'{download}, or use "bytes"')
+        yield problem(loaded, option, "does not exist", fix)
         return
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file() or file.suffix != ".json":
-        what = "holds no tokenizer.json" if path.is_dir() else "is not a tokenizer.json"
-        yield problem(loaded, option, what, f'{download}, or use "bytes"')
+    files = [path / "tokenizer.json", path / "tokenizer.model"] if path.is_dir() else [path]
+    file = next((file for file in files if file.is_file() and file.suffix in (".json", ".model")), None)
+    if file is None:
+        what = "holds no tokenizer.json or tokenizer.model" if path.is_dir() else "is no .json or .model file"
+        yield problem(loaded, option, what, fix)
         return
+    if file.suffix == ".model":
+        return  # its number of ids takes its library to tell; the trainer compares it with the model's
     ids = _count_ids(file)
     if ids is None:
-        yield problem(loaded, option, "has a tokenizer.json that cannot be read", f'{download}, or use "bytes"')
+        yield problem(loaded, option, "has a tokenizer.json that cannot be read", fix)
     elif isinstance(vocab, int) and ids > vocab:
         rule = f"has {ids} ids, more than the model's vocab_size of {vocab}"
         yield problem(loaded, option, rule, f"set model.overrides.vocab_size to {ids} or more")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from shardtrain.config import schema
+from shardtrain.config import data_schema, schema
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import Kind, Value
 from shardtrain.errors import ConfigError, Problem
@@ -29,9 +29,15 @@ class Option:
     help: str
 
     @property
+    def entry(self) -> type | None:
+        """The dataclass of each entry of a table or list of tables, as ``data.sources`` is; see ``nested.py``."""
+        inner = get_args(self.kind)[-1] if get_origin(self.kind) in (dict, list) else None
+        return inner if dataclasses.is_dataclass(inner) else None  # type: ignore[return-value]
+
+    @property
     def is_table(self) -> bool:
-        """Whether the option is a free table of keys, as ``model.overrides`` is."""
-        return get_origin(self.kind) is dict
+        """Whether the option is a free table of plain values, as ``model.overrides`` is."""
+        return get_origin(self.kind) is dict and self.entry is None
 
 
 @functools.cache
@@ -40,12 +46,13 @@ def options() -> Mapping[str, Option]:
     found: dict[str, Option] = {}
     for name, cls in sections().items():
         if name:
-            _add_options(found, name, cls)
+            found |= options_of(name, cls)
     return types.MappingProxyType(found)
 
 
-def _add_options(found: dict[str, Option], section: str, cls: type) -> None:
-    """Add the options of one dataclass, not those of the sections below it."""
+def options_of(section: str, cls: type) -> dict[str, Option]:
+    """Return the options of one dataclass by their dotted names, not those of the sections below it."""
+    found: dict[str, Option] = {}
     hints, texts = get_type_hints(cls), _help_texts().get(cls.__name__, {})
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
@@ -54,6 +61,7 @@ def _add_options(found: dict[str, Option], section: str, cls: type) -> None:
         default = field.default if field.default_factory is MISSING else field.default_factory()
         name = f"{section}.{field.name}"
         found[name] = Option(name, kind, default, texts.get(field.name, ""))
+    return found
 
 
 @functools.cache
@@ -76,7 +84,7 @@ def sections() -> Mapping[str, type]:
 def _help_texts() -> Mapping[str, Mapping[str, str]]:
     """Read the docstring below each field of the schema's classes: class name -> field -> text on one line."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    for node in [*ast.parse(inspect.getsource(schema)).body, *ast.parse(inspect.getsource(data_schema)).body]:
         if not isinstance(node, ast.ClassDef):
             continue
         texts: dict[str, str] = {}
@@ -101,9 +109,9 @@ def kind_text(kind: Kind) -> str:
         names = [kind_text(arg) for arg in args if arg is not type(None)]
         return " or ".join([*names, "unset"] if type(None) in args else names)
     if origin is list:
-        return f"list of {kind_text(args[0])}"
+        return "list of tables" if dataclasses.is_dataclass(args[0]) else f"list of {kind_text(args[0])}"
     if origin is dict:
-        return "table"
+        return "table of tables" if dataclasses.is_dataclass(args[1]) else "table"
     return {bool: "true | false", int: "integer", float: "number", str: "text"}[kind]
 
 
@@ -121,6 +129,10 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
     """
     known = [*options(), *extra]
     section, _, key = name.rpartition(".")
+    for tables in (option.name for option in options().values() if option.entry):
+        beginning, rest = name.split(".")[:2], name.split(".")[2:]
+        if rest and nearest(".".join(beginning), [tables], 0.85):
+            return f"did you mean {'.'.join([tables, *rest])}?"
     within = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
     match = nearest(key, within)
     if match:
@@ -147,9 +159,11 @@ def help_text(name: str = "") -> str:
     """
     if name in options():
         option = options()[name]
-        return f"--{name}  ({kind_text(option.kind)}; default {default_text(option.default)})\n" + textwrap.fill(
-            option.help, 100, initial_indent="    ", subsequent_indent="    "
-        )
+        below = options_of(f"{name}.{entry_name(option)}", option.entry) if option.entry else {}
+        return "\n".join(map(_option_text, [option, *below.values()]))
+    holder = next((o.name for o in options().values() if o.entry and name.startswith(f"{o.name}.")), None)
+    if holder is not None:
+        return help_text(holder)
     if name not in sections():
         raise ConfigError(Problem(name, None, "is neither a section nor an option", suggestion(name)))
     if not name:
@@ -157,6 +171,17 @@ def help_text(name: str = "") -> str:
         return "Sections:\n" + "\n".join(lines)
     inside = [o for o in options() if o.startswith(f"{name}.")]
     return "\n".join([f"[{name}]  {_first_line(sections()[name])}", *map(help_text, inside)])
+
+
+def entry_name(option: Option) -> str:
+    """Return what stands for the name of an entry of a table of tables in help texts: NAME, or N in a list."""
+    return "N" if get_origin(option.kind) is list else "NAME"
+
+
+def _option_text(option: Option) -> str:
+    """Write one option with its type, default and help."""
+    head = f"--{option.name}  ({kind_text(option.kind)}; default {default_text(option.default)})\n"
+    return head + textwrap.fill(option.help, 100, initial_indent="    ", subsequent_indent="    ")
 
 
 def _first_line(cls: type) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import get_origin
 
-from shardtrain.config.options import default_text, kind_text, options, sections
+from shardtrain.config.options import Option, default_text, kind_text, options, options_of, sections
 
 PAGE = Path("docs") / "options.md"
 _HEAD = """# Options
@@ -19,18 +21,25 @@ def options_page() -> str:
     parts = [_HEAD]
     for section, cls in sections().items():
         inside = [option for name, option in options().items() if name.rpartition(".")[0] == section]
-        if not inside:
-            continue
-        intro = " ".join((cls.__doc__ or "").split())
-        rows = [
-            f"| `{option.name.rpartition('.')[2]}` | {_cell(kind_text(option.kind))} "
-            f"| {_cell(_code(default_text(option.default)))} | {_cell(option.help)} |"
-            for option in inside
-        ]
-        table = ["| Option | Type | Default | Meaning |", "|---|---|---|---|", *rows]
-        text = f"\n{intro}\n" if not intro.startswith(f"{cls.__name__}(") else ""
-        parts.append("\n".join([f"## [{section}]{chr(10) if text else ''}{text}", *table]) + "\n")
+        if inside:
+            parts.append(_section(f"[{section}]", cls, inside))
+        for option in inside:
+            if option.entry:
+                name = f"[{option.name}.NAME]" if get_origin(option.kind) is dict else f"[[{option.name}]]"
+                parts.append(_section(name, option.entry, list(options_of(option.name, option.entry).values())))
     return "\n".join(parts)
+
+
+def _section(title: str, cls: type, inside: Sequence[Option]) -> str:
+    intro = " ".join((cls.__doc__ or "").split())
+    rows = [
+        f"| `{option.name.rpartition('.')[2]}` | {_cell(kind_text(option.kind))} "
+        f"| {_cell(_code(default_text(option.default)))} | {_cell(option.help)} |"
+        for option in inside
+    ]
+    table = ["| Option | Type | Default | Meaning |", "|---|---|---|---|", *rows]
+    text = f"\n{intro}\n" if not intro.startswith(f"{cls.__name__}(") else ""
+    return "\n".join([f"## {title}{chr(10) if text else ''}{text}", *table]) + "\n"
 
 
 def _code(text: str) -> str:

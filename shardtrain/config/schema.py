@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shardtrain.config.data_schema import Data, DataLoader
+from shardtrain.config.data_schema import DataSource as DataSource
+from shardtrain.config.data_schema import DataStage as DataStage
+
 
 @dataclass(frozen=True)
 class Job:
@@ -159,27 +163,16 @@ class LRScheduler:
 
 
 @dataclass(frozen=True)
-class DataLoader:
-    """How batches reach the trainer."""
-
-    num_workers: int = 0
-    """Processes that prepare batches; 0 prepares them in the trainer."""
-    persistent_workers: bool = False
-    """Keep the workers between epochs."""
-    pin_memory: bool = False
-    """Put batches into pinned host memory, for faster copies to a GPU."""
-    prefetch_factor: int | None = None
-    """Batches prepared ahead by each worker."""
-
-
-@dataclass(frozen=True)
 class Training:
     """Data, batch sizes, length and precision of training."""
 
     dataset: str = "python_stdlib"
-    """A file of shardtrain/data/sources without its ending."""
+    """A file of shardtrain/data/sources without its ending; [data.sources] takes its place."""
     dataset_path: str | None = None
     """File or folder that the dataset reads; some datasets need none."""
+    on_data_end: Literal["error", "stop", "repeat"] = "error"
+    """When each sample has been seen once and steps remain: save and exit with code 3 (error), save and exit with 0
+    (stop), or begin again in another order, with a warning (repeat, as torchtitan does) (shardtrain)."""
     local_batch_size: int = 8
     """Sequences per data-parallel rank in one forward and backward pass."""
     global_batch_size: int = -1
@@ -491,19 +484,22 @@ class Validation:
     """Loss on held-out data during training."""
 
     enable: bool = False
-    """Validate every freq steps."""
-    dataset: str = "python_stdlib"
-    """A file of shardtrain/data/sources without its ending."""
+    """Validate every freq steps, and at the last."""
+    dataset: str = ""
+    """A file of shardtrain/data/sources without its ending; to be named, because no set is held out by itself. Its rows
+    are read as [data] says."""
     dataset_path: str | None = None
     """File or folder that the dataset reads."""
+    split: str = "validation"
+    """Split of a Hugging Face dataset (shardtrain)."""
     local_batch_size: int = 8
-    """Sequences per data-parallel rank in one forward pass."""
+    """Sequences per data-parallel rank in one forward pass; a pipeline takes as many as in a training step instead."""
     seq_len: int = 2048
     """Tokens per sequence."""
     freq: int = 10
     """Steps between two validations."""
     steps: int = -1
-    """Batches of one validation; -1 is the whole set."""
+    """Batches of one validation; -1 is the whole set, once, at any number of ranks."""
     dataloader: DataLoader = field(default_factory=DataLoader)
 
 
@@ -542,6 +538,7 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    data: Data = field(default_factory=Data)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

@@ -8,7 +8,7 @@ from typing import Any
 from shardtrain.config.availability import unavailable
 from shardtrain.config.check import check, notes
 from shardtrain.config.load import Loaded, value_of
-from shardtrain.config.options import kind_text, options, sections
+from shardtrain.config.options import Option, kind_text, options, options_of, sections
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import Value
 from shardtrain.errors import Problem
@@ -65,17 +65,38 @@ def _render(config: Config, comment: Callable[[str, Any], str]) -> str:
         names = [name for name in options() if name.rpartition(".")[0] == section]
         if not names:
             continue
-        lines, tables = [f"[{section}]"], []
+        lines: list[str] = [f"[{section}]"]
+        tables: list[str] = []
         for name in names:
             value, key = value_of(config, name), name.rpartition(".")[2]
-            if options()[name].is_table:
+            if options()[name].entry and (value or isinstance(value, Mapping)):
+                tables += _entries(options()[name], value, comment)
+            elif options()[name].is_table:
                 tables += _table(name, value, comment)
-            elif value is None:
-                lines.append(f"# {key}: unset ({kind_text(options()[name].kind)})")
             else:
-                lines.append(f"{key} = {toml_value(value)}{comment(name, value)}")
+                lines.append(_line(options()[name], key, value, comment))
         blocks.append("\n".join(lines + tables))
     return "\n\n".join(blocks) + "\n"
+
+
+def _line(option: Option, key: str, value: Value, comment: Callable[[str, Any], str]) -> str:
+    if value is None:
+        return f"# {key}: unset ({kind_text(option.kind)})"
+    return f"{key} = {toml_value(value)}{comment(option.name, value)}"
+
+
+def _entries(option: Option, value: Value, comment: Callable[[str, Any], str]) -> list[str]:
+    """Write a table or list of tables: every field of every entry."""
+    assert option.entry is not None
+    is_list = isinstance(value, list)
+    lines = [] if is_list else ["", f"[{option.name}]"]
+    entries = {str(number): entry for number, entry in enumerate(value)} if is_list else value
+    for name, entry in entries.items():
+        lines += ["", f"[[{option.name}]]" if is_list else f"[{option.name}.{_key(name)}]"]
+        for field in options_of(f"{option.name}.{name}", option.entry).values():
+            key = field.name.rpartition(".")[2]
+            lines.append(_line(field, key, getattr(entry, key), comment))
+    return lines
 
 
 def _table(name: str, values: Mapping[str, Any], comment: Callable[[str, Any], str]) -> list[str]:

@@ -19,7 +19,8 @@ Key = tuple[str, ...]
 def key_lines(text: str) -> dict[Key, int]:
     """Return the line (from 1) on which each table and key of a valid TOML text begins.
 
-    ``a.b = 1`` below ``[s]`` is the key ("s", "a", "b"); the tables on the way are entered too.
+    ``a.b = 1`` below ``[s]`` is the key ("s", "a", "b"); the tables on the way are entered too. The entries of an array
+    have their number as a key: ``a = 1`` below the second ``[[s]]`` is ("s", "1", "a").
     """
     return _Scanner(text.replace("\r\n", "\n")).scan()
 
@@ -31,6 +32,7 @@ class _Scanner:
         self.text = text
         self.at = 0
         self.lines: dict[Key, int] = {}
+        self.entries: dict[Key, int] = {}  # entries so far of each array of tables
 
     def scan(self) -> dict[Key, int]:
         """Read statement after statement until the text ends."""
@@ -41,14 +43,26 @@ class _Scanner:
                 return self.lines
             start = self.at
             if self.text[self.at] == "[":
-                self.at += 2 if self.text.startswith("[[", self.at) else 1
-                table = self._key()
+                is_array = self.text.startswith("[[", self.at)
+                self.at += 2 if is_array else 1
+                table = self._table(self._key(), is_array)
                 self._enter(table, start)
                 self.at = self._find("]")
                 while self.text.startswith("]", self.at):
                     self.at += 1
             else:
                 self._pair(table)
+
+    def _table(self, header: Key, is_array: bool) -> Key:
+        """Return the key of the table that a header opens: within arrays of tables that of their newest entry."""
+        table: Key = ()
+        for place, part in enumerate(header, 1):
+            table = (*table, part)
+            if is_array and place == len(header):
+                self.entries[table] = self.entries.get(table, 0) + 1
+            if table in self.entries:
+                table = (*table, str(self.entries[table] - 1))
+        return table
 
     def _pair(self, table: Key) -> None:
         """Read ``key = value``."""
@@ -84,6 +98,7 @@ class _Scanner:
             return
         closing = "}" if opening == "{" else "]"
         self.at += 1
+        entries = 0
         while True:
             self._skip_blank()
             if self.text.startswith(closing, self.at):
@@ -92,7 +107,10 @@ class _Scanner:
             if opening == "{":
                 self._pair(key)
             else:
-                self._value(key)
+                entry = (*key, str(entries))
+                self._enter(entry, self.at, len(key))
+                self._value(entry)
+                entries += 1
             self._skip_blank()
             if self.text.startswith(",", self.at):
                 self.at += 1

@@ -3,13 +3,13 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardtrain.config import Config, ConfigError, check_report, help_text, load, resolved_toml, show
+from shardtrain.config import Config, ConfigError, check, check_report, help_text, load, resolved_toml, show
 from shardtrain.config.options import options, sections
 from shardtrain.config.options_page import options_page
 from shardtrain.config.show import toml_value
@@ -22,6 +22,10 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return st.sampled_from(args)
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        fields = {field.name: strategy(hints[field.name]) for field in dataclasses.fields(kind)}
+        return st.builds(kind, **fields)
     if origin is list:
         return st.lists(strategy(args[0]), max_size=2)
     if origin is dict:
@@ -62,6 +66,24 @@ def test_a_resolved_config_reloads_to_an_identical_one(config: Config, tmp_path_
     assert load(file).config == config
 
 
+TABLES = ("data.sources", "data.stages", "model.overrides")
+
+
+@given(values=st.fixed_dictionaries({name: strategy(options()[name].kind) for name in TABLES}))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_tables_of_any_names_and_values_reload_with_a_line_for_each_key(
+    values: dict[str, Any], tmp_path_factory: Any
+) -> None:
+    config, file = build("", values), tmp_path_factory.getbasetemp() / "tables.toml"
+    file.write_bytes(resolved_toml(config).encode())
+    loaded = load(file)
+    assert loaded.config == config
+    keys = [name for name in loaded.origins if name.startswith(tuple(f"{table}." for table in TABLES))]
+    assert all(loaded.origins[name].startswith("tables.toml:") for name in keys)
+    file.write_bytes(show(loaded).encode())
+    assert load(file).config == config
+
+
 @given(value=st.recursive(st.one_of(strategy(int), strategy(float), st.booleans(), TEXT), st.lists, max_leaves=4))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_a_value_written_as_toml_reads_back_with_its_type(value: Any) -> None:
@@ -81,6 +103,12 @@ def test_the_resolved_default_config_is_the_default_and_says_what_is_unset() -> 
         assert (at is None) == (name in unset), name
 
 
+def test_a_resolved_config_passes_the_check_that_its_config_passes(tmp_path: Path) -> None:
+    config = load(Path(__file__).parents[2] / "configs" / "debug.toml").config
+    (tmp_path / "resolved.toml").write_text(resolved_toml(config))
+    assert check(load(tmp_path / "resolved.toml")) == []
+
+
 def test_show_names_the_origin_of_every_value_and_is_valid_toml(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[training]\nbatch_size = 4\nsteps = 50\n[model.overrides]\ndim = 64\n")
@@ -97,18 +125,21 @@ def test_show_names_the_origin_of_every_value_and_is_valid_toml(tmp_path: Path) 
 
 def test_the_report_lists_errors_then_notes_and_fails_for_errors_alone(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("[training]\nbatch_size = 4\nsteps = 0\ndataset = 'c4'\n[validation]\nfreq = 3\n")
+    file.write_text(
+        "[training]\nbatch_size = 4\nsteps = 0\n[checkpoint]\nasync_mode = 'async'\n[validation]\nfreq = 3\n"
+    )
     text, code = check_report(load(file))
     lines = text.splitlines()
     assert code == 2
     assert lines[0].startswith("error: run.toml:3: training.steps=0 must be at least 1")
-    assert [line.partition(":")[0] for line in lines[1:-1]] == ["note"] * 3
+    assert [line.partition(":")[0] for line in lines[1:-1]] == ["note"] * 4
     assert "batch_size is called" in lines[1]
-    assert "validation.freq: without effect, which needs validation.enable" in lines[2]
-    assert 'training.dataset="c4"' in lines[3] and "not available yet" in lines[3]
-    assert lines[-1].endswith("run.toml: 1 error, 3 notes")
+    assert "checkpoint.async_mode: without effect, which needs checkpoint.enable" in lines[2]
+    assert "validation.freq: without effect, which needs validation.enable" in lines[3]
+    assert 'checkpoint.async_mode="async"' in lines[4] and "not available yet" in lines[4]
+    assert lines[-1].endswith("run.toml: 1 error, 4 notes")
     text, code = check_report(load(file, ["--training.steps=500"]))
-    assert code == 0 and text.endswith("0 errors, 3 notes")
+    assert code == 0 and text.endswith("0 errors, 4 notes")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,157 @@
+"""Options that hold tables of their own: ``[data.sources.NAME]`` and ``[[data.stages]]``.
+
+Each key of each entry is a setting with a dotted name and a line of its own: ``data.sources.web.weight``, and
+``data.stages.0.until_tokens`` with the number of the entry. While a config is loaded, an option is
+``{entry: {field: value}}``; ``build`` makes the dataclasses.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+from shardtrain.config.coerce import Unfit, coerce, from_texts
+from shardtrain.config.options import Option, nearest, options, options_of
+from shardtrain.config.settings import Kind, Setting, Value
+
+Path = tuple[str, ...]
+Entries = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a dotted name means within an option of tables; the parts that it has not are None."""
+
+    option: Option
+    entry: str | None
+    field: Option | None
+    key: str | None
+
+    @property
+    def kind(self) -> Kind:
+        """The type of the value: that of the field, or of one key of it."""
+        if self.field is None:
+            return self.option.kind
+        return get_args(self.field.kind)[1] if self.key is not None else self.field.kind
+
+
+def find(name: str) -> Place | None:
+    """Return the place of a dotted name in an option of tables, or None for every other name.
+
+    Raises Unfit where the name lies in such an option and its entries have no such key.
+    """
+    option = next((o for o in options().values() if o.entry and f"{name}.".startswith(f"{o.name}.")), None)
+    if option is None or option.entry is None:
+        return None
+    entry, _, rest = name[len(option.name) + 1 :].partition(".")
+    if not rest:
+        return Place(option, entry or None, None, None)
+    prefix = f"{option.name}.{entry}"
+    fields = options_of(prefix, option.entry)
+    field_name, _, key = rest.partition(".")
+    field = fields.get(f"{prefix}.{field_name}")
+    if field is None or (key and (not field.is_table or "." in key)):
+        keys = [other.rpartition(".")[2] for other in fields]
+        near = nearest(field_name, keys) if field is None else None
+        raise Unfit("is not an option", f"did you mean {prefix}.{near}?" if near else f"keys are {', '.join(keys)}")
+    return Place(option, entry, field, key or None)
+
+
+def holds(path: Path) -> bool:
+    """Whether the keys on the way to a value of the file lead into an option of tables."""
+    return any(".".join(path[:length]) in _names() for length in range(1, len(path) + 1))
+
+
+def names_list(option: str) -> bool:
+    """Whether an option is a list of tables, of which a later one replaces the whole."""
+    return option in _names() and get_origin(options()[option].kind) is list
+
+
+def _names() -> list[str]:
+    return [name for name, option in options().items() if option.entry]
+
+
+def spread(path: Path, value: Value, where: Callable[[Path], str]) -> Iterator[Setting]:
+    """Split a TOML value at or below an option of tables into a setting for each entry and each key of it."""
+    yield Setting(".".join(path), {} if isinstance(value, dict) else _shown(value), where(path))
+    if isinstance(value, dict):
+        items = value.items()
+    elif _is_tables(value):
+        items = {str(number): item for number, item in enumerate(value)}.items()
+    else:
+        return
+    for key, item in items:
+        below = (*path, key)
+        if isinstance(item, dict):
+            yield from spread(below, item, where)
+        else:
+            yield Setting(".".join(below), item, where(below))
+
+
+def _is_tables(value: Value) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _shown(value: Value) -> Value:
+    """An empty list stands for one whose entries follow as settings of their own."""
+    return [] if _is_tables(value) else value
+
+
+def spread_text(setting: Setting) -> list[Setting]:
+    """Split a command-line value that is a whole option or a whole entry, written as TOML; others stay."""
+    try:
+        place = find(setting.option)
+    except Unfit:
+        return [setting]
+    if place is None or not (place.field is None or place.field.is_table) or place.key is not None:
+        return [setting]
+    try:
+        value = tomllib.loads(f"value = {setting.value[0]}")["value"] if len(setting.value) == 1 else setting.value
+    except (tomllib.TOMLDecodeError, KeyError):
+        value = setting.value[0]
+    return list(spread(tuple(setting.option.split(".")), value, lambda _: setting.where))
+
+
+def take(place: Place, setting: Setting, entries: Entries) -> None:
+    """Enter the value of a setting; raises Unfit."""
+    is_list = get_origin(place.option.kind) is list
+    if place.entry is None:
+        if setting.value != ([] if is_list else {}):
+            fix = f"write [[{place.option.name}]]" if is_list else f"write [{place.option.name}.NAME]"
+            raise Unfit(f"must be a {'list' if is_list else 'table'} of tables", f"{fix} above the keys of each")
+        return
+    if is_list and (not place.entry.isdecimal() or int(place.entry) > len(entries)):
+        raise Unfit("is not the number of an entry", f"use 0 to {len(entries)}")
+    if place.entry == "":
+        raise Unfit("has an entry without a name", "name it")
+    if place.field is None and setting.value != {}:
+        raise Unfit("must be a table", f"write {setting.option}.KEY = VALUE")
+    fields = entries.setdefault(place.entry, {})
+    if place.field is None:
+        return
+    name = place.field.name.rpartition(".")[2]
+    value = from_texts(setting.value, place.kind) if setting.is_text else coerce(setting.value, place.kind)
+    if place.field.is_table:
+        fields[name] = {**fields.get(name, {}), **({place.key: value} if place.key is not None else value)}
+    else:
+        fields[name] = value
+
+
+def build(option: Option, entries: Mapping[str, Mapping[str, Any]]) -> Value:
+    """Make the dataclasses of an option: a dict by name, or a list."""
+    assert option.entry is not None
+    made = {name: option.entry(**fields) for name, fields in entries.items()}
+    return made if get_origin(option.kind) is dict else [made[str(number)] for number in range(len(made))]
+
+
+def underscored(name: str) -> str:
+    """Write dashes of a command-line name as underscores, as the keys of the schema are; names of users stay."""
+    plain = name.replace("-", "_")
+    option = next((o for o in _names() if plain.startswith(f"{o}.")), None)
+    if option is None:
+        return plain
+    entry, dot, rest = name[len(option) + 1 :].partition(".")
+    field, dot_2, key = rest.partition(".")
+    return f"{option}.{entry}{dot}{field.replace('-', '_')}{dot_2}{key}"
