@@ -1,17 +1,111 @@
-"""Datasets, one file each: the file's name is the TOML name, and ``documents(path, option)`` gives the texts.
+"""Datasets, one file each: the file's name is the TOML name, and ``open_source(request)`` gives its rows.
 
-``path`` is the dataset_path option or None, and ``option`` is how errors call it, e.g. "training.dataset_path". The
-order of the documents must depend on their content and names alone, so that every rank sees the same dataset.
+A source is a ``Table`` (any row at once) or ``Shards`` (rows in sequence, from any row of a shard on). It knows nothing
+of tokens, ranks or order. What it gives must depend on the files alone, so that every rank sees the same dataset. A row
+is an object of named columns, or a ``BadRow`` with the reason; a source never stops at a bad row, its reader decides.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
 
 from shardtrain.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that gives no document. A harmless one (an empty text) is counted, and never stops a run.
+
+    Rows are counted by their reason, so it names no numbers of the row; ``detail`` does, for who mends the row: a
+    column, a length, a key. As text, the two are one.
+    """
+
+    reason: str
+    harmless: bool = False
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
+
+
+Row = Mapping[str, Any] | BadRow
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to open: ``path`` is the dataset_path option or None, and ``option`` is how errors call it.
+
+    ``header`` says whether the first line of a TSV or CSV file names its columns; without, they are "0", "1", ...
+    """
+
+    path: str | None = None
+    option: str = "training.dataset_path"
+    split: str = "train"
+    subset: str | None = None
+    streaming: bool | None = None
+    max_row_bytes: int = 16 * 2**20
+    header: bool = True
+
+
+class Source(Protocol):
+    """What tables and shards share."""
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Bytes of the files, to choose between memory and stream; None where that is not known."""
+        ...
+
+    def files(self) -> Mapping[str, str]:
+        """Name of each file (or dataset) -> a fingerprint of its content that costs little: size and samples of it."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raise ConfigError naming a file that was changed, moved or removed since it was opened."""
+        ...
+
+
+@runtime_checkable
+class Table(Source, Protocol):
+    """A dataset with any row at once."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files."""
+        ...
+
+    def row(self, index: int) -> Row:
+        """Row ``index``, 0..num_rows-1."""
+        ...
+
+    def place(self, index: int) -> str:
+        """Where a person finds that row: ``data/a.jsonl:17``."""
+        ...
+
+
+@runtime_checkable
+class Shards(Source, Protocol):
+    """A dataset whose rows can only be read in sequence: compressed files, row groups, streams from a hub."""
+
+    @property
+    def num_shards(self) -> int:
+        """Parts that are read apart from each other."""
+        ...
+
+    def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
+        """Rows of one shard from number ``start`` on; bad and harmless ones are rows too."""
+        ...
+
+    def shard_place(self, shard: int, number: int) -> str:
+        """Where a person finds that row."""
+        ...
 
 
 def names() -> list[str]:
@@ -20,11 +114,13 @@ def names() -> list[str]:
 
 
 def find(name: str, option: str = "training.dataset") -> ModuleType:
-    """The module of a dataset, by the name of its file.
+    """The module of a dataset, by the name of its file here, or by the path of a file of the user's.
 
     Raises:
-        ConfigError: when this folder has no such file; the error names the nearest and lists all.
+        ConfigError: when there is no such file (the error names the nearest and lists all), or it has no open_source.
     """
+    if name.endswith(".py"):
+        return _own(Path(name), option)
     known = names()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -32,3 +128,45 @@ def find(name: str, option: str = "training.dataset") -> ModuleType:
         problem = Problem(option, name, "is no file of shardtrain/data/sources", f"{hint} {', '.join(known)}")
         raise ConfigError(problem)
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def _own(path: Path, option: str) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(Problem(option, str(path), "does not exist", "name a file with a function open_source"))
+    name = f"shardtrain_dataset_file_{path.stem}"  # a prefix, so that no file can stand in for an installed package
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # a .py path always has a loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "open_source"):
+        fix = "define open_source(request), as shardtrain/data/sources/text.py does"
+        raise ConfigError(Problem(option, str(path), "has no open_source", fix))
+    return module
+
+
+Key = tuple[int, int]
+"""A row of any source: its shard (0 in a table) and its number there."""
+
+
+def every_row(source: Table | Shards) -> Iterator[tuple[Key, Row]]:
+    """All rows of a source in its own order, each with its key."""
+    for shard in range(num_parts(source)):
+        for number, row in enumerate(rows_of(source, shard, 0)):
+            yield (shard, number), row
+
+
+def num_parts(source: Table | Shards) -> int:
+    """Shards of a source; a table is one."""
+    return 1 if isinstance(source, Table) else source.num_shards
+
+
+def rows_of(source: Table | Shards, shard: int, start: int) -> Iterator[Row]:
+    """Rows of one shard, or of a table, from number ``start`` on."""
+    if isinstance(source, Table):
+        return (source.row(index) for index in range(start, source.num_rows))
+    return source.rows(shard, start)
+
+
+def place_of(source: Table | Shards, key: Key) -> str:
+    """Where a person finds a row."""
+    return source.place(key[1]) if isinstance(source, Table) else source.shard_place(*key)

@@ -1,15 +1,20 @@
 """The source text of the running Python's standard library: real data that is already on every machine.
 
-The text differs between Python versions; the stream's fingerprint says so when a run is continued on another one.
+The text differs between Python versions; its fingerprint says so when a run is continued on another one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from shardtrain.data.sources import Request, Row, Table
+from shardtrain.data.sources._files import File, FileSource
 from shardtrain.errors import ConfigError, DataError, Problem
 
 MAX_BYTES = 16 * 2**20
@@ -19,8 +24,8 @@ MAX_BYTES = 16 * 2**20
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
 
-def documents(path: str | None = None, option: str = "training.dataset_path") -> Iterator[str]:
-    """One text per ``.py`` file, in the order of their relative paths.
+def open_source(request: Request) -> Table:
+    """One row ``{"text": ...}`` per ``.py`` file, in the order of their relative paths.
 
     Bytes that are no UTF-8 become U+FFFD (no file of CPython has any outside its tests).
 
@@ -28,32 +33,66 @@ def documents(path: str | None = None, option: str = "training.dataset_path") ->
         ConfigError: when a path is given, as this dataset takes none.
         DataError: when the files are missing or unreadable, e.g. where the library is a zip of bytecode.
     """
-    if path is not None:
+    if request.path is not None:
         fix = 'remove it, or use the dataset "text"'
-        raise ConfigError(Problem(option, path, "has no effect with the dataset python_stdlib", fix))
-    return _texts(Path(sysconfig.get_path("stdlib")))
+        raise ConfigError(Problem(request.option, request.path, "has no effect with the dataset python_stdlib", fix))
+    return open_folder(Path(sysconfig.get_path("stdlib")))
 
 
-def _texts(root: Path) -> Iterator[str]:
+def open_folder(root: Path) -> Table:
+    """The ``.py`` files below a folder, up to MAX_BYTES of them."""
     try:
-        files = _source_files(root)
+        names = _source_files(root)
+        if not names:
+            raise DataError(
+                f"the dataset python_stdlib found no .py files in {root} (removed, or packed in a zip); "
+                'install the full Python, or use training.dataset="text" with training.dataset_path'
+            )
+        members: list[File] = []
+        total_bytes = 0
+        for name in names:
+            status = (root / name).stat()
+            total_bytes += status.st_size
+            if total_bytes > MAX_BYTES:
+                break
+            identity = (status.st_size, status.st_mtime_ns, status.st_ino)
+            members.append(File(name, str(root / name), "training.dataset", *identity))
     except OSError as error:
-        raise DataError(f"the dataset python_stdlib cannot list {error.filename}: {error.strerror}") from error
-    if not files:
-        raise DataError(
-            f"the dataset python_stdlib found no .py files in {root} (removed, or packed in a zip); "
-            'install the full Python, or use training.dataset="text" with training.dataset_path'
-        )
-    total_bytes = 0
-    for file in files:
-        try:
-            content = (root / file).read_bytes()
-        except OSError as error:
-            raise DataError(f"the dataset python_stdlib cannot read {root / file}: {error.strerror}") from error
-        total_bytes += len(content)
-        if total_bytes > MAX_BYTES:
-            return
-        yield content.decode("utf-8", errors="replace")
+        raise DataError(f"the dataset python_stdlib cannot read {error.filename}: {error.strerror}") from error
+    return Library(members)
+
+
+@dataclass
+class Library(FileSource):
+    """Source files as rows; see Table."""
+
+    @property
+    def num_rows(self) -> int:
+        """Files."""
+        return len(self.members)
+
+    def files(self) -> Mapping[str, str]:
+        """One entry for the whole library: its names and all of its content."""
+        if not self._fingerprints:
+            digest = hashlib.sha256()
+            for file in self.members:
+                digest.update(f"{file.name}\0{file.size}\0".encode())
+                digest.update(_content(file))
+            self._fingerprints = {f"standard library of Python {platform.python_version()}": digest.hexdigest()}
+        return self._fingerprints
+
+    def row(self, index: int) -> Row:
+        """See Table."""
+        return {"text": _content(self.members[index]).decode("utf-8", errors="replace")}
+
+    def place(self, index: int) -> str:
+        """See Table."""
+        return self.members[index].path
+
+
+def _content(file: File) -> bytes:
+    with os.fdopen(file.open(), "rb") as opened:
+        return opened.read()
 
 
 def _source_files(root: Path) -> list[str]:

@@ -1,54 +1,70 @@
-"""Plain text files: one file is one document."""
+"""Plain text files, also compressed: one file is one row, ``{"text": ...}``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
-from shardtrain.errors import DataError, Problem
+from shardtrain.data.sources import BadRow, Request, Row, Table
+from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, open_stream
+from shardtrain.data.sources._files import File, FileSource, check_text, list_files
+from shardtrain.data.sources._index import BYTE_ORDER_MARK, too_long
+from shardtrain.data.sources._json import not_utf8
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+ENDINGS = (".txt",)
 
 
-def documents(path: str | None = None, option: str = "training.dataset_path") -> Iterator[str]:
-    """One text per file: the file at ``path``, or all ``*.txt`` below that folder in the order of their paths.
+def open_source(request: Request) -> Table:
+    """Texts of a file, of all ``*.txt`` below a folder, or of what a pattern matches.
 
-    Files are UTF-8; a byte order mark is removed and line ends are kept as they are.
+    Files are UTF-8; a byte order mark is removed, and line ends and U+0000 are kept as they are.
 
     Raises:
-        DataError: when the path is missing, a folder holds no ``*.txt``, or a file is empty or no UTF-8 (with the
-            offset of the first wrong byte).
+        ConfigError: when the option is not set, or leads to no file.
+        DataError: when a file cannot be used at all.
     """
-    if path is None:
-        rule, fix = 'is not set, and the dataset "text" needs it', "name a text file, or a folder of *.txt"
-        raise DataError(str(Problem(option, None, rule, fix)))
-    root = Path(path)
-    if root.is_dir():
-        files = sorted((file for file in root.rglob("*.txt") if file.is_file()), key=lambda file: file.as_posix())
-        if not files:
-            raise DataError(
-                str(Problem(option, path, "is a folder without *.txt files", "name a folder that has some"))
-            )
-    elif root.is_file():
-        files = [root]
-    else:
-        raise DataError(str(Problem(option, path, "does not exist", "name a text file, or a folder of *.txt")))
-    return (_text(file, option) for file in files)
+    return open_files(list_files(request, "text", ENDINGS, empty=True), request)
 
 
-def _text(file: Path, option: str) -> str:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        problem = Problem(option, str(file), f"cannot be read ({error.strerror})", "make the file readable")
-        raise DataError(str(problem)) from error
-    marked = content.startswith(_BYTE_ORDER_MARK)
-    try:
-        text = content.removeprefix(_BYTE_ORDER_MARK).decode("utf-8")
-    except UnicodeDecodeError as error:
-        offset = error.start + len(_BYTE_ORDER_MARK) * marked
-        rule = f"is not UTF-8 at byte {offset} (0x{content[offset]:02x})"
-        raise DataError(str(Problem(option, str(file), rule, "convert the file to UTF-8, or remove it"))) from error
-    if not text:
-        raise DataError(str(Problem(option, str(file), "is empty", "remove the file, or name another")))
-    return text
+def open_files(files: list[File], request: Request) -> Table:
+    """As open_source, for files that were found already."""
+    for file in files:
+        check_text(file)
+    return Texts(files, request.max_row_bytes)
+
+
+@dataclass
+class Texts(FileSource):
+    """Files as rows; see Table."""
+
+    max_row_bytes: int
+
+    @property
+    def num_rows(self) -> int:
+        """Files."""
+        return len(self.members)
+
+    def row(self, index: int) -> Row:
+        """See Table."""
+        file = self.members[index]
+        if file.compression is None and file.size > self.max_row_bytes:
+            return too_long(file.size)
+        pieces, total = [], 0
+        with open_stream(file) as stream:
+            try:
+                while total <= self.max_row_bytes and (block := stream.read(BLOCK_BYTES)):
+                    pieces.append(block)
+                    total += len(block)
+            except Damaged as error:
+                return BadRow(str(error))
+        if total > self.max_row_bytes:
+            return BadRow("is longer than data.max_row_bytes")
+        content = b"".join(pieces)
+        text = content.removeprefix(BYTE_ORDER_MARK)
+        try:
+            return {"text": text.decode()}
+        except UnicodeDecodeError as error:
+            return not_utf8(error, shift=len(content) - len(text))
+
+    def place(self, index: int) -> str:
+        """See Table."""
+        return self.members[index].path

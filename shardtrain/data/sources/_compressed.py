@@ -1,0 +1,133 @@
+"""Reading a file from its beginning in blocks, compressed or not, so that what comes before damage is had."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib
+import io
+import lzma
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from shardtrain.data.sources._files import File
+from shardtrain.errors import ConfigError, Problem
+
+BLOCK_BYTES = 256 * 1024
+"""Bytes that readers ask for at once; hundreds of files may be open at a time."""
+
+_ZSTD_BYTES_AT_ONCE = 1024  # as a block of 128 KiB may be written in 4 bytes, this bounds what one step gives
+_ZSTD_WINDOW = 2**31  # what "zstd --long=31" writes
+
+
+class Damaged(Exception):
+    """Compressed data cannot be read further; the text says why, and all before it was given."""
+
+
+class Stream(Protocol):
+    """What readers of a file need of it."""
+
+    def read(self, size: int) -> bytes:
+        """Return at most about ``size`` bytes; none at the end. Raises Damaged."""
+        ...
+
+
+@contextmanager
+def open_stream(file: File) -> Iterator[Stream]:
+    """Open a file for reading in sequence, by its name's ending.
+
+    Raises:
+        ConfigError: when the file changed since it was listed, or zstandard is not installed.
+        DataError: when it cannot be read.
+    """
+    raw = os.fdopen(file.open(), "rb", buffering=0)
+    with raw:
+        yield _Stream(file, _decompressed(file, raw))
+
+
+def _decompressed(file: File, raw: io.RawIOBase) -> Any:
+    match file.compression:
+        case ".gz":
+            return gzip.GzipFile(fileobj=io.BufferedReader(raw, BLOCK_BYTES), mode="rb")
+        case ".bz2":
+            return bz2.BZ2File(io.BufferedReader(raw, BLOCK_BYTES))
+        case ".xz":
+            return lzma.LZMAFile(io.BufferedReader(raw, BLOCK_BYTES))
+        case ".zst":
+            return _Zstd(file, raw)
+    return raw
+
+
+class _Stream:
+    """Turns each library's errors into ours. One read of the library at a time, so that no data is lost with them."""
+
+    def __init__(self, file: File, inner: Any) -> None:
+        self._file = file
+        self._read = inner.read1 if file.compression and file.compression != ".zst" else inner.read
+
+    def read(self, size: int) -> bytes:
+        """See Stream."""
+        try:
+            return self._read(size)
+        except EOFError as error:
+            raise Damaged("the file ends in the middle of its compressed data") from error
+        except (zlib.error, lzma.LZMAError) as error:
+            raise Damaged("the compressed data is damaged") from error
+        except OSError as error:
+            if error.errno is None:  # gzip and bz2 say so what is wrong in the data
+                raise Damaged("the compressed data is damaged") from error
+            raise self._file.unusable(f"cannot be read ({error.strerror})", "check the disk") from error
+
+
+class _Zstd:
+    """Frames of zstandard, one after the other. The library's own reader takes a cut file for a whole one."""
+
+    def __init__(self, file: File, raw: io.RawIOBase) -> None:
+        self._library = _zstandard(file)
+        self._raw = raw
+        self._compressed = memoryview(b"")
+        self._frame: Any = None
+        self._failed: zlib.error | None = None
+
+    def read(self, size: int) -> bytes:
+        pieces: list[bytes] = []
+        total = 0
+        while total < size and self._failed is None:
+            if not self._compressed:
+                self._compressed = memoryview(self._raw.read(BLOCK_BYTES) or b"")
+            if not self._compressed:
+                if self._frame is not None and not total:
+                    raise EOFError
+                break
+            try:
+                piece = self._step()
+            except self._library.ZstdError as error:
+                self._failed = zlib.error(str(error))
+                break
+            pieces.append(piece)
+            total += len(piece)
+        if self._failed is not None and not total:
+            raise self._failed
+        return b"".join(pieces)
+
+    def _step(self) -> bytes:
+        if self._frame is None:
+            self._frame = self._library.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
+        given = self._compressed[:_ZSTD_BYTES_AT_ONCE]
+        piece = self._frame.decompress(given)
+        unused = len(self._frame.unused_data) if self._frame.eof else 0
+        self._compressed = self._compressed[len(given) - unused :]
+        if self._frame.eof:
+            self._frame = None
+        return piece
+
+
+def _zstandard(file: File) -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as error:
+        rule, fix = "is compressed by zstandard, which is not installed", 'pip install "shardtrain[hf]"'
+        raise ConfigError(Problem(file.option, file.path, rule, fix)) from error

@@ -1,0 +1,230 @@
+"""Datasets through the library ``datasets``: from the hub, streamed or downloaded, or as it saved them on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardtrain.data.sources import Request, Row, Shards, Table
+from shardtrain.data.sources._files import File, FileSource
+from shardtrain.data.sources._hub_errors import one_line, refusal
+from shardtrain.data.sources.parquet import rows_of_batch
+from shardtrain.errors import ConfigError, DataError, Problem
+
+_SAMPLES = 64
+_ROWS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class HubSet:
+    """A dataset of the hub: its id, and what a preset knows of it.
+
+    data_files: files of it to read in place of what its subset and split name.
+    """
+
+    name: str
+    subset: str | None = None
+    streaming: bool = False
+    split: str | None = None
+    data_files: str | None = None
+
+
+def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
+    """Open a dataset of the hub; ``request.subset`` and ``request.streaming`` go before what the preset knows.
+
+    Raises:
+        ConfigError: with one line on what the hub or the library refused.
+    """
+    library = _datasets(request)
+    streaming = dataset.streaming if request.streaming is None else request.streaming
+    if streaming and "[" in (dataset.split or request.split):
+        rule = f"cannot be had of a part of a split ({dataset.split or request.split})"
+        raise ConfigError(Problem("data.streaming", True, rule, "set it to false, or read all of the split"))
+    options: dict[str, Any] = {
+        "name": request.subset or dataset.subset,
+        "split": dataset.split or request.split,
+        "streaming": streaming,
+    }
+    if dataset.data_files is not None:
+        options |= {"name": None, "data_files": {"train": dataset.data_files}}
+    try:
+        options["revision"] = _revision(dataset.name, streaming)
+        opened = library.load_dataset(dataset.name, **options)
+    except (Exception, SystemExit) as error:
+        raise refusal(error, request, dataset.name, options) from error
+    place = f"{dataset.name}/{options['name'] or 'default'}/{options['split']}"
+    if not streaming:
+        return DatasetTable(opened, place, request)
+    return DatasetShards(opened, place, request, {place: f"{options['revision']}:{dataset.data_files or ''}"})
+
+
+def open_saved(request: Request) -> Table | Shards:
+    """Open a folder that ``save_to_disk`` wrote; ``request.streaming`` gives shards, one per file.
+
+    Raises:
+        ConfigError: when the folder has no such split, or is not what it seems.
+    """
+    library = _datasets(request)
+    try:
+        saved = library.load_from_disk(request.path)
+    except Exception as error:
+        rule = f"cannot be opened as a saved dataset ({one_line(error)})"
+        raise ConfigError(Problem(request.option, request.path, rule, "save it again by save_to_disk")) from error
+    if isinstance(saved, Mapping):
+        if request.split not in saved:
+            rule, fix = f'has no split "{request.split}"', f"set data.split to {' or '.join(saved)}"
+            raise ConfigError(Problem(request.option, request.path, rule, fix))
+        saved = saved[request.split]
+    elif saved.split is not None and str(saved.split) != request.split:
+        rule, fix = f'is the split "{saved.split}", not "{request.split}"', f'set data.split="{saved.split}"'
+        raise ConfigError(Problem(request.option, request.path, rule, fix))
+    return _opened(saved, request)
+
+
+def open_arrow_files(files: Sequence[File], request: Request) -> Table | Shards:
+    """Open Arrow files as the library writes them into its cache."""
+    library = _datasets(request)
+    parts = []
+    for file in files:
+        try:
+            parts.append(library.Dataset.from_file(file.path))
+        except Exception as error:
+            rule = f"cannot be read as Arrow ({one_line(error)})"
+            raise file.unusable(rule, "get the file again, or remove it") from error
+    try:
+        whole = library.concatenate_datasets(parts)
+    except Exception as error:
+        rule = f"holds Arrow files of different columns ({one_line(error)})"
+        raise ConfigError(Problem(request.option, request.path, rule, "name files of one kind by a pattern")) from error
+    return _opened(whole, request)
+
+
+def _opened(dataset: Any, request: Request) -> Table | Shards:
+    place = str(request.path)
+    # a dataset stays what it is when its folder moves
+    table = DatasetTable(dataset, place, request, short=os.path.basename(os.path.abspath(place)))
+    if not request.streaming:
+        return table
+    shards = max(min(len(dataset.cache_files), len(dataset)), 1)
+    return DatasetShards(dataset.to_iterable_dataset(num_shards=shards), place, request, table.files(), table)
+
+
+class DatasetTable:
+    """A dataset that is on this machine, over Arrow files mapped into memory; see Table.
+
+    Values are as they are stored: an image or a sound is not decoded.
+    """
+
+    def __init__(self, dataset: Any, name: str, request: Request, short: str | None = None) -> None:
+        self._dataset, self._name, self._request = dataset.with_format("arrow"), name, request
+        self._short = short or name
+        self.num_rows: int = len(dataset)
+        self.total_bytes: int | None = int(dataset.data.nbytes)
+        paths = sorted({entry["filename"] for entry in dataset.cache_files})
+        self._cached = FileSource([_noted(path, request.option) for path in paths])
+
+    def row(self, index: int) -> Row:
+        """See Table."""
+        if not 0 <= index < self.num_rows:
+            raise IndexError(index)
+        (row,) = rows_of_batch(self._dataset[index], self._request.max_row_bytes)
+        return row
+
+    def place(self, index: int) -> str:
+        """See Table."""
+        return f"{self._name}: row {index} from 0"
+
+    def files(self) -> Mapping[str, str]:
+        """One entry, of the columns, the number of rows, and the content of 64 rows.
+
+        It is not of the files, as the library writes other bytes for the same rows in each version.
+        """
+        digest = hashlib.sha256(f"{self.num_rows}\0{self._dataset.column_names}".encode())
+        for sample in range(min(_SAMPLES, self.num_rows)):
+            index = sample * (self.num_rows - 1) // max(min(_SAMPLES, self.num_rows) - 1, 1)
+            digest.update(repr(self.row(index)).encode("utf-8", "surrogatepass"))
+        return {self._short: f"{self.num_rows}:{digest.hexdigest()}"}
+
+    def check_unchanged(self) -> None:
+        """See Source."""
+        self._cached.check_unchanged()
+
+
+class DatasetShards:
+    """A dataset that is read in sequence, by the library's own shards; see Shards."""
+
+    total_bytes: int | None = None
+
+    def __init__(
+        self, dataset: Any, name: str, request: Request, files: Mapping[str, str], table: DatasetTable | None = None
+    ) -> None:
+        self._dataset, self._name, self._request, self._table = dataset.with_format("arrow"), name, request, table
+        self.num_shards: int = dataset.num_shards if hasattr(dataset, "num_shards") else dataset.n_shards
+        self._files = {name: f"{fingerprint}:{self.num_shards}" for name, fingerprint in files.items()}
+        if table is not None:
+            self.total_bytes = table.total_bytes
+
+    def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
+        """See Shards.
+
+        Raises:
+            DataError: when a shard cannot be read further; skipping the rest of it would be a loss without a count.
+        """
+        # iter() and no loop over the dataset: in a worker process of PyTorch's that gives some workers nothing
+        batches = self._dataset.shard(num_shards=self.num_shards, index=shard).iter(batch_size=_ROWS_AT_ONCE)
+        passed = 0
+        while True:
+            try:
+                batch = next(batches, None)
+            except Exception as error:
+                place = self.shard_place(shard, passed)
+                raise DataError(f"{place}: cannot be read further ({one_line(error)}); start the run again") from error
+            if batch is None:
+                return
+            if passed + batch.num_rows > start:
+                yield from rows_of_batch(batch.slice(max(start - passed, 0)), self._request.max_row_bytes)
+            passed += batch.num_rows
+
+    def shard_place(self, shard: int, number: int) -> str:
+        """See Shards."""
+        return f"{self._name}: shard {shard}, row {number}, both from 0"
+
+    def files(self) -> Mapping[str, str]:
+        """One entry: of the revision on the hub, or of the local table."""
+        return self._files
+
+    def check_unchanged(self) -> None:
+        """See Source; a revision of the hub never changes."""
+        if self._table is not None:
+            self._table.check_unchanged()
+
+
+def _revision(name: str, streaming: bool) -> str | None:
+    """Hash of the newest commit of a dataset, so that all of it is one version; None offline, where the cache has it.
+
+    Asking first also says within seconds what is wrong, where the library would try again for minutes.
+    """
+    hub = importlib.import_module("huggingface_hub")
+    if hub.constants.HF_HUB_OFFLINE and not streaming:
+        return None
+    return hub.HfApi().dataset_info(name, timeout=10).sha
+
+
+def _noted(path: str, option: str) -> File:
+    status = os.stat(path)
+    return File(os.path.basename(path), path, option, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def _datasets(request: Request) -> Any:
+    try:
+        library = importlib.import_module("datasets")
+    except ImportError as error:
+        rule, fix = "needs the library datasets, which is not installed", 'pip install "shardtrain[hf]"'
+        raise ConfigError(Problem(request.option, request.path, rule, fix)) from error
+    if hasattr(library.config, "HF_DATASETS_TRUST_REMOTE_CODE"):
+        library.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # before version 4 the environment could allow it
+    return library

@@ -1,0 +1,72 @@
+"""What the hub and its library raise, as one line that says what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from shardtrain.data.sources import Request
+from shardtrain.errors import ConfigError, Problem
+
+_LONGEST = 300
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's text, without the user's token."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if token := os.environ.get(variable):
+            text = text.replace(token, "***")
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def refusal(error: BaseException, request: Request, name: str, asked: Mapping[str, Any]) -> ConfigError:
+    """The error for a dataset that the hub or the library did not give; ``asked`` holds name (subset) and split."""
+    rule, fix = _reason(error, name, asked)
+    return ConfigError(Problem(request.option, name, f"{rule} ({one_line(error)})", fix))
+
+
+def _reason(error: BaseException, name: str, asked: Mapping[str, Any]) -> tuple[str, str]:
+    chain, statuses = _chain(error), set()
+    kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
+    for link in chain:
+        statuses.add(getattr(getattr(link, "response", None), "status_code", None))
+    text = " ".join(str(link) for link in chain).lower()
+    if "OfflineModeIsEnabled" in kinds or "offlinemodeisenabled" in text:
+        fix = f"run once online, or: hf download {name} --repo-type dataset; then name that folder"
+        return "is not in the local cache, and the hub may not be asked (HF_HUB_OFFLINE)", fix
+    if "GatedRepoError" in kinds or "gated dataset" in text:
+        fix = f"accept its terms on https://huggingface.co/datasets/{name} and set HF_TOKEN to a token of that account"
+        return "is gated", fix
+    if 429 in statuses:
+        return "is not given just now: the hub counts too many requests", "wait, or set HF_TOKEN, which allows more"
+    if statuses & {500, 502, 503, 504}:
+        return "cannot be had: the hub is in trouble", "try again later, or name a local copy"
+    if statuses & {401, 403}:
+        return "is not open to you", "set HF_TOKEN to a token that may read it"
+    if kinds & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
+        return (
+            "is no dataset of the hub, or a private one",
+            "correct the name, or set HF_TOKEN to a token that may read it",
+        )
+    if "dataset scripts" in text or "custom code" in text:
+        return "is a program, and no code of a dataset is run", "use a copy of it in Parquet or JSON lines"
+    if "config name is missing" in text or "builderconfig" in text:
+        return f"has no subset {asked.get('name') or 'by default'}", "set data.subset to one that it has"
+    if "split" in text:
+        return f'has no split "{asked.get("split")}"', "set data.split to one that it has"
+    if kinds & {"OSError", "RequestException", "TransportError"}:  # of the system, requests and httpx
+        fix = "check the network, set HF_HUB_OFFLINE=1 to use what was downloaded before, or name a local copy"
+        return "cannot be had: the hub is out of reach", fix
+    return "cannot be opened", "correct the name, or name a local copy"
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain

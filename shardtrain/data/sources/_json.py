@@ -1,0 +1,91 @@
+"""One JSON object to a row, and every way in which it may be none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from shardtrain.data.sources import BadRow, Row
+
+_TYPES = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
+
+
+_MAX_DEPTH = 200
+"""Levels of nesting in a row. Python's own limit depends on who asks, and a row must be the same for all."""
+
+
+class _Refused(ValueError):
+    """Raised inside the decoder by JSON that Python would take and we do not."""
+
+    def __init__(self, row: BadRow) -> None:
+        super().__init__(row.reason)
+        self.row = row
+
+
+def parse_bytes(data: bytes) -> Row:
+    """Read one JSON object in UTF-8; see parse_text."""
+    try:
+        return parse_text(data.decode())
+    except UnicodeDecodeError as error:
+        return not_utf8(error)
+
+
+def parse_text(text: str) -> Row:
+    """Read one JSON object; a BadRow for anything else, for keys given twice, NaN, and text that is no Unicode.
+
+    Escaped control characters, U+0000 among them, are kept as they are.
+    """
+    try:
+        value = _DECODER.decode(text)
+        if not isinstance(value, dict):
+            return BadRow(f"is no JSON object but {_TYPES[type(value)]}")
+        if "\\ud" in text or "\\uD" in text:  # half of a pair of escapes would fail in every tokenizer
+            json.dumps(value, ensure_ascii=False).encode()
+        if text.count("{") + text.count("[") > _MAX_DEPTH and _too_deep(value):
+            return _TOO_DEEP
+    except _Refused as refused:
+        return refused.row
+    except json.JSONDecodeError as error:
+        message = error.msg[0].lower() + error.msg[1:].removesuffix(" at")
+        return BadRow(f"is no JSON: {message}", detail=f"column {error.pos + 1}")
+    except UnicodeEncodeError as error:
+        return BadRow(
+            "holds half of a surrogate pair, which is no text", detail=f"\\u{ord(error.object[error.start]):04x}"
+        )
+    except RecursionError:
+        return _TOO_DEEP
+    except ValueError:  # int() refuses to read digits without end
+        return BadRow("holds a number of too many digits")
+    return value
+
+
+def _too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [part for item in level for part in (item.values() if isinstance(item, dict) else item)]
+        level = [part for part in inner if isinstance(part, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def not_utf8(error: UnicodeDecodeError, shift: int = 0) -> BadRow:
+    """Make the bad row of bytes that are no UTF-8; ``shift`` is what was left out before them."""
+    return BadRow("is not UTF-8", detail=f"byte {error.start + shift + 1} is 0x{error.object[error.start]:02x}")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for index, key in enumerate(keys) if key in keys[:index])
+        raise _Refused(BadRow("has a key twice", detail=json.dumps(twice)))
+    return result
+
+
+def _constant(name: str) -> NoReturn:
+    raise _Refused(BadRow(f"holds {name}, which is no JSON"))
+
+
+_TOO_DEEP = BadRow("is nested too deeply", detail=f"more than {_MAX_DEPTH} levels")
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)

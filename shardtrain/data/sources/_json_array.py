@@ -1,0 +1,124 @@
+"""A file that is one JSON array of objects, as some datasets are given out; read whole, so bounded in size."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from dataclasses import dataclass
+
+from shardtrain.data.sources import Row
+from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, open_stream
+from shardtrain.data.sources._files import File
+from shardtrain.data.sources._index import BYTE_ORDER_MARK, too_long
+from shardtrain.data.sources._json import parse_text
+from shardtrain.errors import DataError
+
+MAX_BYTES = 256 * 2**20
+"""A larger array is refused: one object a line needs no such bound."""
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def is_array(file: File) -> bool:
+    """Whether a ``.json`` file begins as an array; other endings stand for one object a line."""
+    if file.kind != ".json":
+        return False
+    with open_stream(file) as stream:
+        try:
+            head = stream.read(BLOCK_BYTES)
+        except Damaged:
+            return False
+    return head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+
+
+@dataclass
+class ArrayPart:
+    """Elements of the array of one file; see Part. The text is kept, and parsed an element at a time."""
+
+    text: str
+    starts: array[int]
+    stops: array[int]
+    lines: array[int]
+    max_row_bytes: int
+
+    @property
+    def num_rows(self) -> int:
+        """Elements."""
+        return len(self.starts)
+
+    def row(self, index: int) -> Row:
+        """See Part."""
+        piece = self.text[self.starts[index] : self.stops[index]]
+        num_bytes = len(piece) if piece.isascii() else len(piece.encode())
+        return too_long(num_bytes) if num_bytes > self.max_row_bytes else parse_text(piece)
+
+    def line(self, index: int) -> int:
+        """See Part."""
+        return self.lines[index]
+
+
+def open_array(file: File, max_row_bytes: int) -> ArrayPart:
+    """Find the elements of a file's array.
+
+    Raises:
+        DataError: when the file is too large, or is no JSON array; with the line.
+    """
+    text = _text(file)
+    starts, stops, lines = array("q"), array("q"), array("q")
+    decoder = json.JSONDecoder()
+    place = _after(text, text.index("[") + 1)
+    line, counted = 1, 0
+    more = not text.startswith("]", place)
+    try:
+        while more:
+            stop = decoder.raw_decode(text, place)[1]
+            line, counted = line + text.count("\n", counted, place), place
+            starts.append(place)
+            stops.append(stop)
+            lines.append(line)
+            place = _after(text, stop)
+            more = text.startswith(",", place)
+            place = _after(text, place + 1) if more else place
+        if not text.startswith("]", place):
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
+        if _after(text, place + 1) != len(text):
+            raise json.JSONDecodeError("Expecting nothing after the array's end", text, _after(text, place + 1))
+    except json.JSONDecodeError as error:
+        raise _broken(file, text, error.pos, f"is no JSON array: {error.msg}") from error
+    except RecursionError as error:
+        raise _broken(file, text, place, "is nested too deeply") from error
+    except ValueError as error:
+        raise _broken(file, text, place, "holds a number of too many digits") from error
+    return ArrayPart(text, starts, stops, lines, max_row_bytes)
+
+
+def _text(file: File) -> str:
+    pieces, total = [], 0
+    with open_stream(file) as stream:
+        try:
+            while total <= MAX_BYTES and (block := stream.read(BLOCK_BYTES)):
+                pieces.append(block)
+                total += len(block)
+        except Damaged as error:
+            raise file.unusable(f"cannot be read: {error}", "get the file again") from error
+    if total > MAX_BYTES:
+        rule = f"is one JSON array of more than {MAX_BYTES >> 20} MiB"
+        raise file.unusable(rule, "write one object per line, as: jq -c '.[]'")
+    data = b"".join(pieces).removeprefix(BYTE_ORDER_MARK)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{file.path}:{line}: is not UTF-8; convert the file to UTF-8") from error
+
+
+def _after(text: str, place: int) -> int:
+    """The next place that is no white space."""
+    match = _SPACE.match(text, place)
+    return match.end() if match else place
+
+
+def _broken(file: File, text: str, place: int, rule: str) -> DataError:
+    line = text.count("\n", 0, place) + 1
+    return DataError(f"{file.path}:{line}: {rule}; correct the file, or write one object per line")

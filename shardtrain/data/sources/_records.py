@@ -1,0 +1,94 @@
+"""Records of a text that is read in sequence, in bounded memory: what an Index finds, for files that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardtrain.data.sources import BadRow
+from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, Stream
+from shardtrain.data.sources._index import BLANKS, BYTE_ORDER_MARK, too_long
+
+
+@dataclass(frozen=True)
+class _Long:
+    """A line that was passed over because of its length."""
+
+    num_bytes: int
+    num_quotes: int
+    blank: bool = False
+
+
+def records(stream: Stream, max_bytes: int, *, quoted: bool = False) -> Iterator[tuple[int, bytes | BadRow]]:
+    """Line number from 1 and bytes, without the newline, of each record that is not blank; see Index.
+
+    A record above ``max_bytes`` is a BadRow. So is, at the end, damage in the compressed data; a record that it cuts is
+    not given.
+    """
+    number = 1
+    try:
+        lines = _lines(stream, max_bytes)
+        for record, num_lines in _joined(lines, max_bytes) if quoted else ((line, 1) for line in lines):
+            start, number = number, number + num_lines
+            if isinstance(record, _Long):
+                if not record.blank:
+                    yield start, too_long(record.num_bytes)
+            elif record.strip(BLANKS):
+                yield start, record if len(record) <= max_bytes else too_long(len(record))
+    except Damaged as error:
+        yield number, BadRow(str(error))
+
+
+def _blocks(stream: Stream) -> Iterator[bytes]:
+    head = b""
+    while len(head) < len(BYTE_ORDER_MARK) and (block := stream.read(BLOCK_BYTES)):
+        head += block
+    yield head.removeprefix(BYTE_ORDER_MARK)
+    while block := stream.read(BLOCK_BYTES):
+        yield block
+
+
+def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long]:
+    """Lines without their newlines; of one that is longer than a block and ``max_bytes``, the length alone."""
+    begun, long = bytearray(), None
+    for block in _blocks(stream):
+        first, *others = block.split(b"\n")
+        begun += first
+        if long or len(begun) > max_bytes:
+            long = _longer(long, begun)
+            begun.clear()
+        if not others:
+            continue
+        yield long or bytes(begun)
+        yield from others[:-1]
+        begun, long = bytearray(others[-1]), None
+    if long or begun:
+        yield long or bytes(begun)
+
+
+def _longer(line: _Long | None, more: bytearray) -> _Long:
+    line = line or _Long(0, 0, blank=True)
+    blank = line.blank and not more.strip(BLANKS)
+    return _Long(line.num_bytes + len(more), line.num_quotes + more.count(b'"'), blank)
+
+
+def _joined(lines: Iterator[bytes | _Long], max_bytes: int) -> Iterator[tuple[bytes | _Long, int]]:
+    """Lines put together until all quotes are closed, and how many they were."""
+    pieces: list[bytes] = []
+    num_lines = num_bytes = num_quotes = 0
+    long = False
+    for line in lines:
+        num_lines += 1
+        num_bytes += line.num_bytes if isinstance(line, _Long) else len(line)
+        num_quotes += line.num_quotes if isinstance(line, _Long) else line.count(b'"')
+        long = long or isinstance(line, _Long) or num_bytes + num_lines - 1 > max_bytes
+        if isinstance(line, _Long) or long:
+            pieces.clear()
+        else:
+            pieces.append(line)
+        if num_quotes % 2 == 0:
+            blank = isinstance(line, _Long) and line.blank and num_lines == 1
+            yield _Long(num_bytes + num_lines - 1, 0, blank) if long else b"\n".join(pieces), num_lines
+            pieces, num_lines, num_bytes, num_quotes, long = [], 0, 0, 0, False
+    if num_lines:
+        yield _Long(num_bytes + num_lines - 1, 0) if long else b"\n".join(pieces), num_lines

@@ -1,0 +1,164 @@
+"""Sources made of files with one row after the other: any row at once, or in sequence where a file is compressed."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
+
+from shardtrain.data.sources import BadRow, Row
+from shardtrain.data.sources._compressed import open_stream
+from shardtrain.data.sources._files import FileSource
+from shardtrain.data.sources._index import Index
+from shardtrain.data.sources._records import records
+
+Parse = Callable[[bytes], Row]
+"""One record to a row; must be a function or object that other processes can be sent."""
+
+
+class Part(Protocol):
+    """Rows of one file."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the file."""
+        ...
+
+    def row(self, index: int) -> Row:
+        """Row ``index`` of the file."""
+        ...
+
+    def line(self, index: int) -> int:
+        """Line at which it begins, from 1."""
+        ...
+
+
+@dataclass
+class RecordsPart:
+    """Records of a plain file but for the first ``skipped``, parsed one by one."""
+
+    index: Index
+    parse: Parse
+    max_row_bytes: int
+    skipped: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the file."""
+        return max(self.index.num_rows - self.skipped, 0)
+
+    def row(self, index: int) -> Row:
+        """See Part."""
+        data = self.index.read(index + self.skipped, self.max_row_bytes)
+        return data if isinstance(data, BadRow) else self.parse(data)
+
+    def line(self, index: int) -> int:
+        """See Part."""
+        return self.index.line(index + self.skipped)
+
+
+@dataclass
+class FileTable(FileSource):
+    """Rows of several files, one file after the other; see Table."""
+
+    parts: Sequence[Part]
+
+    def __post_init__(self) -> None:
+        self._stops = list(accumulate(part.num_rows for part in self.parts))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files."""
+        return self._stops[-1]
+
+    def row(self, index: int) -> Row:
+        """See Table."""
+        file, number = self._find(index)
+        return self.parts[file].row(number)
+
+    def place(self, index: int) -> str:
+        """See Table: ``data/a.jsonl:17``."""
+        file, number = self._find(index)
+        return f"{self.members[file].path}:{self.parts[file].line(number)}"
+
+    def _find(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < self.num_rows:
+            raise IndexError(index)
+        file = bisect_right(self._stops, index)
+        return file, index - (self._stops[file - 1] if file else 0)
+
+
+@dataclass
+class FileShards(FileSource):
+    """Rows of several files of which some are compressed, a shard each; see Shards.
+
+    ``parts`` holds the files that are had whole, by their number.
+    """
+
+    parse: Parse
+    max_row_bytes: int
+    skipped: int = 0
+    quoted: bool = False
+    parts: dict[int, Part] = field(default_factory=dict)
+    _lines: dict[int, _Lines] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def num_shards(self) -> int:
+        """Files."""
+        return len(self.members)
+
+    def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
+        """See Shards. What comes before ``start`` is read and not parsed."""
+        part = self.parts.get(shard)
+        if part is not None:
+            yield from (part.row(number) for number in range(start, part.num_rows))
+            return
+        for number, record in self._records(shard):
+            if number >= start:
+                yield record if isinstance(record, BadRow) else self.parse(record)
+
+    def shard_place(self, shard: int, number: int) -> str:
+        """See Shards; a place that was not read yet is searched for from the beginning of its file."""
+        part = self.parts.get(shard)
+        if part is not None:
+            return f"{self.members[shard].path}:{part.line(number)}"
+        if shard not in self._lines or self._lines[shard].num_rows <= number:
+            for found, _ in self._records(shard):
+                if found == number:
+                    break
+        return f"{self.members[shard].path}:{self._lines[shard].of(number)}"
+
+    def _records(self, shard: int) -> Iterator[tuple[int, bytes | BadRow]]:
+        """Rows of a shard with their numbers; notes their lines."""
+        lines = self._lines.setdefault(shard, _Lines())
+        with open_stream(self.members[shard]) as stream:
+            found = records(stream, self.max_row_bytes, quoted=self.quoted)
+            for number, (line, record) in enumerate(found, start=-self.skipped):
+                if number >= 0:
+                    lines.note(number, line)
+                    yield number, record
+                elif isinstance(record, BadRow):
+                    raise self.members[shard].unusable(f"cannot be read from its first line on: {record}", "mend it")
+
+
+class _Lines:
+    """Line of each row that was read, kept as the few rows at which their difference changes."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._rows, self._shifts = [0], [1]
+
+    def note(self, row: int, line: int) -> None:
+        """Take down the line of a row; those before it were noted."""
+        if row < self.num_rows:
+            return
+        self.num_rows = row + 1
+        if line - row != self._shifts[-1]:
+            self._rows.append(row)
+            self._shifts.append(line - row)
+
+    def of(self, row: int) -> int:
+        """Line of a row, from 1."""
+        return row + self._shifts[bisect_right(self._rows, row) - 1]

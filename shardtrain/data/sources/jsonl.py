@@ -1,0 +1,41 @@
+"""JSON lines: one object per line, plain or compressed. A ``.json`` file may also be one array of objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardtrain.data.sources import Request, Shards, Table
+from shardtrain.data.sources._files import File, check_text, list_files
+from shardtrain.data.sources._index import Index, Reader
+from shardtrain.data.sources._json import parse_bytes
+from shardtrain.data.sources._json_array import is_array, open_array
+from shardtrain.data.sources._rows import FileShards, FileTable, Part, RecordsPart
+
+ENDINGS = (".jsonl", ".ndjson", ".json")
+
+
+def open_source(request: Request) -> Table | Shards:
+    """Objects of a file, a folder or a pattern; shards, one per file, where any of the files is compressed.
+
+    Raises:
+        ConfigError: when the option is not set, or leads to no file.
+        DataError: when a file cannot be used at all.
+    """
+    return open_files(list_files(request, "jsonl", ENDINGS), request)
+
+
+def open_files(files: Sequence[File], request: Request) -> Table | Shards:
+    """As open_source, for files that were found already."""
+    for file in files:
+        check_text(file)
+    arrays: dict[int, Part] = {
+        number: open_array(file, request.max_row_bytes) for number, file in enumerate(files) if is_array(file)
+    }
+    if any(file.compression for file in files):
+        return FileShards(list(files), parse_bytes, request.max_row_bytes, parts=arrays)
+    reader = Reader()
+    parts: list[Part] = [
+        arrays.get(number) or RecordsPart(Index(file, reader), parse_bytes, request.max_row_bytes)
+        for number, file in enumerate(files)
+    ]
+    return FileTable(list(files), parts)

@@ -1,0 +1,128 @@
+"""Parquet files, read by pyarrow: each row group is a shard."""
+
+from __future__ import annotations
+
+import importlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardtrain.data.sources import BadRow, Request, Row, Shards
+from shardtrain.data.sources._files import File, FileSource, list_files
+from shardtrain.data.sources._index import too_long
+from shardtrain.data.sources._json import not_utf8
+from shardtrain.errors import ConfigError, Problem
+
+ENDINGS = (".parquet", ".pq")
+
+_ROWS_AT_ONCE = 256
+
+
+def open_source(request: Request) -> Shards:
+    """Rows of a file, a folder or a pattern, with nested values as Python's lists and dicts.
+
+    Raises:
+        ConfigError: when the option is not set, leads to no file, or pyarrow is not installed.
+        DataError: when a file is no Parquet file.
+    """
+    return open_files(list_files(request, "parquet", ENDINGS), request)
+
+
+def open_files(files: Sequence[File], request: Request) -> Shards:
+    """As open_source, for files that were found already."""
+    _library("pyarrow", files[0])
+    source = ParquetShards(list(files), request.max_row_bytes)
+    source.read_footers()
+    return source
+
+
+@dataclass
+class ParquetShards(FileSource):
+    """Row groups of files; see Shards."""
+
+    max_row_bytes: int
+    _first_groups: list[int] = field(default_factory=list, repr=False)
+    _first_rows: list[int] = field(default_factory=list, repr=False)
+    num_shards: int = 0
+
+    def read_footers(self) -> None:
+        """Count the row groups of all files. Raises DataError where a file has no footer that can be read."""
+        for file in self.members:
+            with _open(file) as parquet:
+                names = parquet.schema_arrow.names
+                if len(set(names)) < len(names):
+                    raise file.unusable("has two columns of one name", "rename one of them")
+                self._first_groups.append(self.num_shards)
+                rows = 0
+                for group in range(parquet.metadata.num_row_groups):
+                    self._first_rows.append(rows)
+                    rows += parquet.metadata.row_group(group).num_rows
+                self.num_shards += parquet.metadata.num_row_groups
+        if not self.num_shards:
+            raise self.members[0].unusable("has no rows, and no other file has", "name files with rows")
+
+    def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
+        """See Shards."""
+        file, group = self._find(shard)
+        arrow = _library("pyarrow", file)
+        with _open(file) as parquet:
+            batches = parquet.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=[group], use_threads=False)
+            passed = 0
+            while True:
+                try:
+                    batch = next(batches, None)
+                except (OSError, arrow.ArrowException):
+                    yield BadRow("the rest of the row group is damaged")
+                    return
+                if batch is None:
+                    return
+                if passed + batch.num_rows > start:
+                    yield from rows_of_batch(batch.slice(max(start - passed, 0)), self.max_row_bytes)
+                passed += batch.num_rows
+
+    def shard_place(self, shard: int, number: int) -> str:
+        """See Shards; rows are counted from 0 over the whole file, as most tools that show such files do."""
+        file, _ = self._find(shard)
+        return f"{file.path}: row {self._first_rows[shard] + number} from 0"
+
+    def _find(self, shard: int) -> tuple[File, int]:
+        index = bisect_right(self._first_groups, shard) - 1
+        return self.members[index], shard - self._first_groups[index]
+
+
+def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
+    """Rows of an Arrow table or record batch; a row above ``max_row_bytes`` is not converted."""
+    if batch.nbytes <= max_row_bytes:
+        try:
+            yield from batch.to_pylist()
+            return
+        except UnicodeDecodeError:
+            pass  # one by one tells which row it is
+    for index in range(batch.num_rows):
+        row = batch.slice(index, 1)
+        if row.nbytes > max_row_bytes:
+            yield too_long(row.nbytes)
+            continue
+        try:
+            yield row.to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield not_utf8(error)
+
+
+def _open(file: File) -> Any:
+    file.check_unchanged()
+    parquet, arrow = _library("pyarrow.parquet", file), _library("pyarrow", file)
+    try:
+        return parquet.ParquetFile(file.path)
+    except (OSError, arrow.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise file.unusable(f"cannot be read as Parquet ({reason})", "get the file again, or remove it") from error
+
+
+def _library(name: str, file: File) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        rule, fix = "is read by pyarrow, which is not installed", 'pip install "shardtrain[hf]"'
+        raise ConfigError(Problem(file.option, file.path, rule, fix)) from error

@@ -1,0 +1,23 @@
+"""Prepared shards: a folder made by ``shardtrain data prepare``, which has tokens and no rows."""
+
+from __future__ import annotations
+
+from shardtrain.data.line import Line
+from shardtrain.data.shards import ShardLine, check_tokenizer
+from shardtrain.data.sources import Request
+from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.errors import ConfigError, Problem
+
+
+def open_line(request: Request, tokenizer: Tokenizer) -> Line:
+    """The documents of a prepared folder, end to end; a module with this function has no ``open_source``.
+
+    Raises:
+        ConfigError: when no folder is named, or it is not a whole one, or another tokenizer made it.
+    """
+    if request.path is None:
+        fix = 'name a folder made by "shardtrain data prepare"'
+        raise ConfigError(Problem(request.option, None, 'is not set, and the dataset "tokens" needs it', fix))
+    line = ShardLine(request.path, request.option)
+    check_tokenizer(line, tokenizer)
+    return line

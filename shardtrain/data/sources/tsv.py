@@ -1,0 +1,112 @@
+"""Tables as text: ``.tsv``, in which a tab ends a field and nothing is quoted, and ``.csv``, as RFC 4180 has it."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardtrain.data.sources import BadRow, Request, Row, Shards, Table
+from shardtrain.data.sources._compressed import open_stream
+from shardtrain.data.sources._files import File, check_text, list_files
+from shardtrain.data.sources._index import Index, Reader
+from shardtrain.data.sources._json import not_utf8
+from shardtrain.data.sources._records import records
+from shardtrain.data.sources._rows import FileShards, FileTable, RecordsPart
+from shardtrain.errors import DataError
+
+ENDINGS = (".tsv", ".csv")
+
+
+def open_source(request: Request) -> Table | Shards:
+    """Rows of a file, a folder or a pattern as ``{column: text}``; shards where any of the files is compressed.
+
+    The first line of each file names the columns, or ``request.header`` is False and they are "0", "1", ... A line
+    of white space alone is no row. In a CSV, quoted fields may hold newlines, and a quote is written twice.
+
+    Raises:
+        ConfigError: when the option is not set, or leads to no file.
+        DataError: when a file cannot be used at all, or the files differ in their columns.
+    """
+    return open_files(list_files(request, "tsv", ENDINGS), request)
+
+
+def open_files(files: Sequence[File], request: Request) -> Table | Shards:
+    """As open_source, for files that were found already."""
+    for file in files:
+        check_text(file)
+    quoted = files[0].kind == ".csv"
+    for file in files:
+        if (file.kind == ".csv") != quoted:
+            raise file.unusable(f"is of another kind than {files[0].path}", "name *.tsv or *.csv by a pattern")
+    parse = FieldsOf(_columns(files, quoted, request), quoted)
+    skipped = int(request.header)
+    if any(file.compression for file in files):
+        return FileShards(list(files), parse, request.max_row_bytes, skipped=skipped, quoted=quoted)
+    reader = Reader()
+    parts = [
+        RecordsPart(Index(file, reader, quoted=quoted), parse, request.max_row_bytes, skipped=skipped) for file in files
+    ]
+    return FileTable(list(files), parts)
+
+
+@dataclass(frozen=True)
+class FieldsOf:
+    """Reads one record to a row with these columns."""
+
+    columns: tuple[str, ...]
+    quoted: bool
+
+    def __call__(self, data: bytes) -> Row:
+        """The row, or why there is none."""
+        fields = split(data, self.quoted)
+        if isinstance(fields, BadRow):
+            return fields
+        if len(fields) != len(self.columns):
+            counts = f"{len(fields)}, not {len(self.columns)}"
+            return BadRow("has another number of fields than there are columns", detail=counts)
+        return dict(zip(self.columns, fields, strict=True))
+
+
+def split(data: bytes, quoted: bool) -> list[str] | BadRow:
+    """Fields of one record."""
+    try:
+        text = data.removesuffix(b"\r").decode()
+    except UnicodeDecodeError as error:
+        return not_utf8(error)
+    if not quoted:
+        return text.split("\t")
+    if csv.field_size_limit() < len(text):  # 128 KiB; the option bounds rows
+        csv.field_size_limit(len(text))
+    try:
+        (fields,) = csv.reader([text], strict=True)
+    except (csv.Error, ValueError) as error:
+        return BadRow("is no CSV", detail=str(error))
+    return fields
+
+
+def _columns(files: Sequence[File], quoted: bool, request: Request) -> tuple[str, ...]:
+    """Columns of all files, from their first records."""
+    first = _first(files[0], quoted, request)
+    for file in files[1:] if request.header else ():
+        columns = _first(file, quoted, request)
+        if columns != first:
+            rule = f"has the columns {', '.join(columns)}, but {files[0].path} has {', '.join(first)}"
+            raise file.unusable(rule, "give all files the same first line")
+    return first if request.header else tuple(str(number) for number in range(len(first)))
+
+
+def _first(file: File, quoted: bool, request: Request) -> tuple[str, ...]:
+    with open_stream(file) as stream:
+        line, record = next(records(stream, request.max_row_bytes, quoted=quoted), (1, BadRow("there is none")))
+    fields = record if isinstance(record, BadRow) else split(record, quoted)
+    place = f"{file.path}:{line}"
+    if isinstance(fields, BadRow):
+        raise DataError(f"{place}: the first line cannot be read: {fields}; correct the file")
+    if request.header and (len(set(fields)) < len(fields) or not all(fields)):
+        shown = ", ".join(repr(name) for name in fields[:8])
+        raise DataError(
+            f"{place}: the first line should name the columns, each once, but is {shown}; "
+            'add such a line, or set data.text_field to a number ("0" is the first column) where there is none'
+        )
+    return tuple(fields)

@@ -1,0 +1,53 @@
+"""A dataset in a file of the user's is used as one of the package's is."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardtrain.config import check, load
+from shardtrain.config.schema import Config, Training
+from shardtrain.data import open_stream, sources
+from shardtrain.errors import ConfigError
+
+OWN = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Numbers:
+    num_rows: int = 40
+    total_bytes: int = 400
+
+    def row(self, index):
+        return {"text": f"number {index}"}
+
+    def place(self, index):
+        return f"numbers:{index}"
+
+    def files(self):
+        return {"numbers": "1"}
+
+    def check_unchanged(self):
+        pass
+
+def open_source(request):
+    return Numbers()
+"""
+
+
+def test_a_path_in_the_config_is_a_dataset(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    name = str(tmp_path / "mine.py")
+    assert not [p for p in check(load(None, ["--training.dataset", name])) if "dataset" in str(p)]
+    training = Training(dataset=name, seq_len=16, local_batch_size=2)
+    batch = next(open_stream(Config(training=training), batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False))
+    assert bytes(batch.tokens_BT[0, 1:9].tolist()).decode() == "number 0"
+
+
+def test_a_file_that_is_missing_or_is_no_dataset_is_refused(tmp_path):
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(ConfigError, match=r'dataset=".*empty.py" has no open_source; define open_source\(request\)'):
+        sources.find(str(tmp_path / "empty.py"))
+    with pytest.raises(ConfigError, match="does not exist"):
+        sources.find(str(tmp_path / "gone.py"))
+    problems = [str(p) for p in check(load(None, ["--training.dataset", str(tmp_path / "gone.py")]))]
+    assert any("gone.py" in p and "does not exist" in p for p in problems)

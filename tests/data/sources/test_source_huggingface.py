@@ -1,0 +1,307 @@
+"""Laws of Hugging Face datasets: the hub by id, local copies in each form, and one line for every refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from shardtrain.data import sources
+from shardtrain.data.sources import Request, Shards, Table, every_row, huggingface, place_of
+from shardtrain.errors import ConfigError, DataError
+
+ROWS = [{"text": f"row {n}", "meta": {"tags": ["a"] * (n % 3), "score": None}} for n in range(150)]
+SECRET = "hf_thisIsTheSecretOfTheTest"
+
+
+def opened(path, name="huggingface", **options):
+    return sources.find(name).open_source(Request(str(path), **options))
+
+
+def texts(source):
+    return [row["text"] for _, row in every_row(source)]
+
+
+def save_jsonl(path, rows=ROWS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    datasets.disable_progress_bars()
+    path = tmp_path / "saved"
+    datasets.Dataset.from_list(ROWS).save_to_disk(path, num_shards=3)
+    return path
+
+
+def test_a_saved_dataset_is_a_table_or_shards_with_the_rows_that_were_saved(saved):
+    table, shards = opened(saved), opened(saved, streaming=True)
+    assert isinstance(table, Table) and isinstance(shards, Shards)
+    assert shards.num_shards == 3
+    for source in (table, shards):
+        assert [row for _, row in every_row(source)] == ROWS
+        source.check_unchanged()
+        assert source.total_bytes > 0
+        assert list(source.files()) == list(opened(saved, streaming=source is shards).files())
+    assert list(shards.rows(1, start=49)) == ROWS[99:100]
+    assert place_of(table, (0, 7)) == f"{saved}: row 7 from 0"
+    assert place_of(shards, (2, 7)) == f"{saved}: shard 2, row 7, both from 0"
+    for source in (table, shards):
+        copy = pickle.loads(pickle.dumps(source))
+        assert [row for _, row in every_row(copy)] == ROWS
+
+
+def test_the_fingerprint_is_of_the_rows_and_moves_with_the_folder(saved, tmp_path):
+    first = opened(saved).files()
+    assert list(first) == ["saved"]
+    (tmp_path / "elsewhere").mkdir()
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "elsewhere" / "saved", num_shards=1)
+    assert opened(tmp_path / "elsewhere" / "saved").files() == first
+    datasets.Dataset.from_list(ROWS[::-1]).save_to_disk(tmp_path / "other" / "saved")
+    assert opened(tmp_path / "other" / "saved").files() != first
+
+
+def test_a_saved_dataset_that_changes_is_named(saved):
+    sources_ = opened(saved), opened(saved, streaming=True)
+    (file, *_) = sorted(saved.glob("*.arrow"))
+    os.utime(file, ns=(1, 1))
+    for source in sources_:
+        with pytest.raises(ConfigError, match=rf'training.dataset_path=".*{file.name}" was changed'):
+            source.check_unchanged()
+
+
+def test_a_split_of_a_saved_dictionary_is_chosen_and_a_missing_one_lists_those_that_exist(tmp_path):
+    parts = {"train": datasets.Dataset.from_list(ROWS[:5]), "test": datasets.Dataset.from_list(ROWS[5:7])}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "d")
+    assert texts(opened(tmp_path / "d")) == [f"row {n}" for n in range(5)]
+    assert texts(opened(tmp_path / "d", split="test")) == ["row 5", "row 6"]
+    with pytest.raises(ConfigError, match=r'has no split "validation"; set data.split to train or test'):
+        opened(tmp_path / "d", split="validation")
+
+
+def test_a_broken_saved_dataset_is_one_line(saved):
+    for file in saved.glob("*.arrow"):
+        file.write_bytes(b"no arrow")
+    with pytest.raises(ConfigError, match=r"cannot be opened as a saved dataset") as error:
+        opened(saved)
+    assert "\n" not in str(error.value)
+
+
+def test_an_image_is_not_decoded(tmp_path):
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    rows = [{"text": "a", "image": {"bytes": b"this is no image", "path": None}}] * 2
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "d")
+    assert texts(opened(tmp_path / "d")) == texts(opened(tmp_path / "d", streaming=True)) == ["a", "a"]
+
+
+def test_a_row_above_max_row_bytes_is_a_bad_row(tmp_path):
+    datasets.Dataset.from_list([{"text": "a"}, {"text": "b" * 9999}, {"text": "c"}]).save_to_disk(tmp_path / "d")
+    for streaming in (False, True):
+        rows = [row for _, row in every_row(opened(tmp_path / "d", streaming=streaming, max_row_bytes=5000))]
+        assert (rows[0], rows[2]) == ({"text": "a"}, {"text": "c"})
+        assert rows[1].reason == "is longer than data.max_row_bytes"
+
+
+def test_a_stream_that_breaks_off_is_an_error_and_no_bad_row(saved, monkeypatch):
+    """A row that is left out is counted; the rest of a shard would be lost without one."""
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+
+    class Broken:
+        def shard(self, **_):
+            return self
+
+        def iter(self, batch_size):
+            yield pa.table({"text": ["a"] * batch_size})
+            raise ConnectionError(f"token {SECRET} was\nrefused")
+
+    source = opened(saved, streaming=True)
+    source._dataset = Broken()
+    found = []
+    with pytest.raises(DataError, match=r"shard 1, row 64, both from 0: cannot be read further \(.*token \*\*\* was\)"):
+        found.extend(source.rows(1))
+    assert len(found) == 64
+    rows = source.rows(1)
+    assert [next(rows) for _ in range(64)] == [{"text": "a"}] * 64
+
+
+class Shard(torch.utils.data.Dataset):
+    """Rows of shard 0, as each worker process sees them."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return sum(1 for _ in self.source.rows(0))
+
+
+def test_every_worker_process_sees_all_rows_of_a_shard(saved):
+    """The library deals a stream's shards to PyTorch's workers by itself, which would leave some without rows."""
+    loader = torch.utils.data.DataLoader(Shard(opened(saved, streaming=True)), batch_size=None, num_workers=2)
+    assert [int(count) for count in loader] == [50] * 4
+
+
+@pytest.mark.parametrize("name", ["huggingface", "c4", "c4_mini", "c4_test", "alpaca", "openwebtext", "c4_validation"])
+def test_every_name_reads_a_local_copy_in_each_form(tmp_path, saved, name):
+    save_jsonl(tmp_path / "lines" / "data.json")
+    (tmp_path / "array.json").write_text(json.dumps(ROWS, indent=1))
+    (tmp_path / "parquet").mkdir()
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "parquet" / "data.parquet")
+    paths = [tmp_path / "lines", tmp_path / "lines" / "data.json", tmp_path / "array.json", tmp_path / "parquet", saved]
+    if name == "c4_validation":
+        paths.remove(saved)
+    for path in paths:
+        assert [row for _, row in every_row(opened(path, name))] == ROWS
+
+
+def test_a_folder_of_arrow_files_is_read(saved, tmp_path):
+    (tmp_path / "arrow").mkdir()
+    for file in saved.glob("*.arrow"):
+        file.rename(tmp_path / "arrow" / file.name)
+    assert [row for _, row in every_row(opened(tmp_path / "arrow"))] == ROWS
+    (tmp_path / "arrow" / "x.arrow").write_bytes(b"no arrow")
+    with pytest.raises(DataError, match=r'x.arrow" cannot be read as Arrow') as error:
+        opened(tmp_path / "arrow")
+    assert "\n" not in str(error.value)
+
+
+def test_files_of_the_split_are_read_where_their_names_tell_it(tmp_path, caplog):
+    for name, rows in (("train-00000-of-00002", ROWS[:2]), ("train-00001-of-00002", ROWS[2:4]), ("test", ROWS[4:5])):
+        save_jsonl(tmp_path / "data" / f"{name}.jsonl", rows)
+    save_jsonl(tmp_path / "dev" / "x.jsonl", ROWS[5:6])
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    with caplog.at_level("INFO"):
+        assert texts(opened(tmp_path)) == ["row 0", "row 1", "row 2", "row 3"]
+    assert "read are 2 of 4 files, those of the split train" in caplog.text
+    assert texts(opened(tmp_path, split="test")) == ["row 4"]
+    assert texts(opened(tmp_path, split="validation")) == ["row 5"]
+    with pytest.raises(
+        ConfigError, match=r'no files of the split "other"; set data.split to test or train or validation'
+    ):
+        opened(tmp_path, split="other")
+
+
+def test_files_whose_names_tell_no_split_are_train(tmp_path):
+    save_jsonl(tmp_path / "pretrained" / "latest.jsonl", ROWS[:2])  # words within words are none
+    assert texts(opened(tmp_path)) == ["row 0", "row 1"]
+    with pytest.raises(ConfigError, match=r'no files of the split "test"; set data.split to train'):
+        opened(tmp_path, split="test")
+    save_jsonl(tmp_path / "my-test.jsonl", ROWS[:2])
+    assert texts(opened(tmp_path / "my-test.jsonl")) == ["row 0", "row 1"]  # one file, named by the user
+
+
+def test_a_subset_is_a_folder_of_the_local_copy(tmp_path):
+    save_jsonl(tmp_path / "en" / "x.jsonl", ROWS[:1])
+    save_jsonl(tmp_path / "de" / "x.jsonl", ROWS[1:2])
+    assert texts(opened(tmp_path, "c4", subset="de")) == ["row 1"]
+    with pytest.raises(ConfigError, match=r"has no folder fr, the subset that is asked for"):
+        opened(tmp_path, "c4", subset="fr")
+
+
+def test_a_folder_of_several_kinds_or_of_none_is_refused(tmp_path):
+    (tmp_path / "script.py").write_text("raise SystemExit('code of a dataset was run')")
+    with pytest.raises(ConfigError, match=r"is a folder without \*.parquet, .* files"):
+        opened(tmp_path)
+    save_jsonl(tmp_path / "x.jsonl")
+    (tmp_path / "y.txt").write_text("text")
+    with pytest.raises(
+        ConfigError, match=r"holds files of several kinds \(\*.jsonl, \*.txt\); name one kind by a pattern"
+    ):
+        opened(tmp_path)
+    assert len(texts(opened(tmp_path / "*.jsonl"))) == 150
+    with pytest.raises(ConfigError, match=r"is of a kind that is not known \(\*.py\)"):
+        opened(tmp_path / "script.py")
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./no", "~/no/such", "a/b/c", "no*"])
+def test_a_local_path_that_does_not_exist_is_never_looked_for_on_the_hub(path, monkeypatch):
+    monkeypatch.setattr(huggingface._hub, "open_hub", lambda *_: pytest.fail("asked the hub"))
+    with pytest.raises(ConfigError, match=r"does not exist|matches no file"):
+        opened(path)
+
+
+def test_a_path_is_asked_for_where_one_is_needed():
+    for name in ("huggingface", "c4_test"):
+        with pytest.raises(ConfigError, match=rf'is not set, and the dataset "{name}"'):
+            sources.find(name).open_source(Request(None))
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r'datasets, which is not installed; pip install "shardtrain\[hf\]"'):
+        opened("org/name")
+    save_jsonl(tmp_path / "x.jsonl")
+    assert len(texts(opened(tmp_path))) == 150  # local files need it not
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    command = [sys.executable, str(Path(__file__).parent / "hub_session.py"), str(tmp_path_factory.mktemp("home"))]
+    environment = {**os.environ, "PYTHONPATH": str(Path(huggingface.__file__).parents[3])}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert SECRET not in result.stderr
+    assert SECRET not in result.stdout.rpartition('"tokens"')[0]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_a_stream_from_the_hub_has_the_hub_s_own_shards_of_one_pinned_revision(hub):
+    found = hub["c4"]
+    assert (found["table"], found["shards"], found["rows"]) == (False, 2, 50_100)
+    assert found["texts"] == ["row 0", "row 50099"]
+    assert found["files"] == {"allenai/c4/en/train": "0123456789abcdef0123456789abcdef01234567::2"}
+    assert found["place"] == "allenai/c4/en/train: shard 1, row 99, both from 0"
+    assert f"Bearer {SECRET}" in hub["tokens"]  # of the environment
+
+
+def test_a_subset_a_split_and_a_part_of_it_are_downloaded(hub):
+    found = hub["c4 de"]
+    assert (found["table"], found["rows"], found["texts"]) == (True, 5, ["row 80000", "row 80004"])
+    assert list(found["files"]) == ["allenai/c4/de/train"]
+    assert hub["c4 part"]["texts"] == ["row 90000", "row 90002"]
+    assert (hub["c4_validation"]["rows"], hub["c4_validation"]["table"]) == (10, False)
+    assert (hub["c4_mini"]["rows"], hub["c4_mini"]["texts"]) == (45_000, ["row 0", "row 44999"])
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("c4 no subset", r'="allenai/c4" has no subset xx \(.*Available: \[.en., .de.\]\); set data.subset'),
+        ("c4 no split", r'has no split "nope" \(.*train.*validation.*\); set data.split to one that it has'),
+        ("c4 part streamed", r"data.streaming=true cannot be had of a part of a split \(validation\[:3\]\)"),
+        ("c4_mini streamed", r"data.streaming=true cannot be had of a part of a split"),
+        ("c4_mini split", r'data.split="validation" has no effect with this dataset'),
+        ("c4_mini subset", r'data.subset="de" has no effect with this dataset'),
+        ("script", r"is a program, and no code of a dataset is run"),
+        ("none False", r'="none/set" is no dataset of the hub, or a private one'),
+        ("none True", r'="none/set" is no dataset of the hub, or a private one'),
+        ("closed False", r"is not open to you .* set HF_TOKEN to a token that may read it"),
+        ("closed True", r"is not open to you .* set HF_TOKEN to a token that may read it"),
+        ("gated False", r"is gated .* accept its terms on https://huggingface.co/datasets/gated/set and set HF_TOKEN"),
+        ("gated True", r"is gated .* accept its terms on https://huggingface.co/datasets/gated/set and set HF_TOKEN"),
+        ("busy False", r"too many requests .* wait"),
+        ("busy True", r"too many requests .* wait"),
+        ("broken False", r"the hub is in trouble .* try again later"),
+        ("broken True", r"the hub is in trouble .* try again later"),
+        ("gone", r"the hub is out of reach .* set HF_HUB_OFFLINE=1 to use what was downloaded before"),
+        ("offline streamed", r"is not in the local cache, and the hub may not be asked \(HF_HUB_OFFLINE\)"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line_that_says_what_to_do(hub, case, text):
+    error = hub[case]["error"]
+    assert error.startswith("ConfigError: ")
+    assert "\n" not in error
+    assert re.search(text, error), error

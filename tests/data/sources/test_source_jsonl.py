@@ -1,0 +1,236 @@
+"""Laws of JSON lines: each line that is not blank is a row, read alike at once, in sequence, and compressed."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import pickle
+from functools import partial
+
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardtrain.data.sources import BadRow, Request, Shards, Table, _index, _records, every_row, jsonl, place_of
+from shardtrain.errors import DataError
+
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": partial(lzma.compress, preset=0),
+    ".zst": zstandard.compress,
+}
+
+
+def opened(path, **options):
+    return jsonl.open_source(Request(str(path), **options))
+
+
+def rows_and_lines(source):
+    """Each row with its line, or its reason and line where it is bad."""
+    found = []
+    for key, row in every_row(source):
+        line = int(place_of(source, key).rpartition(":")[2])
+        found.append((line, str(row) if isinstance(row, BadRow) else dict(row)))
+    return found
+
+
+def test_a_plain_file_is_a_table_and_a_compressed_one_is_shards(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
+    plain = opened(tmp_path)
+    assert isinstance(plain, Table) and not isinstance(plain, Shards)
+    assert (plain.num_rows, plain.total_bytes) == (2, 19)
+    assert (plain.row(1), plain.place(1)) == ({"a": 2}, f"{tmp_path}/a.jsonl:3")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'\n{"b": 1}\n{"b": 2}'))
+    both = opened(tmp_path)
+    assert isinstance(both, Shards) and not isinstance(both, Table)
+    assert both.num_shards == 2
+    assert list(both.rows(0)) == [{"a": 1}, {"a": 2}]
+    assert list(both.rows(1, start=1)) == [{"b": 2}]
+    assert both.shard_place(0, 1) == f"{tmp_path}/a.jsonl:3"
+    assert both.shard_place(1, 1) == f"{tmp_path}/b.jsonl.gz:3"
+    assert list(both.files()) == ["a.jsonl", "b.jsonl.gz"]
+
+
+def test_rows_of_several_files_follow_one_another(tmp_path):
+    for name, count in (("a", 2), ("b", 0), ("c", 3)):
+        lines = "".join(f'{{"{name}": {number}}}\n' for number in range(count)) or "\n \n"
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    source = opened(tmp_path)
+    assert [row for _, row in every_row(source)] == [{"a": 0}, {"a": 1}, {"c": 0}, {"c": 1}, {"c": 2}]
+    assert [source.place(index)[-9:] for index in (1, 2, 4)] == ["a.jsonl:2", "c.jsonl:1", "c.jsonl:3"]
+    for index in (-1, 5):
+        with pytest.raises(IndexError):
+            source.row(index)
+
+
+def test_a_place_is_found_in_another_process_too(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n\n\n{}\n\n{}\n{}"))
+    source = pickle.loads(pickle.dumps(opened(tmp_path)))
+    assert [source.shard_place(0, number).rpartition(":")[2] for number in (3, 0, 2, 1)] == ["7", "1", "6", "4"]
+
+
+# Pieces of files as they come: objects, spaces, blank lines, both line ends, broken text, a byte order mark.
+PIECES = st.sampled_from(
+    [
+        b'{"a": 1}',
+        b'{"text": "\xc3\xa9\\n"}',
+        b"\n",
+        b"\n",
+        b"\r\n",
+        b" ",
+        b"\t",
+        b"{",
+        b"\xff",
+        b'"',
+        b"[1]",
+        b"\xef\xbb\xbf",
+        b'{"long": "' + b"x" * 50 + b'"}',
+        b" " * 60,
+        b"\0",
+    ]
+)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.lists(PIECES, min_size=1, max_size=30).map(b"".join), block=st.sampled_from([7, 16, 1 << 20]))
+def test_a_table_and_shards_give_the_rows_of_each_line(tmp_path, content, block):
+    expected = []
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if not line.strip(b" \t\r"):
+            continue
+        try:
+            value = json.loads(line.decode("utf-8", "strict")) if len(line) <= 40 else None
+        except (ValueError, UnicodeDecodeError):
+            value = None
+        expected.append((number, value if isinstance(value, dict) else "bad"))
+    with pytest.MonkeyPatch.context() as patch:  # small blocks make every cut fall somewhere
+        patch.setattr(_index, "_BLOCK_BYTES", block)
+        patch.setattr(_records, "BLOCK_BYTES", block)
+        found = []
+        for name, data in (("a.jsonl", content), ("a.jsonl.gz", gzip.compress(content, 1))):
+            (tmp_path / name).write_bytes(data)
+            if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+                return
+            found.append(rows_and_lines(opened(tmp_path / name, max_row_bytes=40)))
+    assert found[0] == found[1]
+    assert [(line, "bad" if isinstance(row, str) else row) for line, row in found[0]] == expected
+
+
+OBJECTS = st.dictionaries(
+    st.text(max_size=5),
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(max_size=9),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    objects=st.lists(OBJECTS, min_size=1, max_size=8),
+    ascii_only=st.booleans(),
+    compression=st.sampled_from([*COMPRESS]),
+)
+def test_what_json_writes_is_read_back_in_order_plain_compressed_and_as_an_array(
+    tmp_path, objects, ascii_only, compression
+):
+    lines = "\n".join(json.dumps(value, ensure_ascii=ascii_only) for value in objects).encode()
+    array = json.dumps(objects, ensure_ascii=ascii_only, indent=1).encode()
+    for name, data in (("a.jsonl", lines), ("a.json", lines), ("b.json", array)):
+        (tmp_path / name).write_bytes(data)
+        (tmp_path / (name + compression)).write_bytes(COMPRESS[compression](data))
+        for path in (tmp_path / name, tmp_path / (name + compression)):
+            assert [row for _, row in every_row(opened(path))] == objects
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_a_compressed_file_may_have_several_members(tmp_path, compression):
+    """As ``cat a.gz b.gz`` and parallel compressors make them."""
+    parts = [b"".join(b'{"a": %d}\n' % number for number in range(start, start + 5000)) for start in (0, 5000, 10000)]
+    content = b"".join(COMPRESS[compression](part) for part in parts)
+    (tmp_path / f"a.jsonl{compression}").write_bytes(content)
+    source = opened(tmp_path)
+    assert [row["a"] for row in source.rows(0)] == list(range(15000))
+    assert [row["a"] for row in source.rows(0, start=14990)] == list(range(14990, 15000))
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_rows_before_a_cut_are_read_and_the_cut_is_one_bad_row(tmp_path, compression):
+    lines = [json.dumps({"n": number, "text": os.urandom(30).hex()}).encode() for number in range(30000)]
+    data = COMPRESS[compression](b"\n".join(lines) + b"\n")
+    path = tmp_path / f"a.jsonl{compression}"
+    path.write_bytes(data[: len(data) * 2 // 3])
+    source = opened(path)
+    *rows, last = source.rows(0)
+    assert last == BadRow("the file ends in the middle of its compressed data")
+    # what a compressor holds back at a cut is a block: 900 kB of text for bzip2, less for the others
+    assert len(rows) > (5_000 if compression != ".bz2" else 1_000)
+    assert rows == [json.loads(line) for line in lines[: len(rows)]]
+    assert source.shard_place(0, len(rows)) == f"{path}:{len(rows) + 1}"
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_damage_within_compressed_data_is_one_bad_row_at_the_end(tmp_path, compression):
+    lines = b"".join(b'{"n": %d, "text": "%s"}\n' % (n, os.urandom(30).hex().encode()) for n in range(30000))
+    data = bytearray(COMPRESS[compression](lines))
+    middle = len(data) // 2
+    data[middle : middle + 400] = bytes(400)
+    (tmp_path / f"a.jsonl{compression}").write_bytes(data)
+    # where a checksum alone could tell, damaged rows may come before it is reached
+    rows = list(opened(tmp_path).rows(0))
+    assert isinstance(rows[-1], BadRow) and "compressed data" in rows[-1].reason
+    assert rows[0]["n"] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "reason"),
+    [
+        (b'[{"a": 1},\n {"a": 2}\n', 3, "is no JSON array: Expecting ',' or ']'"),
+        (b'[{"a": 1}\n {"a": 2}]\n', 2, "is no JSON array: Expecting ',' or ']'"),
+        (b'[{"a": 1},\n {"a": 2},\n]\n', 3, "is no JSON array: Expecting value"),
+        (b'[{"a": 1}]\n\n[{"a": 2}]\n', 3, "is no JSON array: Expecting nothing after the array's end"),
+        (b'[{"a": 1},\n\n {"a": \xff}]\n', 3, "is not UTF-8"),
+        (b'[{"a": 1},\n{"a":' + b"[" * 10**5, 2, "is nested too deeply"),
+        (b'[{"a": 1},\n{"a":' + b"1" * 10**4 + b"}]", 2, "holds a number of too many digits"),
+    ],
+)
+def test_a_broken_array_is_an_error_with_its_line(tmp_path, content, line, reason):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(DataError) as error:
+        opened(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path}/a.json:{line}: {reason}")
+    assert "\n" not in str(error.value)
+
+
+def test_elements_of_an_array_that_are_no_rows_are_bad_rows_with_their_lines(tmp_path):
+    elements = ['{"text": "\u00e9"}', "[1]", '{"a": NaN}', '{"a": 1, "a": 2}', '{"a": "' + "x" * 99 + '"}', '{"b": 2}']
+    (tmp_path / "a.json").write_text("\ufeff [\n" + ",\n".join(elements) + "\n]\n")
+    source = opened(tmp_path, max_row_bytes=90)
+    assert rows_and_lines(source) == [
+        (2, {"text": "\u00e9"}),
+        (3, "is no JSON object but an array"),
+        (4, "holds NaN, which is no JSON"),
+        (5, 'has a key twice ("a")'),
+        (6, "is longer than data.max_row_bytes (108 bytes)"),
+        (7, {"b": 2}),
+    ]
+    assert pickle.loads(pickle.dumps(source)).row(5) == {"b": 2}
+
+
+def test_an_array_above_its_bound_is_refused_and_an_empty_one_has_no_rows(tmp_path, monkeypatch):
+    (tmp_path / "a.json").write_text("[ ]")
+    assert opened(tmp_path).num_rows == 0
+    monkeypatch.setattr("shardtrain.data.sources._json_array.MAX_BYTES", 2)
+    with pytest.raises(DataError, match=r"a.json\" is one JSON array of more than 0 MiB; write one object per line"):
+        opened(tmp_path)

@@ -1,0 +1,60 @@
+"""Laws of the standard library as a dataset: the same rows every time, without what differs between machines."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardtrain.data.sources import Request, Table, every_row, python_stdlib
+from shardtrain.errors import ConfigError, DataError
+
+
+def texts(source):
+    return [row["text"] for _, row in every_row(source)]
+
+
+def test_the_standard_library_is_the_same_every_time_and_large_enough():
+    first, second = (python_stdlib.open_source(Request()) for _ in range(2))
+    assert isinstance(first, Table)
+    assert texts(first) == texts(second)
+    assert first.files() == second.files() and len(first.files()) == 1
+    assert 2**20 < sum(map(len, texts(first))) <= first.total_bytes <= python_stdlib.MAX_BYTES
+    assert any("class OrderedDict" in text for text in texts(first))
+    assert first.place(0).endswith(".py")
+    first.check_unchanged()
+
+
+def test_the_standard_library_leaves_out_packages_and_tests_and_sorts_the_rest(tmp_path):
+    for path in ("b.py", "a/z.py", "a/b.txt", "site-packages/x.py", "a/tests/t.py", "test/t.py", "idlelib/i.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(path)
+    assert texts(python_stdlib.open_folder(tmp_path)) == ["a/z.py", "b.py"]
+
+
+def test_the_standard_library_stops_at_its_limit(tmp_path, monkeypatch):
+    for name in "abc":
+        (tmp_path / f"{name}.py").write_text(name * 10)
+    monkeypatch.setattr(python_stdlib, "MAX_BYTES", 25)
+    assert texts(python_stdlib.open_folder(tmp_path)) == ["a" * 10, "b" * 10]
+
+
+def test_its_fingerprint_sees_any_byte(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1")
+    first = python_stdlib.open_folder(tmp_path).files()
+    (tmp_path / "a.py").write_text("x = 2")
+    assert python_stdlib.open_folder(tmp_path).files() != first
+
+
+def test_bytes_that_are_no_text_are_replaced(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"a\xffb")
+    assert texts(python_stdlib.open_folder(tmp_path)) == ["a\ufffdb"]
+
+
+def test_a_missing_standard_library_says_what_to_do(tmp_path):
+    for root in (tmp_path, tmp_path / "python311.zip"):
+        with pytest.raises(DataError, match=r'found no .py files in .*training.dataset="text"'):
+            python_stdlib.open_folder(root)
+
+
+def test_the_standard_library_takes_no_path():
+    with pytest.raises(ConfigError, match=r'training.dataset_path="x" has no effect'):
+        python_stdlib.open_source(Request("x"))

@@ -1,0 +1,138 @@
+"""Laws of TSV and CSV: the first line names the columns, each other record is a row of that many fields."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import pickle
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardtrain.data.sources import BadRow, Request, Shards, Table, _index, _records, every_row, place_of, tsv
+from shardtrain.errors import DataError
+
+
+def opened(path, **options):
+    return tsv.open_source(Request(str(path), **options))
+
+
+def read(path, **options):
+    source = opened(path, **options)
+    return [(int(place_of(source, key).rpartition(":")[2]), row) for key, row in every_row(source)]
+
+
+def write(root, name, content):
+    path = root / name
+    path.write_bytes(gzip.compress(content, 1) if name.endswith(".gz") else content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
+def test_a_tab_ends_a_field_and_quotes_are_text(tmp_path, name):
+    path = write(tmp_path, name, b'\xef\xbb\xbflabel\ttext\r\n1\t"a\r\n\n0\tb "c", d\0\r\n2\t')
+    assert read(path) == [
+        (2, {"label": "1", "text": '"a'}),
+        (4, {"label": "0", "text": 'b "c", d\0'}),
+        (5, {"label": "2", "text": ""}),
+    ]
+    assert isinstance(opened(path), Shards if name.endswith("gz") else Table)
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
+def test_without_a_header_columns_are_numbers_from_0_and_the_first_line_is_a_row(tmp_path, name):
+    path = write(tmp_path, name, b"good\t1\nbad\t0\n")
+    assert read(path, header=False) == [(1, {"0": "good", "1": "1"}), (2, {"0": "bad", "1": "0"})]
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
+def test_a_line_that_is_no_row_of_the_table_is_named(tmp_path, name):
+    path = write(tmp_path, name, b"a\tb\n1\n1\t2\t3\n\xff\t1\n1\t" + b"x" * 50 + b"\n1\t2\n")
+    fields = "has another number of fields than there are columns"
+    assert read(path, max_row_bytes=50) == [
+        (2, BadRow(fields, detail="1, not 2")),
+        (3, BadRow(fields, detail="3, not 2")),
+        (4, BadRow("is not UTF-8", detail="byte 1 is 0xff")),
+        (5, BadRow("is longer than data.max_row_bytes", detail="52 bytes")),
+        (6, {"a": "1", "b": "2"}),
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+def test_quoted_fields_of_a_csv_may_hold_anything(tmp_path, name):
+    path = write(tmp_path, name, b'id,text\r\n1,"a, ""b""\r\n\r\nc"\r\n\r\n2,\xc3\xa9\r\n"3",""\r\n4,last')
+    assert read(path) == [
+        (2, {"id": "1", "text": 'a, "b"\r\n\r\nc'}),
+        (6, {"id": "2", "text": "é"}),
+        (7, {"id": "3", "text": ""}),
+        (8, {"id": "4", "text": "last"}),
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+def test_a_quote_that_csv_does_not_allow_makes_bad_rows_and_never_moves_a_field(tmp_path, name):
+    path = write(tmp_path, name, b'id,text\n1,"a"b\n2,"open\n3,c\n')
+    assert read(path) == [
+        (2, BadRow("is no CSV", detail="',' expected after '\"'")),
+        (3, BadRow("is no CSV", detail="unexpected end of data")),
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+def test_a_csv_field_may_be_longer_than_the_library_s_own_limit_and_a_long_record_is_passed_over(tmp_path, name):
+    lines = b'text\n"' + b"x" * 200_000 + b'"\n"' + b'y""\n' * 300_000 + b'"\nz\n'
+    path = write(tmp_path, name, lines)
+    (first_line, first), (long_line, long), (last_line, last) = read(path, max_row_bytes=2**20)
+    assert (first_line, long_line, last_line) == (2, 3, 300_004)
+    assert (first, last) == ({"text": "x" * 200_000}, {"text": "z"})
+    assert long == BadRow("is longer than data.max_row_bytes", detail="1200002 bytes")
+
+
+TEXTS = st.text(st.sampled_from('ab é",\t\n\r\0;'), max_size=8)
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=1, max_size=12), block=st.sampled_from([7, 1 << 20]))
+def test_what_the_csv_library_writes_is_read_back(tmp_path, data, block):
+    written = io.StringIO()
+    csv.writer(written, quoting=csv.QUOTE_ALL).writerows([("a", "b", "c"), *data])
+    content = written.getvalue().encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_index, "_BLOCK_BYTES", block)
+        patch.setattr(_records, "BLOCK_BYTES", block)
+        plain = read(write(tmp_path, "a.csv", content))
+        assert plain == read(write(tmp_path, "b.csv.gz", content))
+    assert [tuple(row.values()) for _, row in plain] == data
+    starts, place = [], 1
+    for record in data:
+        starts.append(place + 1)
+        place += 1 + sum(field.count("\n") for field in record)
+    assert [line for line, _ in plain] == starts
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"), [(b"a\ta\n1\t2\n", "'a', 'a'"), (b"a\t\n1\t2\n", "'a', ''"), (b"\xff\n1\n", "is not UTF-8")]
+)
+def test_a_first_line_that_names_no_columns_says_how_to_read_a_file_without_one(tmp_path, content, shown):
+    path = write(tmp_path, "a.tsv", content)
+    with pytest.raises(DataError, match=rf"a.tsv:1: the first line .*{shown}"):
+        opened(path)
+
+
+def test_files_with_other_columns_or_of_another_kind_are_refused(tmp_path):
+    write(tmp_path, "a.tsv", b"a\tb\n")
+    write(tmp_path, "b.tsv", b"b\ta\n")
+    with pytest.raises(DataError, match=r'b.tsv" has the columns b, a, but .*a.tsv has a, b; give all files the same'):
+        opened(tmp_path)
+    write(tmp_path, "b.csv", b"a,b\n")
+    with pytest.raises(DataError, match=r'b.csv" is of another kind than .*a.tsv'):
+        opened(tmp_path / "[ab].[ct]sv")
+
+
+def test_a_header_alone_has_no_rows_and_a_source_can_be_sent_to_a_process(tmp_path):
+    path = write(tmp_path, "a.tsv", b"a\tb\n")
+    assert read(path) == []
+    write(tmp_path, "a.tsv", b"a\tb\n1\t2\n")
+    assert pickle.loads(pickle.dumps(opened(path))).row(0) == {"a": "1", "b": "2"}
