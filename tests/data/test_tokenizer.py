@@ -90,12 +90,14 @@ def test_a_broken_tokenizer_config_is_named(folder, content):
 
 
 def test_a_broken_or_missing_file_names_the_option_and_the_path(tmp_path):
-    with pytest.raises(ConfigError, match=r'model.hf_assets_path=".*" holds no tokenizer.json; .*"bytes"'):
+    with pytest.raises(
+        ConfigError, match=r'model.hf_assets_path=".*" holds no tokenizer.json or tokenizer.model; .*"bytes"'
+    ):
         open_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match=r"model.tokenizer_path=.*nowhere"):
         open_tokenizer(str(tmp_path / "nowhere"), option="model.tokenizer_path")
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"is no tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"is no tokenizer: neither JSON nor ranks"):
         open_tokenizer(str(tmp_path / "tokenizer.model"))
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')

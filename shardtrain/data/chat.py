@@ -1,0 +1,201 @@
+"""Conversations to tokens: a chat template writes the text, and what the assistant says in it is learned.
+
+Nothing is added to what the template writes: no bos and no eos, as where the model is served. What the assistant says
+is found by the template's own ``{% generation %}`` marks where it has them. Else a turn is what the template writes
+more with its message than without it, each time up to the words that an answer follows; and where a template writes
+earlier turns in another way once later ones are there, by the place of the turn's content. A turn that cannot be found
+exactly is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.chat_messages import Message, text_arguments, with_object_arguments
+from shardtrain.data.chat_template import ChatTemplate, Span
+from shardtrain.data.columns import Unusable
+from shardtrain.data.document import Document
+from shardtrain.data.tokenizer import Spans, Tokenizer
+from shardtrain.log import logger
+
+_STAND_IN = "shardtrain-stands-in-for-a-turn"
+_UNSURE = (
+    "the assistant's turn {} cannot be told apart in what the chat template writes; mark what the assistant says in "
+    "the template with {{% generation %}} and {{% endgeneration %}}"
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A conversation as text, and the characters of it that are learned."""
+
+    text: str
+    spans: list[Span]
+    exact: bool
+    """Whether the template itself marked the spans; others may end in spaces that nobody says."""
+
+
+def write(
+    template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None, first_learned: int = 0
+) -> Written:
+    """Text of a conversation, with the assistant's turns from message ``first_learned`` on.
+
+    Raises:
+        Unusable: when the template fails, nothing is learned, or a turn cannot be found.
+    """
+    if not any(message["role"] == "assistant" for message in messages[first_learned:]):
+        raise Unusable("the conversation has no turn of the assistant")
+    chat = list(messages)
+    text = template.render(chat, tools)
+    arguments = text_arguments(chat)
+    if any(json.dumps(one, ensure_ascii=False) in text for one in arguments):
+        # the template writes arguments as JSON itself, and would write a text in quotes
+        chat = with_object_arguments(chat)
+        text = template.render(chat, tools)
+    if template.marks:
+        return _marked(template, chat, tools, first_learned)
+    turns = _Turns(template, chat, tools, text)
+    spans = [turns.span(i) for i in range(first_learned, len(chat)) if chat[i]["role"] == "assistant"]
+    return Written(text, spans, exact=False)
+
+
+def _marked(template: ChatTemplate, chat: list[Message], tools: list[Any] | None, first_learned: int) -> Written:
+    text, spans = template.render_marked(chat, tools)
+    if first_learned:
+        given = chat[:first_learned]
+        starts = (template.render(given, tools, prompt=prompt) for prompt in (True, False))
+        before = next((len(start) for start in starts if text.startswith(start)), None)
+        if before is None:
+            raise Unusable("the chat template writes the prompt in another way once its completion is there")
+        spans = [span for span in spans if span[0] >= before]
+    if not any(stop > start for start, stop in spans):
+        raise Unusable("the chat template's {% generation %} marks enclose nothing in this conversation")
+    return Written(text, spans, exact=True)
+
+
+class _Turns:
+    """Finds the turns of one conversation in its text, without marks."""
+
+    def __init__(self, template: ChatTemplate, chat: list[Message], tools: list[Any] | None, text: str) -> None:
+        self._template, self._chat, self._tools, self._text = template, chat, tools, text
+
+    def span(self, i: int) -> Span:
+        """Characters of turn ``i`` of the assistant, from after the words that an answer follows to its end."""
+        found = self._by_growth(i) or self._by_place(i)
+        if found is None:
+            raise Unusable(_UNSURE.format(i + 1))
+        return found
+
+    def _by_growth(self, i: int) -> Span | None:
+        try:
+            prompt = self._template.render(self._chat[:i], self._tools, prompt=True)
+            grown = self._template.render(self._chat[: i + 1], self._tools)
+        except Unusable:
+            return None  # some templates refuse half a conversation
+        if not (self._text.startswith(grown) and grown.startswith(prompt) and len(grown) > len(prompt)):
+            return None
+        # A template without words that an answer follows would have the name of the speaker learned too.
+        content = self._chat[i].get("content", "").strip()
+        if content and grown[len(prompt) :].lstrip().startswith(content):
+            return len(prompt), len(grown)
+        if prompt == self._template.render(self._chat[:i], self._tools):
+            return None
+        return len(prompt), len(grown)
+
+    def _by_place(self, i: int) -> Span | None:
+        message = self._chat[i]
+        content = message.get("content", "").strip()
+        if not content or message.get("tool_calls") or _STAND_IN in self._text:
+            return None
+        other = [*self._chat[:i], {**message, "content": _STAND_IN}, *self._chat[i + 1 :]]
+        try:
+            whole = self._template.render(other, self._tools).split(_STAND_IN)
+            alone = self._template.render(other[: i + 1], self._tools).split(_STAND_IN)
+        except Unusable:
+            return None
+        if len(whole) != 2 or len(alone) != 2:
+            return None
+        before, after = whole
+        ending = alone[1] if after.startswith(alone[1]) else None
+        start, stop = len(before), len(self._text) - len(after)
+        fits = self._text.startswith(before) and self._text.endswith(after) and start < stop
+        if ending is None or not fits or self._text[start:stop].strip() not in content:
+            return None
+        return start, stop + len(ending)
+
+
+class Conversations:
+    """Conversations to documents, by one tokenizer and its templates."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, tool_template: ChatTemplate | None = None) -> None:
+        self._tokenizer, self._template, self._tool_template = tokenizer, template, tool_template
+        self._special = np.array(sorted(tokenizer.special_ids), dtype=np.int32)
+        self._told_ending = False
+
+    def write(self, messages: Sequence[Message], tools: list[Any] | None, first_learned: int = 0) -> Written:
+        """See ``write``; conversations with tools may have a template of their own."""
+        template = self._tool_template if tools and self._tool_template is not None else self._template
+        return write(template, messages, tools, first_learned)
+
+    def documents(self, written: Sequence[Written]) -> list[Document]:
+        """Tokens of conversations, and which are learned; one without a learned token has a mask of nothing."""
+        encoded = self._tokenizer.encode_spans([one.text for one in written]) if written else []
+        return [
+            Document(tokens, self._learned(one, tokens, spans))
+            for one, (tokens, spans) in zip(written, encoded, strict=True)
+        ]
+
+    def _learned(self, written: Written, tokens: npt.NDArray[np.int32], spans: Spans) -> npt.NDArray[np.bool_]:
+        """Tokens that have a character within a learned span."""
+        learned = np.zeros(len(tokens), dtype=np.bool_)
+        starts, stops = spans[:, 0], spans[:, 1]
+        special = np.isin(tokens, self._special)
+        for start, stop in written.spans:
+            # a token without characters of its own, such as a space put in front, goes with what follows it
+            inside = (starts < stop) & ((stops > start) | ((stops == start) & (starts == start)))
+            if written.exact:
+                self._tell_missing_end(written.text, stop, starts, stops, special, inside)
+            else:
+                _leave_out_tail(written.text, stop, starts, stops, special, inside)
+            learned |= inside
+        return learned
+
+    def _tell_missing_end(
+        self,
+        text: str,
+        stop: int,
+        starts: npt.NDArray[np.int64],
+        stops: npt.NDArray[np.int64],
+        special: npt.NDArray[np.bool_],
+        inside: npt.NDArray[np.bool_],
+    ) -> None:
+        following = np.flatnonzero(special & (starts >= stop))
+        if self._told_ending or not len(following) or (special & inside).any():
+            return
+        token = following[0]
+        if not text[stop : starts[token]].strip():
+            self._told_ending = True
+            logger.warning(
+                f"the chat template's {{% generation %}} marks leave out the {text[starts[token] : stops[token]]} that "
+                "ends a turn, so that the model does not learn to end one; put it within the marks"
+            )
+
+
+def _leave_out_tail(
+    text: str,
+    stop: int,
+    starts: npt.NDArray[np.int64],
+    stops: npt.NDArray[np.int64],
+    special: npt.NDArray[np.bool_],
+    inside: npt.NDArray[np.bool_],
+) -> None:
+    """Leave out the line end that a template writes after the token that ends a turn: nobody asks for it."""
+    within = np.flatnonzero(inside & special)
+    if len(within) and not text[stops[within[-1]] : stop].strip():
+        inside[within[-1] + 1 :] = False

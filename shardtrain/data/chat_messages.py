@@ -1,0 +1,196 @@
+"""Conversations as rows have them, to messages as chat templates want them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from shardtrain.data.columns import Unusable, check_text, column, find, kind
+
+Message = dict[str, Any]
+
+# ShareGPT's names of who speaks
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def conversation(
+    row: Mapping[str, Any], messages_field: str, tools_field: str
+) -> tuple[list[Message], list[Any] | None]:
+    """Messages and tools of a row.
+
+    A row without the column of messages but with one called "conversations" is taken as ShareGPT's.
+
+    Raises:
+        Unusable: when it has no conversation, or one that makes no sense.
+    """
+    if messages_field == "messages" and "messages" not in row and "conversations" in row:
+        messages_field = "conversations"
+    messages = messages_of(column(row, messages_field), messages_field)
+    return messages, tools_of(find(row, tools_field), tools_field)
+
+
+def messages_of(value: Any, name: str) -> list[Message]:
+    """Messages with a role and a text each, of a list of {role, content} or {from, value} objects.
+
+    Parts of a content, ``[{"type": "text", "text": ...}]``, become one text; what is null is left out; a reasoning
+    under any of its names is given under the two that templates read.
+
+    Raises:
+        Unusable: naming the column and the message that is wrong.
+    """
+    if not isinstance(value, list | tuple):
+        raise Unusable(f"column {name!r} holds {kind(value)}, not a list of messages")
+    if not value:
+        raise Unusable("the conversation is empty", harmless=True)
+    return [_message(message, f"message {number} of column {name!r}") for number, message in enumerate(value, start=1)]
+
+
+def tools_of(value: Any, name: str) -> list[Any] | None:
+    """Tools that a conversation may call: a list of objects, or JSON text of one; None where there are none.
+
+    Raises:
+        Unusable: when it is anything else.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            raise Unusable(f"column {name!r} holds a text that is no JSON list of tools") from None
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return None
+    if isinstance(value, list | tuple) and all(isinstance(tool, Mapping) for tool in value):
+        return [_plain(tool, f"column {name!r}") for tool in value]
+    raise Unusable(f"column {name!r} holds {kind(value)}, not a list of tools")
+
+
+def text_arguments(messages: list[Message]) -> list[str]:
+    """Arguments of tool calls that are JSON in a text, as OpenAI writes them."""
+    return [
+        arguments
+        for message in messages
+        for call in message.get("tool_calls", ())
+        if isinstance(arguments := call.get("function", call).get("arguments"), str)
+    ]
+
+
+def with_object_arguments(messages: list[Message]) -> list[Message]:
+    """The same messages with arguments of tool calls as objects, where they were JSON objects in a text."""
+    return [
+        {**message, "tool_calls": [_object_call(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise Unusable(f"{where} is {kind(value)}, not an object with role and content")
+    if "role" not in value and "from" in value:
+        return _from_sharegpt(value, where)
+    message = {str(key): _plain(item, where) for key, item in value.items() if item is not None}
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise Unusable(f"{where} has no role" if role is None else f"{where} has a role that is {kind(role)}")
+    calls = message.get("tool_calls")
+    if calls is not None:
+        _check_calls(calls, where)
+        if not calls:
+            del message["tool_calls"]
+    if "content" in message:
+        message["content"] = _content(message["content"], where)
+    elif "tool_calls" not in message:
+        raise Unusable(f"{where} has neither content nor tool_calls")
+    return _with_reasoning(message)
+
+
+def _content(value: Any, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise Unusable(f"{where} has a content that is {kind(value)}, not a text")
+    texts: list[str] = []
+    for part in value:
+        if not isinstance(part, Mapping) or part.get("type", "text") != "text":
+            found = part.get("type") if isinstance(part, Mapping) else kind(part)
+            raise Unusable(f"{where} has a part of type {str(found)[:40]!r}; only text can be trained")
+        if not isinstance(part.get("text"), str):
+            raise Unusable(f"{where} has a part of type 'text' without a text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise Unusable(f"{where} has tool_calls that are no list of objects")
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise Unusable(f"{where} has a tool call without the name of a function")
+
+
+def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
+    speaker, text = value["from"], value.get("value")
+    if not isinstance(text, str):
+        raise Unusable(f"{where} has no value" if text is None else f"{where} has a value that is {kind(text)}")
+    if speaker == "function_call":
+        return {"role": "assistant", "tool_calls": [{"type": "function", "function": _call(text, where)}]}
+    if speaker not in _SPEAKERS:
+        raise Unusable(f"{where} is from {str(speaker)[:40]!r}; known are {', '.join(_SPEAKERS)}, function_call")
+    return {"role": _SPEAKERS[speaker], "content": check_text(text, where)}
+
+
+def _call(text: str, where: str) -> Any:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        call = None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise Unusable(f"{where} is a function_call whose value is no JSON object with name and arguments")
+    return {"name": call["name"], "arguments": call.get("arguments", {})}
+
+
+def _object_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _object_arguments(call["function"])}
+    return _object_arguments(call)
+
+
+def _object_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return dict(function)
+    return {**function, "arguments": arguments} if isinstance(arguments, dict) else dict(function)
+
+
+def _with_reasoning(message: Message) -> Message:
+    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy of plain objects and lists; templates must not meet types with methods of their own."""
+    if depth > 100:
+        raise Unusable(f"{where} is nested more than 100 deep")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, where, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where, depth + 1) for item in value]
+    if value is None or type(value) in (str, int, float, bool):
+        return check_text(value, where) if type(value) is str else value
+    raise Unusable(f"{where} holds a {type(value).__name__}, which is no JSON")

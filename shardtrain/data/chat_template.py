@@ -1,0 +1,207 @@
+"""Chat templates: Jinja in a sandbox, with what Hugging Face's templates expect and nothing that changes by the day."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from shardtrain.data.columns import Unusable
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.log import logger
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+
+FIXED_DATE = datetime(2024, 7, 26)
+"""What ``strftime_now`` tells. The clock would give other tokens every day; this is the date that Llama 3's own
+template falls back to."""
+
+# Noncharacters of Unicode, which no text has: they mark the {% generation %} blocks and are taken out again.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_MOST_CHARACTERS = 2**26
+_MOST_ROUNDS = 10**6
+_SAFE_JINJA = (3, 1, 6)  # older ones have known ways out of the sandbox
+_LONGEST_REASON = 200
+
+
+class ChatTemplate:
+    """A compiled template. What it writes depends on its arguments alone.
+
+    Rendering is bounded: 64 Mi characters, and a million rounds of ``range``.
+    """
+
+    def __init__(self, text: str, special_tokens: Mapping[str, str], option: str = "data.chat_template") -> None:
+        self.marks = False
+        """Whether the template marks what the assistant says with {% generation %}."""
+        self._special_tokens = dict(special_tokens)
+        self._marking = False
+        self._rounds = 0
+        self._told_date = False
+        self._template = self._compile(text, option)
+
+    def render(self, messages: Sequence[Message], tools: list[Any] | None = None, prompt: bool = False) -> str:
+        """Text of a conversation; ``prompt`` adds what the assistant's answer follows.
+
+        Raises:
+            Unusable: when the template refuses the conversation or fails on it.
+        """
+        return self._write(messages, tools, prompt)
+
+    def render_marked(self, messages: Sequence[Message], tools: list[Any] | None = None) -> tuple[str, list[Span]]:
+        """Text of a conversation, and the characters of its {% generation %} blocks.
+
+        Raises:
+            Unusable: as ``render``, and when the template works on what it has marked, so that the place is unsure.
+        """
+        plain = self._write(messages, tools, prompt=False)
+        if _OPEN in plain or _CLOSE in plain:
+            raise Unusable("has the noncharacter U+FDD0 or U+FDD1, by which the assistant's turns are marked")
+        self._marking = True
+        try:
+            marked = self._write(messages, tools, prompt=False)
+        finally:
+            self._marking = False
+        found, spans = _take_out(marked)
+        if found != plain:
+            raise Unusable(
+                "the chat template changes what its {% generation %} marks enclose, so their place is unsure"
+            )
+        return plain, spans
+
+    def _write(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool) -> str:
+        self._rounds = 0
+        pieces: list[str] = []
+        size = 0
+        arguments = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        try:
+            for piece in self._template.generate(**{**self._special_tokens, **arguments}):
+                pieces.append(piece)
+                size += len(piece)
+                if size > _MOST_CHARACTERS:
+                    raise Unusable(f"the chat template writes more than {_MOST_CHARACTERS} characters")
+        except (Unusable, MemoryError):
+            raise
+        except Exception as error:  # a template can fail in any way that Python code can
+            lines = str(error).strip().splitlines()
+            reason = lines[0][:_LONGEST_REASON] if lines else type(error).__name__
+            raise Unusable(f"the chat template refuses the conversation: {reason}") from error
+        return "".join(pieces)
+
+    def _compile(self, text: str, option: str) -> Any:
+        try:
+            import jinja2
+            from jinja2.ext import loopcontrols
+        except ImportError as error:
+            raise ConfigError(
+                Problem(option, None, "needs the jinja2 library", 'pip install "shardtrain[hf]"')
+            ) from error
+        version = importlib.metadata.version("jinja2")
+        if tuple(int(part) for part in version.split(".")[:3] if part.isdecimal()) < _SAFE_JINJA:
+            rule = f"needs jinja2 3.1.6, whose sandbox holds; here is {version}"
+            raise ConfigError(Problem(option, None, rule, "pip install -U jinja2"))
+        environment = _sandbox(self, loopcontrols)
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": self._strftime_now,
+            "range": self._range,
+        }
+        try:
+            return environment.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            rule = f"is no Jinja template (line {error.lineno}: {error.message})"
+            raise ConfigError(Problem(option, None, rule, "correct the template")) from error
+
+    def _range(self, *bounds: int) -> range:
+        numbers = range(*bounds)
+        self._rounds += len(numbers)
+        if self._rounds > _MOST_ROUNDS:
+            raise OverflowError(f"it counts further than {_MOST_ROUNDS}")
+        return numbers
+
+    def _strftime_now(self, form: str) -> str:
+        if not self._told_date:
+            self._told_date = True
+            day = FIXED_DATE.date().isoformat()
+            logger.warning(f"the chat template asks for the date; it is told {day}, so that tokens stay the same")
+        return FIXED_DATE.strftime(form)
+
+
+def _sandbox(template: ChatTemplate, *extensions: Any) -> Any:
+    """An environment with Hugging Face's settings, the {% generation %} tag, and texts that cannot explode."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %}: what the assistant says."""
+
+        tags = {"generation"}  # noqa: RUF012 - an attribute of jinja2's own class
+
+        def parse(self, parser: Any) -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            template.marks = True
+            return jinja2.nodes.CallBlock(self.call_method("_enclose"), [], [], body).set_lineno(line)
+
+        def _enclose(self, caller: Any) -> str:
+            text = str(caller())
+            return f"{_OPEN}{text}{_CLOSE}" if template._marking else text
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Refuses products and powers that would fill the memory."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            numbers = isinstance(left, int | float) and isinstance(right, int | float)
+            if operator == "**" and numbers and (abs(left) > 2**32 or abs(right) > 64):
+                raise OverflowError("it raises a number too high")
+            if operator == "*" and not numbers:
+                sizes = (len(side) if hasattr(side, "__len__") else side for side in (left, right))
+                product = 1
+                for size in sizes:
+                    product *= size if isinstance(size, int) else 1
+                if product > _MOST_CHARACTERS:
+                    raise OverflowError(f"it makes a text of more than {_MOST_CHARACTERS} characters")
+            return super().call_binop(context, operator, left, right)
+
+    return Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, *extensions])
+
+
+def _take_out(marked: str) -> tuple[str, list[Span]]:
+    """Text without the marks, and the characters between them; a mark within a mark counts as its outer one."""
+    spans: list[Span] = []
+    pieces: list[str] = []
+    place = depth = start = 0
+    for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
+        if part == _OPEN:
+            start = place if depth == 0 else start
+            depth += 1
+        elif part == _CLOSE:
+            depth -= 1
+            if depth == 0:
+                spans.append((start, place))
+        else:
+            pieces.append(part)
+            place += len(part)
+    return "".join(pieces), spans
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as templates expect it: characters as they are, and nothing escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise ValueError(message)

@@ -1,0 +1,197 @@
+"""Rows to documents: a text, a prompt and its completion, or a conversation, tokenized many at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shardtrain.config.schema import Data, DataSource
+from shardtrain.data.chat import Conversations, Written
+from shardtrain.data.chat_messages import conversation, messages_of, tools_of
+from shardtrain.data.chat_template import FIXED_DATE, ChatTemplate
+from shardtrain.data.columns import Unusable, column, find, kind, text
+from shardtrain.data.document import Document, Encoder
+from shardtrain.data.sources import BadRow
+from shardtrain.data.tokenizer import Ids, Tokenizer
+from shardtrain.data.tokenizers.beside import read_text
+from shardtrain.errors import ConfigError, Problem
+
+T = TypeVar("T")
+_VERSION = 1
+_EMPTY = np.zeros(0, dtype=np.int32)
+
+
+def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = None) -> Encoder:
+    """The encoder of a dataset: what ``source`` sets counts before ``data``.
+
+    Raises:
+        ConfigError: when a chat template is needed and there is none, or it cannot be used.
+    """
+    form = (source.format if source is not None else None) or data.format
+    if form == "text":
+        return TextEncoder(tokenizer, (source.text_field if source is not None else None) or data.text_field)
+    if form == "prompt_completion":
+        return PromptEncoder(tokenizer, data)
+    return ChatEncoder(tokenizer, data)
+
+
+class TextEncoder:
+    """A row is one text: bos, its tokens, eos."""
+
+    def __init__(self, tokenizer: Tokenizer, text_field: str = "text") -> None:
+        self.tokenizer, self._field = tokenizer, text_field
+        self._bos, self._eos = _ends(tokenizer)
+        self.fingerprint = _fingerprint("text", tokenizer, text_field)
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
+        """One document, or the reason why there is none, per row."""
+        texts = [_attempt(self._text, row) for row in rows]
+        batch = iter(self.tokenizer.encode_batch([one for one in texts if isinstance(one, str)]))
+        return [one if isinstance(one, BadRow) else self._document(next(batch)) for one in texts]
+
+    def _text(self, row: Mapping[str, Any]) -> str:
+        found = text(row, self._field)
+        if not found:
+            raise Unusable("the text is empty", harmless=True)
+        return found
+
+    def _document(self, ids: Ids) -> Document | BadRow:
+        if not len(ids):
+            return BadRow("the text has no tokens", harmless=True)
+        return Document(np.concatenate((self._bos, ids, self._eos)))
+
+
+class PromptEncoder:
+    """A row is a prompt and its completion: bos, both, eos; the completion and eos are learned.
+
+    The two are tokenized apart, so that no token has a part in both. Where both are lists of messages they are one
+    conversation, of which the assistant's turns in the completion are learned.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
+        self.tokenizer, self._data = tokenizer, data
+        self._bos, self._eos = _ends(tokenizer)
+        self._conversations: Conversations | None = None
+        template = _template_facts(tokenizer, data) if data.chat_template or tokenizer.chat_template else ""
+        fields = (data.prompt_field, data.completion_field, data.tools_field, template)
+        self.fingerprint = _fingerprint("prompt_completion", tokenizer, *fields)
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
+        """One document, or the reason why there is none, per row."""
+        pairs = [_attempt(self._pair, row) for row in rows]
+        flat = [part for pair in pairs if isinstance(pair, tuple) for part in pair]
+        batch = iter(self.tokenizer.encode_batch(flat))
+        written = [pair for pair in pairs if isinstance(pair, Written)]
+        chats = iter(self._chat().documents(written) if written else [])
+        results: list[Document | BadRow] = []
+        for pair in pairs:
+            if isinstance(pair, Written):
+                results.append(_with_targets(next(chats)))
+            else:
+                results.append(pair if isinstance(pair, BadRow) else self._document(next(batch), next(batch)))
+        return results
+
+    def _pair(self, row: Mapping[str, Any]) -> tuple[str, str] | Written:
+        data = self._data
+        prompt, completion = column(row, data.prompt_field), column(row, data.completion_field)
+        if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
+            if type(prompt) is not type(completion):
+                raise Unusable(
+                    f"the prompt is {kind(prompt)} and the completion {kind(completion)}; both must be alike"
+                )
+            before, after = messages_of(prompt, data.prompt_field), messages_of(completion, data.completion_field)
+            tools = tools_of(find(row, data.tools_field), data.tools_field)
+            return self._chat().write([*before, *after], tools, first_learned=len(before))
+        pair = text(row, data.prompt_field), text(row, data.completion_field)
+        if not pair[1]:
+            raise Unusable("the completion is empty", harmless=True)
+        return pair
+
+    def _document(self, prompt: Ids, completion: Ids) -> Document | BadRow:
+        if not len(completion):
+            return BadRow("the completion has no tokens", harmless=True)
+        tokens = np.concatenate((self._bos, prompt, completion, self._eos))
+        return Document(tokens, np.arange(len(tokens)) >= len(self._bos) + len(prompt))
+
+    def _chat(self) -> Conversations:
+        if self._conversations is None:  # rows of text need no template
+            self._conversations = _conversations(self.tokenizer, self._data)
+        return self._conversations
+
+
+class ChatEncoder:
+    """A row is a conversation; the assistant's turns are learned, tool calls among them."""
+
+    def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
+        self.tokenizer, self._data = tokenizer, data
+        self._conversations = _conversations(tokenizer, data)
+        fields = (data.messages_field, data.tools_field, _template_facts(tokenizer, data))
+        self.fingerprint = _fingerprint("chat", tokenizer, *fields)
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
+        """One document, or the reason why there is none, per row."""
+        written = [_attempt(self._write, row) for row in rows]
+        documents = iter(self._conversations.documents([one for one in written if isinstance(one, Written)]))
+        return [one if isinstance(one, BadRow) else _with_targets(next(documents)) for one in written]
+
+    def _write(self, row: Mapping[str, Any]) -> Written:
+        messages, tools = conversation(row, self._data.messages_field, self._data.tools_field)
+        return self._conversations.write(messages, tools)
+
+
+def _attempt(read: Callable[[Mapping[str, Any]], T], row: Mapping[str, Any]) -> T | BadRow:
+    try:
+        return read(row)
+    except Unusable as error:
+        return BadRow(error.reason, error.harmless)
+
+
+def _with_targets(document: Document) -> Document | BadRow:
+    # the first token is never a target
+    if document.learned is None or document.learned[1:].any():
+        return document
+    return BadRow("the conversation has no token that is learned")
+
+
+def _ends(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
+    bos, eos = (
+        _EMPTY if number is None else np.array([number], dtype=np.int32)
+        for number in (tokenizer.bos_id, tokenizer.eos_id)
+    )
+    return bos, eos
+
+
+def _conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
+    template, tool_template = _templates(tokenizer, data)
+    if template is None:
+        rule = "is not set, and the tokenizer has no chat template"
+        fix = "name the file of a Jinja template, or use the tokenizer of a chat model"
+        raise ConfigError(Problem("data.chat_template", None, rule, fix))
+    special = tokenizer.special_tokens
+    tools = None if tool_template is None else ChatTemplate(tool_template, special)
+    return Conversations(tokenizer, ChatTemplate(template, special), tools)
+
+
+def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None]:
+    """The template of conversations, and that of those with tools where it is another one."""
+    if data.chat_template is None:
+        return tokenizer.chat_template, tokenizer.tool_template
+    file = Path(data.chat_template)
+    if not file.is_file():
+        rule = "is no file"
+        raise ConfigError(Problem("data.chat_template", data.chat_template, rule, "name the file of a Jinja template"))
+    return read_text(file, "data.chat_template"), None
+
+
+def _template_facts(tokenizer: Tokenizer, data: Data) -> str:
+    special = sorted(tokenizer.special_tokens.items())
+    return json.dumps([*_templates(tokenizer, data), special, FIXED_DATE.isoformat()])
+
+
+def _fingerprint(form: str, tokenizer: Tokenizer, *facts: str) -> str:
+    return hashlib.sha256(json.dumps([_VERSION, form, tokenizer.fingerprint, *facts]).encode()).hexdigest()

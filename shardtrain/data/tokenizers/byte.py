@@ -1,0 +1,59 @@
+"""The tokenizer that needs no file: one id per byte."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.tokenizers.spans import character_spans
+
+
+class ByteTokenizer:
+    """One id per UTF-8 byte, 0..255; 256 begins a document and 257 ends it. No text spells these two out."""
+
+    spec = "bytes"
+    vocab_size = 258
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+    pad_id: int | None = None
+    special_ids = frozenset({256, 257})
+    special_tokens: Mapping[str, str] = MappingProxyType({})
+    chat_template: str | None = None
+    tool_template: str | None = None
+    fingerprint = hashlib.sha256(b"shardtrain bytes 1").hexdigest()
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """UTF-8 bytes of a text; a lone surrogate becomes "?" as UTF-8 has no bytes for it."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """UTF-8 bytes of each text."""
+        return [self.encode(text) for text in texts]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+        """UTF-8 bytes of each text, and the character that each is of."""
+        batch = self.encode_batch(texts)
+        return [
+            (ids, character_spans(text, np.ones(len(ids), np.int64))) for text, ids in zip(texts, batch, strict=True)
+        ]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
+        """Text of ids; bos and eos have none, and bytes that are no UTF-8 become U+FFFD.
+
+        ``keep_special`` writes bos and eos as ``<bos>`` and ``<eos>``.
+
+        Raises:
+            ValueError: when an id is not in 0..257.
+        """
+        array = np.asarray(ids, dtype=np.int64)
+        if array.size and not (int(array.min()) >= 0 and int(array.max()) < self.vocab_size):
+            raise ValueError("token id outside 0..257")
+        if not keep_special:
+            return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        names = {256: b"<bos>", 257: b"<eos>"}
+        pieces = (names.get(i) or bytes((i,)) for i in array.tolist())
+        return b"".join(pieces).decode("utf-8", errors="replace")

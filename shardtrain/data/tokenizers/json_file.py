@@ -1,0 +1,108 @@
+"""A ``tokenizer.json``, run by the ``tokenizers`` library."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.tokenizers.beside import read_beside
+from shardtrain.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_MOST_IDS = 2**31
+
+# The library's threads do not exist in a child forked after they were used, where a batch would wait for them for ever
+# (it guards against that itself, but not where TOKENIZERS_PARALLELISM=true).
+_threads_of_process: int | None = None
+
+
+class JsonTokenizer:
+    """A ``tokenizer.json``; reading it runs no code from it.
+
+    bos, eos and pad come from ``tokenizer_config.json`` or ``special_tokens_map.json`` beside it, and otherwise from
+    the special tokens with the usual names. Special tokens that a text spells out become their ids.
+    """
+
+    def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
+        self.spec, self._option = spec, option
+        self._tokenizer = _load(file, content, option)
+        # ids may have gaps, so the largest id decides the rows that an embedding needs
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not 0 < self.vocab_size <= _MOST_IDS:
+            rule = "has an empty vocabulary" if self.vocab_size == 0 else "has ids of 2**31 and above"
+            raise ConfigError(Problem(option, str(file), rule, "use a trained tokenizer"))
+        beside = read_beside(file.parent, option)
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: i for i, token in added.items() if token.special}
+        self.bos_id, self.eos_id, self.pad_id = (
+            beside.special_id(name, self._tokenizer.token_to_id, special, self.vocab_size, option)
+            for name in ("bos_token", "eos_token", "pad_token")
+        )
+        usual = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+        self.special_ids = frozenset(special.values()).union(i for i in usual.values() if i is not None)
+        texts = {name: str(self._tokenizer.id_to_token(i)) for name, i in usual.items() if i is not None}
+        self.special_tokens: Mapping[str, str] = {**texts, **beside.named()}
+        self.chat_template, self.tool_template = beside.chat_template, beside.tool_template
+        ends = f"{self.bos_id} {self.eos_id}".encode()
+        self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + ends).hexdigest()
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """Ids of a text, without bos and eos."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """Ids of each text; the library's threads share the work."""
+        # the fast call does not work out offsets; libraries before 0.20.1 lack it
+        batch = self._encode_many(texts, getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch))
+        return [np.array(one.ids, dtype=np.int32) for one in batch]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+        """Ids of each text and the characters that they stand for."""
+        batch = self._encode_many(texts, self._tokenizer.encode_batch)
+        return [
+            (np.array(one.ids, dtype=np.int32), np.array(one.offsets, dtype=np.int64).reshape(-1, 2)) for one in batch
+        ]
+
+    def _encode_many(self, texts: Sequence[str], batch: Callable[..., Any]) -> list[Any]:
+        global _threads_of_process
+        if _threads_of_process not in (None, os.getpid()):
+            return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        _threads_of_process = os.getpid()
+        encoded: list[Any] = batch(list(texts), add_special_tokens=False)
+        return encoded
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
+        """Text of ids; special tokens are left out unless they are to be kept."""
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not keep_special))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str, str]]:
+        from shardtrain.data.tokenizer import reopen
+
+        return reopen, (self.spec, self._option, self.fingerprint)
+
+
+def _load(file: Path, content: bytes, option: str) -> tokenizers.Tokenizer:
+    try:
+        import tokenizers
+    except ImportError as error:
+        fix = 'pip install tokenizers, or use "bytes"'
+        raise ConfigError(Problem(option, str(file), "needs the tokenizers library", fix)) from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises Exception itself for every fault of the file
+        rule = f"cannot be read as a tokenizer ({str(error).splitlines()[0]})"
+        raise ConfigError(Problem(option, str(file), rule, "replace the file by a complete tokenizer.json")) from error
+    # a saved file may ask for cut and filled rows; documents must arrive whole
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # It adds bos and eos, which is done elsewhere, and cuts spaces off the offsets, which would leave gaps.
+    tokenizer.post_processor = None  # type: ignore[assignment]
+    return tokenizer

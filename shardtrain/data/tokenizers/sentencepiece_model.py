@@ -1,0 +1,204 @@
+"""A sentencepiece ``.model``, run by the ``sentencepiece`` library."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.tokenizers.beside import Beside, read_beside
+from shardtrain.data.tokenizers.spans import to_characters
+from shardtrain.data.tokenizers.split import Splitter
+from shardtrain.data.tokenizers.threads import threads
+from shardtrain.errors import ConfigError, Problem
+
+# ModelProto.normalizer_spec (field 3) { add_dummy_prefix (field 3): false }. A message that occurs twice in a protobuf
+# is merged and the later value counts, so that these bytes at the end of a model change this one setting.
+_NO_PREFIX = b"\x1a\x02\x18\x00"
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model, with the added tokens of a ``tokenizer_config.json`` beside it.
+
+    As in the library, a text that spells out ``<s>`` is ordinary text, except in conversations (``encode_spans``). The
+    space that many models put before a text is not put after a special token within one.
+    """
+
+    def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
+        self.spec, self._option = spec, option
+        self._whole, self._inner = _load(file, content, option), _load(file, content + _NO_PREFIX, option)
+        beside = read_beside(file.parent, option)
+        pieces: int = self._whole.get_piece_size()
+        self._added = self._added_tokens(beside, pieces, file)
+        self.vocab_size = max(pieces, *(i + 1 for i in self._added), 1) if self._added else pieces
+        control = {self._whole.id_to_piece(i): i for i in range(pieces) if self._whole.is_control(i)}
+        special = control | {text.content: i for i, text in beside.added.items() if text.special}
+        self._always = Splitter({text.content: i for i, text in beside.added.items() if not text.special})
+        self._all = Splitter({**{text.content: i for i, text in beside.added.items()}, **special})
+        self._texts = {i: text for text, i in special.items()} | self._added
+        self.bos_id, self.eos_id, self.pad_id = (self._end(beside, name, special) for name in ("bos", "eos", "pad"))
+        ends = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+        ids = {name: i for name, i in ends.items() if i is not None}
+        self.special_ids = frozenset(special.values()).union(ids.values())
+        self.special_tokens: Mapping[str, str] = {
+            **{name: self._text_of(i) for name, i in ids.items()},
+            **beside.named(),
+        }
+        self.chat_template, self.tool_template = beside.chat_template, beside.tool_template
+        facts = f"sentencepiece {self.bos_id} {self.eos_id} {sorted(beside.added.items())}".encode()
+        self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + facts).hexdigest()
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """Ids of a text, without bos and eos."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """Ids of each text."""
+        if self._always:
+            return [ids for ids, _ in (self._with_spans(text, self._always) for text in texts)]
+        batch = self._whole.encode(list(texts), num_threads=threads()) if texts else []
+        return [np.array(ids, dtype=np.int32) for ids in batch]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+        """Ids of each text, special tokens that it spells out among them, and the characters that they stand for."""
+        return [self._with_spans(text, self._all) for text in texts]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
+        """Text of ids; special tokens are left out unless they are to be kept.
+
+        Raises:
+            ValueError: when an id is not in 0..vocab_size-1.
+        """
+        parts: list[str] = []
+        run: list[int] = []
+        for i in [*(int(i) for i in ids), None]:
+            if i is not None and not 0 <= i < self.vocab_size:
+                raise ValueError(f"token id outside 0..{self.vocab_size - 1}")
+            if i is not None and i not in self._texts:
+                run.append(i)
+                continue
+            if run:
+                parts.append((self._inner if parts else self._whole).decode(run))
+                run = []
+            if i is not None:
+                parts.append(self._texts[i] if keep_special or i not in self.special_ids else "")
+        return "".join(parts)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str, str]]:
+        from shardtrain.data.tokenizer import reopen
+
+        return reopen, (self.spec, self._option, self.fingerprint)
+
+    def _added_tokens(self, beside: Beside, pieces: int, file: Path) -> dict[int, str]:
+        """Added tokens beyond the model; those within it must be the model's own."""
+        for i, token in beside.added.items():
+            if i < pieces and self._whole.id_to_piece(i) != token.content:
+                rule = (
+                    f"has the piece {self._whole.id_to_piece(i)!r} at id {i}, tokenizer_config.json {token.content!r}"
+                )
+                raise ConfigError(Problem(self._option, str(file), rule, "use files that belong together"))
+            if i >= pieces + 2**20:
+                rule = f"has {pieces} pieces, and tokenizer_config.json adds a token with id {i}"
+                raise ConfigError(Problem(self._option, str(file), rule, "use files that belong together"))
+        return {i: token.content for i, token in beside.added.items() if i >= pieces}
+
+    def _end(self, beside: Beside, name: str, special: dict[str, int]) -> int | None:
+        key, own = f"{name}_token", int(getattr(self._whole, f"{name}_id")())
+        if key in beside.tokens or f"{key}_id" in beside.token_ids:
+            return beside.special_id(
+                key, lambda text: self._find(text, special), special, self.vocab_size, self._option
+            )
+        return own if own >= 0 else None
+
+    def _find(self, text: str, special: dict[str, int]) -> int | None:
+        if text in special:
+            return special[text]
+        added = next((i for i, content in self._added.items() if content == text), None)
+        if added is not None:
+            return added
+        i = int(self._whole.piece_to_id(text))  # the unknown id for a text that is no piece
+        return i if self._whole.id_to_piece(i) == text else None
+
+    def _text_of(self, i: int) -> str:
+        return self._texts[i] if i in self._texts else str(self._whole.id_to_piece(i))
+
+    def _with_spans(self, text: str, splitter: Splitter) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        ids: list[int] = []
+        spans = [np.zeros((0, 2), dtype=np.int64)]
+        start = 0
+        for piece, special in splitter.pieces(text):
+            if special is None:
+                message = (self._inner if start else self._whole).encode(piece, out_type="serialized_proto")
+                found, where = _read_pieces(message)
+                ids += found
+                spans.append(to_characters(piece, where) + start)
+            else:
+                ids.append(special)
+                spans.append(np.array([[start, start + len(piece)]], dtype=np.int64))
+            start += len(piece)
+        return np.array(ids, dtype=np.int32), np.concatenate(spans)
+
+
+def _load(file: Path, content: bytes, option: str) -> Any:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        fix = 'pip install "shardtrain[hf]", or use a tokenizer.json'
+        raise ConfigError(Problem(option, str(file), "needs the sentencepiece library", fix)) from error
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(content)
+        if processor.get_piece_size() > 0:
+            return processor
+    except Exception as error:  # the library raises several kinds for a file that is none of its own
+        rule = "is no tokenizer: neither JSON nor ranks of tiktoken nor a sentencepiece model"
+        raise ConfigError(Problem(option, str(file), rule, "copy or download it again")) from error
+    raise ConfigError(Problem(option, str(file), "has an empty vocabulary", "use a trained tokenizer"))
+
+
+def _read_pieces(message: bytes) -> tuple[list[int], npt.NDArray[np.int64]]:
+    """Ids and spans in bytes of a SentencePieceText.
+
+    Read by hand, for what the library gives in its place changed from version to version: pieces are field 2, and in
+    a piece the id is field 2, begin 4 and end 5; zeros may be left out.
+    """
+    ids: list[int] = []
+    spans: list[tuple[int, int]] = []
+    for number, value in _fields(message):
+        if number == 2 and isinstance(value, bytes):
+            piece = {key: found for key, found in _fields(value) if isinstance(found, int)}
+            ids.append(piece.get(2, 0))
+            spans.append((piece.get(4, 0), piece.get(5, 0)))
+    return ids, np.array(spans, dtype=np.int64).reshape(-1, 2)
+
+
+def _fields(message: bytes) -> list[tuple[int, int | bytes]]:
+    """Field numbers and values of a protobuf of numbers, texts and messages."""
+    fields: list[tuple[int, int | bytes]] = []
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        value, at = _varint(message, at)
+        if key & 7 == 2:
+            fields.append((key >> 3, message[at : at + value]))
+            at += value
+        elif key & 7 == 0:
+            fields.append((key >> 3, value))
+        else:
+            raise ValueError("the sentencepiece library gave a message of an unknown form")
+    return fields
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7

@@ -1,0 +1,33 @@
+"""Texts that spell out special tokens: cut into those tokens and what stands between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+
+class Splitter:
+    """Finds added tokens in texts, the longest first; ``ids`` has the id of each by its text."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = dict(ids)
+        longest_first = sorted(self._ids, key=lambda text: (-len(text), text))
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    def __bool__(self) -> bool:
+        return self._pattern is not None
+
+    def pieces(self, text: str) -> Iterator[tuple[str, int | None]]:
+        """Pieces of a text in order, each with its id, or None where it is ordinary text; none is empty.
+
+        >>> list(Splitter({"<e>": 7}).pieces("hi<e>"))
+        [('hi', None), ('<e>', 7)]
+        """
+        done = 0
+        for match in self._pattern.finditer(text) if self._pattern else ():
+            if match.start() > done:
+                yield text[done : match.start()], None
+            yield match[0], self._ids[match[0]]
+            done = match.end()
+        if done < len(text):
+            yield text[done:], None

@@ -1,0 +1,194 @@
+"""A tiktoken ``.model``: base64 tokens and their ranks, with Llama 3's split pattern and special tokens.
+
+The format: https://github.com/openai/tiktoken; what Llama 3 adds to it: the Llama 3 model card and its reference code.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.tokenizers.beside import Beside, read_beside
+from shardtrain.data.tokenizers.spans import character_spans
+from shardtrain.data.tokenizers.split import Splitter
+from shardtrain.data.tokenizers.threads import threads
+from shardtrain.errors import ConfigError, Problem
+
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NUM_SPECIAL = 256
+_FIRST_SPECIAL = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(4)),
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|reserved_special_token_4|>",
+    "<|eot_id|>",
+)
+_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]+)\r?")
+# the ranks alone do not say how a text is split; these belong to others, which split otherwise
+_OTHERS = {50256: "GPT-2", 50257: "GPT-2", 100256: "cl100k_base", 151643: "Qwen", 199998: "o200k_base"}
+# The regular expressions overflow their stack on longer runs; Llama 3's reference code cuts at the same places.
+_LONGEST_RUN, _LONGEST_TEXT = 25_000, 400_000
+_LONG_RUN = re.compile(rf"\s{{{_LONGEST_RUN + 1},}}|\S{{{_LONGEST_RUN + 1},}}")
+
+
+def looks_like(content: bytes) -> bool:
+    """Whether a file begins with a base64 token and a rank."""
+    return _LINE.fullmatch(content.split(b"\n", 1)[0]) is not None
+
+
+class TiktokenTokenizer:
+    """Base64 ranks, read as Llama 3's: its split pattern, and 256 special tokens after the last rank.
+
+    Names and ids of special tokens in a ``tokenizer_config.json`` beside it count before Llama 3's. A text that spells
+    out a special token is ordinary text, as in Llama 3's reference code, except in conversations (``encode_spans``).
+    """
+
+    def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
+        self.spec, self._option = spec, option
+        ranks = _read_ranks(file, content, option)
+        beside = read_beside(file.parent, option)
+        specials = _special_tokens(beside, len(ranks), file, option)
+        self._encoding = _load(file, ranks, option)
+        self._tokens = sorted(ranks, key=ranks.__getitem__)
+        self._lengths = np.array([len(token) for token in self._tokens], dtype=np.int64)
+        self._splitter = Splitter(specials)
+        self._texts = {i: text for text, i in specials.items()}
+        self.vocab_size = len(ranks) + _NUM_SPECIAL
+        self.bos_id, self.eos_id, self.pad_id = (
+            beside.special_id(name, specials.get, specials, self.vocab_size, option)
+            for name in ("bos_token", "eos_token", "pad_token")
+        )
+        self.special_ids = frozenset(self._texts)
+        ends = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+        texts = {name: self._texts[i] for name, i in ends.items() if i in self._texts}
+        self.special_tokens: Mapping[str, str] = {**texts, **beside.named()}
+        self.chat_template, self.tool_template = beside.chat_template, beside.tool_template
+        facts = f"tiktoken llama3 {self.bos_id} {self.eos_id} {sorted(self._texts.items())}".encode()
+        self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + facts).hexdigest()
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """Ids of a text, without bos and eos."""
+        ids: list[int] = []
+        for part in _parts(text):
+            ids += self._encoding.encode_ordinary(part)
+        return np.array(ids, dtype=np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """Ids of each text."""
+        parts = [list(_parts(text)) for text in texts]
+        flat = [part for text in parts for part in text]
+        if not flat:
+            return [np.array([], dtype=np.int32) for _ in texts]
+        done = iter(self._encoding.encode_ordinary_batch(flat, num_threads=threads()))
+        return [np.array([i for _ in text for i in next(done)], dtype=np.int32) for text in parts]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+        """Ids of each text, special tokens that it spells out among them, and the characters that they stand for."""
+        return [self._with_spans(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
+        """Text of ids; special tokens are left out unless they are to be kept, bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: when an id is not in 0..vocab_size-1.
+        """
+        parts: list[bytes] = []
+        for i in (int(i) for i in ids):
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"token id outside 0..{self.vocab_size - 1}")
+            if i < len(self._tokens):
+                parts.append(self._tokens[i])
+            elif keep_special:
+                parts.append(self._texts.get(i, "").encode())
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str, str]]:
+        from shardtrain.data.tokenizer import reopen
+
+        return reopen, (self.spec, self._option, self.fingerprint)
+
+    def _with_spans(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        ids = [np.zeros(0, dtype=np.int32)]
+        spans = [np.zeros((0, 2), dtype=np.int64)]
+        start = 0
+        for piece, special in self._splitter.pieces(text):
+            if special is None:
+                ids.append(self.encode(piece))
+                spans.append(character_spans(piece, self._lengths[ids[-1]]) + start)
+            else:
+                ids.append(np.array([special], dtype=np.int32))
+                spans.append(np.array([[start, start + len(piece)]], dtype=np.int64))
+            start += len(piece)
+        return np.concatenate(ids), np.concatenate(spans)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Parts of a text that the library can take, cut where Llama 3's reference code cuts; most texts are one part."""
+    for start in range(0, len(text), _LONGEST_TEXT):
+        part, done = text[start : start + _LONGEST_TEXT], 0
+        for run in _LONG_RUN.finditer(part) if len(part) > _LONGEST_RUN else ():
+            for cut in range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN):
+                yield part[done:cut]
+                done = cut
+        yield part[done:]
+
+
+def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        match = _LINE.fullmatch(line)
+        try:
+            token = base64.b64decode(match[1], validate=True) if match else None
+        except binascii.Error:
+            token = None
+        if match is None or token is None:
+            rule = "is no base64 token and its rank"
+            raise ConfigError(Problem(option, f"{file}:{number}", rule, "copy or download the file again"))
+        if token in ranks or int(match[2]) != len(ranks):
+            rule = "has a token that was there before" if token in ranks else f"has a rank other than {len(ranks)}"
+            raise ConfigError(Problem(option, f"{file}:{number}", rule, "copy or download the file again"))
+        ranks[token] = len(ranks)
+    if len(ranks) in _OTHERS:
+        rule = f"has {len(ranks)} ranks, those of {_OTHERS[len(ranks)]}; only Llama 3's way to split a text is known"
+        raise ConfigError(Problem(option, str(file), rule, "use the tokenizer.json of that model"))
+    missing = [i for i in range(256) if bytes((i,)) not in ranks]
+    if missing:
+        rule = f"lacks a token for {len(missing)} of the 256 bytes, so that some texts could not be written"
+        raise ConfigError(Problem(option, str(file), rule, "copy or download the file again"))
+    return ranks
+
+
+def _special_tokens(beside: Beside, num_ranks: int, file: Path, option: str) -> dict[str, int]:
+    """Special tokens by their text: Llama 3's 256, some of them under the names that tokenizer_config.json has."""
+    others = (f"<|reserved_special_token_{i}|>" for i in range(5, _NUM_SPECIAL))
+    names = dict(enumerate([*_FIRST_SPECIAL, *others][:_NUM_SPECIAL], start=num_ranks))
+    for i, token in beside.added.items():
+        if not num_ranks <= i < num_ranks + _NUM_SPECIAL:
+            rule = f"has special tokens {num_ranks}..{num_ranks + _NUM_SPECIAL - 1}, tokenizer_config.json names {i}"
+            raise ConfigError(Problem(option, str(file), rule, "use files that belong together"))
+        names[i] = token.content
+    return {text: i for i, text in names.items()}
+
+
+def _load(file: Path, ranks: dict[bytes, int], option: str) -> Any:
+    try:
+        import tiktoken
+    except ImportError as error:
+        fix = 'pip install "shardtrain[hf]", or use a tokenizer.json'
+        raise ConfigError(Problem(option, str(file), "needs the tiktoken library", fix)) from error
+    return tiktoken.Encoding(file.name, pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={})

@@ -1,0 +1,407 @@
+"""Laws of conversations: tokens and masks are those of transformers, and a turn that cannot be found is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tiny_tokenizers import bpe_folder, sentencepiece_bytes, tiktoken_bytes
+
+from shardtrain.config.schema import Data
+from shardtrain.data.chat import write
+from shardtrain.data.chat_template import ChatTemplate
+from shardtrain.data.columns import Unusable
+from shardtrain.data.document import Document
+from shardtrain.data.encode import open_encoder
+from shardtrain.data.sources import BadRow
+from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.errors import ConfigError
+
+pytest.importorskip("jinja2")
+
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|h|>", "<|/h|>", "<|eot|>", "<|user|>", "<|assistant|>")
+
+# Each in the style of a family of models, with {% generation %} marks; without them the prefix method must agree.
+CHATML = """\
+{% if tools %}<|im_start|>system
+Tools: {% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{% for m in messages %}
+{% if m.role == 'assistant' %}
+<|im_start|>assistant
+{% generation %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}
+<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>
+{%- endfor %}<|im_end|>{% endgeneration %}
+
+{% else %}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+HEADERS = """\
+{{- bos_token }}
+{%- for m in messages %}
+{{- '<|h|>' + m['role'] + '<|/h|>\\n\\n' }}
+{%- if m['role'] == 'assistant' %}
+{%- generation %}
+{%- if m.tool_calls is defined %}{{- m.tool_calls[0].function | tojson }}
+{%- else %}{{- m['content'] | trim }}{%- endif %}
+{{- '<|eot|>' }}
+{%- endgeneration %}
+{%- else %}
+{{- m['content'] | trim + '<|eot|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|h|>assistant<|/h|>\\n\\n' }}{%- endif %}"""
+
+ZEPHYR = """\
+{% for m in messages %}
+{% if m['role'] == 'assistant' %}
+{{ '<|assistant|>\\n' }}{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}
+{% else %}
+{{ '<|user|>\\n' + m['content'] + eos_token + '\\n' }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>\\n' }}
+{% endif %}
+{% endfor %}"""
+
+INST = """\
+{{- bos_token }}
+{%- for m in messages %}
+{%- if m['role'] == 'user' %}{{- ' [INST] ' + m['content'] + ' [/INST]' }}
+{%- elif m['role'] == 'assistant' %}
+{%- generation %}{{- ' ' + m['content'] + eos_token }}{%- endgeneration %}
+{%- else %}{{- raise_exception('Only user and assistant roles are supported!') }}
+{%- endif %}
+{%- endfor %}"""
+
+TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "zephyr": ZEPHYR, "inst": INST}
+TURNS = [
+    {"role": "user", "content": "Hello! How are you today?"},
+    {"role": "assistant", "content": "  I am well,\nthank you. 🦜"},
+    {"role": "user", "content": "the cat 東京"},
+    {"role": "assistant", "content": "naïve café <|x|> {{ }} \n\n"},
+]
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+WITH_TOOLS = [
+    {"role": "user", "content": "weather in Paris?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": '{"celsius": 21}'},
+    {"role": "assistant", "content": "21 degrees"},
+    {"role": "user", "content": "thank you"},
+    {"role": "assistant", "content": "Hello"},
+]
+
+
+def without_marks(template: str) -> str:
+    for sign in ("{% generation %}", "{%- generation %}", "{% endgeneration %}", "{%- endgeneration %}"):
+        template = template.replace(sign, "")
+    # where trim_blocks eats the line end after a tag, two must be left for one
+    return template.replace("<|im_end|>\n\n{% else %}", "<|im_end|>\n{% else %}")
+
+
+def folder_of(tmp_path, template, **more):
+    return bpe_folder(tmp_path, SPECIAL, bos_token="<s>", eos_token="</s>", chat_template=template, **more)
+
+
+def encode(path, row, **options):
+    (found,) = open_encoder(open_tokenizer(str(path)), Data(format="chat", **options)).encode([row])
+    return found
+
+
+def learned_text(path, row, **options):
+    document = encode(path, row, **options)
+    assert isinstance(document, Document), document
+    tokenizer = open_tokenizer(str(path))
+    runs, last = [], False
+    for token, learned in zip(document.tokens.tolist(), document.learned.tolist(), strict=True):
+        if learned:
+            runs[-1:] = [[*runs[-1], token]] if last else [*runs[-1:], [token]]
+        last = learned
+    return [tokenizer.decode(run, keep_special=True) for run in runs]
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+@pytest.mark.parametrize("chat", ["turns", "tools"])
+def test_tokens_and_masks_are_those_of_transformers(tmp_path, style, chat):
+    transformers = pytest.importorskip("transformers")
+    if chat == "tools" and style in ("zephyr", "inst"):
+        pytest.skip("this style has no tools")
+    messages, tools = (TURNS, None) if chat == "turns" else (WITH_TOOLS, TOOLS)
+    path = folder_of(tmp_path, TEMPLATES[style])
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
+    # transformers finds the first token of a span by its first character, which spaces cut off the offsets hide
+    reference.backend_tokenizer.post_processor = open_tokenizer(str(path))._tokenizer.post_processor
+    expected = reference.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+    document = encode(path, {"messages": messages, "tools": tools})
+    assert document.tokens.tolist() == expected["input_ids"]
+    assert document.learned.astype(int).tolist() == expected["assistant_masks"]
+    assert 0 < document.learned.sum() < len(document.tokens)
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+@pytest.mark.parametrize("chat", ["turns", "tools"])
+def test_turns_are_found_without_marks_as_with_them(tmp_path, style, chat):
+    if chat == "tools" and style in ("zephyr", "inst"):
+        pytest.skip("this style has no tools")
+    row = {"messages": TURNS} if chat == "turns" else {"messages": WITH_TOOLS, "tools": TOOLS}
+    marked = encode(folder_of(tmp_path / "marked", TEMPLATES[style]), row)
+    plain = encode(folder_of(tmp_path / "plain", without_marks(TEMPLATES[style])), row)
+    assert plain.tokens.tolist() == marked.tokens.tolist()
+    assert plain.learned.tolist() == marked.learned.tolist()
+
+
+def test_learned_are_the_assistant_s_words_and_the_end_of_each_turn(tmp_path):
+    path = folder_of(tmp_path, without_marks(CHATML))
+    assert learned_text(path, {"messages": TURNS}) == [
+        "  I am well,\nthank you. 🦜<|im_end|>",
+        "naïve café <|x|> {{ }} \n\n<|im_end|>",
+    ]
+    call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}</tool_call><|im_end|>'
+    row = {"messages": WITH_TOOLS, "tools": TOOLS}
+    assert learned_text(path, row) == [call, "21 degrees<|im_end|>", "Hello<|im_end|>"]
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
+def test_other_tokenizers_learn_the_same_words(tmp_path, kind):
+    end = "<|eot_id|>" if kind == "tiktoken" else "</s>"
+    (tmp_path / "tokenizer.model").write_bytes(tiktoken_bytes() if kind == "tiktoken" else sentencepiece_bytes())
+    template = (
+        "{% for m in messages %}"
+        + ("{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' }}" if kind == "tiktoken" else "{{ m.role + ':' }}")
+        + "{{ m.content }}"
+        + end
+        + "{% endfor %}{% if add_generation_prompt %}"
+        + ("{{ '<|start_header_id|>assistant<|end_header_id|>' }}" if kind == "tiktoken" else "assistant:")
+        + "{% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    expected = [message["content"] + end for message in TURNS if message["role"] == "assistant"]
+    # sentencepiece writes no space before the first word of what it decodes alone
+    found = learned_text(tmp_path, {"messages": TURNS})
+    assert [text.lstrip() for text in found] == [text.lstrip() for text in expected]
+
+
+def test_bos_is_the_template_s_and_there_once(tmp_path):
+    document = encode(folder_of(tmp_path, HEADERS), {"messages": TURNS})
+    bos = open_tokenizer(str(tmp_path)).bos_id
+    assert document.tokens[0] == bos and (document.tokens == bos).sum() == 1
+    document = encode(folder_of(tmp_path, CHATML), {"messages": TURNS})
+    assert (document.tokens == bos).sum() == 0
+
+
+# writes earlier turns without the line that the last one has, as templates of reasoning models do
+UNSTABLE = """\
+{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}
+{{- m.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def test_turns_are_found_where_a_template_rewrites_earlier_ones(tmp_path):
+    path = folder_of(tmp_path, UNSTABLE)
+    chat = [*TURNS[:3], {"role": "assistant", "content": "Hello"}]
+    expected = ["  I am well,\nthank you. 🦜<|im_end|>", "<think></think>Hello<|im_end|>"]
+    assert learned_text(path, {"messages": chat}) == expected
+
+
+def test_a_turn_that_cannot_be_found_is_refused(tmp_path):
+    path = folder_of(tmp_path, UNSTABLE.replace("m.content +", "(m.content or m.tool_calls|tojson) +"))
+    result = encode(path, {"messages": WITH_TOOLS})
+    assert isinstance(result, BadRow) and not result.harmless
+    assert "turn 2 cannot be told apart" in result.reason and "{% generation %}" in result.reason
+
+
+def test_the_speaker_s_name_is_not_learned_where_a_template_has_no_generation_prompt(tmp_path):
+    path = folder_of(
+        tmp_path, "{% for m in messages %}{{ '<|h|>' + m.role + '<|/h|>' + m.content + '<|eot|>' }}{% endfor %}"
+    )
+    assert learned_text(path, {"messages": TURNS[:2]}) == ["  I am well,\nthank you. 🦜<|eot|>"]
+
+
+def test_marks_within_a_macro_have_the_right_place(tmp_path):
+    template = (
+        "{% macro say(m) %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endmacro %}"
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{{ say(m) }}{% else %}{{ m.content }}"
+        "{% endif %}\n{% endfor %}"
+    )
+    path = folder_of(tmp_path, template)
+    assert learned_text(path, {"messages": TURNS[:2]}) == ["  I am well,\nthank you. 🦜</s>"]
+
+
+def test_marks_whose_text_is_changed_are_refused():
+    template = ChatTemplate(
+        "{% set x %}{% generation %} {{ messages[1].content }} {% endgeneration %}{% endset %}{{ x | trim }}", {}
+    )
+    with pytest.raises(Unusable, match="changes what its"):
+        write(template, TURNS[:2], None)
+
+
+def test_marks_that_leave_out_the_end_are_told(tmp_path, caplog):
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|eot|>{% endfor %}"
+    path = folder_of(tmp_path, template)
+    encoder = open_encoder(open_tokenizer(str(path)), Data(format="chat"))
+    encoder.encode([{"messages": TURNS}, {"messages": TURNS}])
+    assert [record.getMessage() for record in caplog.records if "leave out the <|eot|>" in record.getMessage()] != []
+    assert len(caplog.records) == 1
+
+
+def test_sharegpt_rows_are_messages(tmp_path):
+    path = folder_of(tmp_path, CHATML)
+    speakers = {"user": "human", "assistant": "gpt"}
+    row = {"conversations": [{"from": speakers[m["role"]], "value": m["content"]} for m in TURNS]}
+    expected = encode(path, {"messages": TURNS})
+    for found in (encode(path, row), encode(path, {"talk": row["conversations"]}, messages_field="talk")):
+        assert found.tokens.tolist() == expected.tokens.tolist() and found.learned.tolist() == expected.learned.tolist()
+    call = {"from": "function_call", "value": '{"name": "get_weather", "arguments": {"city": "Paris"}}'}
+    row["conversations"] += [{"from": "human", "value": "Paris?"}, call, {"from": "observation", "value": "21"}]
+    assert '"arguments": {"city": "Paris"}' in learned_text(path, row)[-1]
+
+
+def test_text_parts_and_nulls_and_json_tools_mean_the_same(tmp_path):
+    path = folder_of(tmp_path, CHATML)
+    expected = encode(path, {"messages": WITH_TOOLS, "tools": TOOLS})
+    parts = [
+        {**m, "name": None, "content": [{"type": "text", "text": m["content"]}] if m["content"] else None}
+        for m in WITH_TOOLS
+    ]
+    text_call = {
+        "type": "function",
+        "function": {**CALL["function"], "arguments": json.dumps(CALL["function"]["arguments"])},
+    }
+    parts[1]["tool_calls"] = [text_call]  # as OpenAI writes them; the template must not put them in quotes
+    found = encode(path, {"messages": parts, "tools": json.dumps(TOOLS)})
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.learned.tolist() == expected.learned.tolist()
+
+
+def test_a_template_that_takes_arguments_as_text_gets_them_as_text():
+    template = ChatTemplate("{% for m in messages %}{{ m.tool_calls[0].function.arguments + '!' }}{% endfor %}", {})
+    call = {"function": {"name": "f", "arguments": '{"a":1}'}}
+    message = {"role": "assistant", "content": '{"a":1}', "tool_calls": [call]}
+    assert write(template, [message], None).text == '{"a":1}!'
+
+
+USER = {"role": "user", "content": "a"}
+BAD = {
+    "missing": ({"text": "x", "id": 1}, "has no column 'messages'; its columns are text, id"),
+    "null": ({"messages": None}, "column 'messages' holds null, not a list of messages"),
+    "text": ({"messages": "hello"}, "column 'messages' holds a text"),
+    "element": ({"messages": ["hello"]}, "message 1 of column 'messages' is a text, not an object with role"),
+    "role": ({"messages": [{"content": "x"}]}, "message 1 of column 'messages' has no role"),
+    "role type": ({"messages": [{"role": 3, "content": "x"}]}, "has a role that is a number"),
+    "content": ({"messages": [USER, {"role": "assistant"}]}, "message 2 of column 'messages' has neither content nor"),
+    "content type": ({"messages": [{"role": "user", "content": 4}]}, "has a content that is a number, not a text"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "part of type 'image'; only text"),
+    "part": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "part of type 'text' without a text"),
+    "assistant": ({"messages": [USER]}, "the conversation has no turn of the assistant"),
+    "surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, "has a lone surrogate"),
+    "mark": ({"messages": [USER, {"role": "assistant", "content": "\ufdd0"}]}, "noncharacter"),
+    "speaker": ({"conversations": [{"from": "alien", "value": "x"}]}, "is from 'alien'; known are human, user, gpt"),
+    "value": ({"conversations": [{"from": "gpt"}]}, "has no value"),
+    "call": ({"conversations": [{"from": "function_call", "value": "x"}]}, "is no JSON object with name"),
+    "tool call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "without the name of a function"),
+    "tool calls": ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "tool_calls that are no list"),
+    "tools": ({"messages": TURNS, "tools": "x"}, "column 'tools' holds a text that is no JSON list"),
+    "tools type": ({"messages": TURNS, "tools": [3]}, "column 'tools' holds a list, not a list of tools"),
+    "bytes": ({"messages": [{"role": "user", "content": b"x"}]}, "holds a bytes, which is no JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_conversations_are_bad_rows_with_a_reason(tmp_path, name):
+    row, reason = BAD[name]
+    result = encode(folder_of(tmp_path, CHATML), row)
+    assert isinstance(result, BadRow) and reason in result.reason and not result.harmless
+    assert "\n" not in result.reason
+
+
+def test_an_empty_conversation_is_harmless_and_a_deep_one_is_not_followed(tmp_path):
+    path = folder_of(tmp_path, CHATML)
+    assert encode(path, {"messages": []}) == BadRow("the conversation is empty", harmless=True)
+    deep: object = "x"
+    for _ in range(5000):
+        deep = [deep]
+    assert "nested more than 100 deep" in encode(path, {"messages": [{"role": "user", "content": deep}]}).reason
+
+
+def test_a_template_s_refusal_is_told(tmp_path):
+    result = encode(folder_of(tmp_path, INST), {"messages": [{"role": "system", "content": "x"}, *TURNS]})
+    assert result.reason == "the chat template refuses the conversation: Only user and assistant roles are supported!"
+
+
+def test_no_chat_template_is_an_error_that_names_the_option(tmp_path):
+    path = bpe_folder(tmp_path, SPECIAL)
+    with pytest.raises(
+        ConfigError, match=r"data.chat_template is not set, and the tokenizer has no chat template; name"
+    ):
+        open_encoder(open_tokenizer(str(path)), Data(format="chat"))
+    with pytest.raises(ConfigError, match=r"data.chat_template=.*is no file"):
+        open_encoder(open_tokenizer(str(path)), Data(format="chat", chat_template=str(tmp_path / "absent")))
+    (tmp_path / "broken.jinja").write_text("{% for x in %}")
+    with pytest.raises(ConfigError, match=r"data.chat_template is no Jinja template \(line 1"):
+        open_encoder(open_tokenizer(str(path)), Data(format="chat", chat_template=str(tmp_path / "broken.jinja")))
+
+
+def test_a_template_of_one_s_own_counts_before_the_tokenizer_s(tmp_path):
+    path = folder_of(tmp_path, CHATML)
+    (tmp_path / "own.jinja").write_text(ZEPHYR)
+    tokenizer = open_tokenizer(str(path))
+    own, other = (Data(format="chat", chat_template=name) for name in (str(tmp_path / "own.jinja"), None))
+    assert open_encoder(tokenizer, own).fingerprint != open_encoder(tokenizer, other).fingerprint
+    assert learned_text(path, {"messages": TURNS[:2]}, chat_template=str(tmp_path / "own.jinja")) == [
+        "  I am well,\nthank you. 🦜</s>"
+    ]
+
+
+def test_conversations_with_tools_use_the_template_for_tools(tmp_path):
+    named = [{"name": "default", "template": ZEPHYR}, {"name": "tool_use", "template": CHATML}]
+    path = folder_of(tmp_path, named)
+    assert learned_text(path, {"messages": TURNS[:2]})[0].endswith("</s>")
+    assert learned_text(path, {"messages": TURNS[:2], "tools": TOOLS})[0].endswith("<|im_end|>")
+
+
+def test_the_date_does_not_change_the_tokens(caplog):
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {})
+    assert template.render(TURNS) == template.render(TURNS) == "26 Jul 2024"
+    assert len(caplog.records) == 1 and "2024-07-26" in caplog.text
+
+
+HOSTILE = {
+    "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "mutation": "{{ messages.append(1) }}",
+    "product": "{{ 'a' * 10**12 }}",
+    "power": "{{ 10 ** 10**9 }}",
+    "range": "{% for i in range(10**9) %}{% endfor %}",
+    "rounds": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "output": "{% set a = 'a' * 1000000 %}{% for i in range(1000) %}{{ a }}{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "undefined": "{{ messages[99].content.x }}",
+    "import": "{% include '/etc/passwd' %}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates_end_in_a_reason(name):
+    with pytest.raises(Unusable, match="the chat template (refuses|writes)"):
+        ChatTemplate(HOSTILE[name], {}).render(TURNS)
+
+
+def test_many_rows_at_once_are_each_as_alone(tmp_path):
+    path = folder_of(tmp_path, without_marks(CHATML))
+    rows = [{"messages": TURNS}, {"messages": 3}, {"messages": WITH_TOOLS, "tools": TOOLS}, {"messages": TURNS[:2]}]
+    encoder = open_encoder(open_tokenizer(str(path)), Data(format="chat"))
+    for row, found in zip(rows, encoder.encode(rows), strict=True):
+        (alone,) = encoder.encode([row])
+        if isinstance(alone, BadRow):
+            assert found == alone
+        else:
+            assert np.array_equal(found.tokens, alone.tokens) and np.array_equal(found.learned, alone.learned)
+    assert encoder.encode([]) == []

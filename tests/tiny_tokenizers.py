@@ -1,0 +1,73 @@
+"""Small tokenizers of each kind, trained on the spot, with the special tokens and templates that a test asks for."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from functools import cache
+from pathlib import Path
+
+TEXTS = [
+    "the cat sat on the mat, and the dog lay by the fire.",
+    "Hello! How are you today?\nI am well, thank you.",
+    'get_weather {"city": "Paris", "unit": "celsius"}',
+    "naïve café 🦜 парадокс 東京",
+    "def main():\n    return 42\n\n",
+] * 4
+
+
+@cache
+def _bpe_json(special: tuple[str, ...]) -> str:
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + 80 + len(special), special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # as GPT-2's and Llama 3's files have it
+    return tokenizer.to_str()
+
+
+def bpe_folder(folder: Path, special: tuple[str, ...] = ("<s>", "</s>"), **config: object) -> Path:
+    """A byte-level BPE tokenizer.json, and what is given as tokenizer_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(_bpe_json(special), encoding="utf-8")
+    if config:
+        content = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+        (folder / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+@cache
+def sentencepiece_bytes(kind: str = "bpe") -> bytes:
+    """A sentencepiece model with byte fallback."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_writer=model,
+        model_type=kind,
+        vocab_size=360,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        num_threads=1,
+    )
+    return model.getvalue()
+
+
+def tiktoken_bytes() -> bytes:
+    """Base64 ranks: all bytes, and the merges of some words."""
+    tokens = [bytes((i,)) for i in range(256)]
+    for word in (b"the", b" the", b" cat", b"Hello", b"  ", b"\n\n", "é".encode(), b" mat"):
+        tokens += [word[:end] for end in range(2, len(word) + 1) if word[:end] not in tokens]
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
