@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,6 +74,19 @@ def build(module: ModuleType, model_config: Any) -> nn.Module:
     if broken:
         raise ConfigError([f"model {module.__name__}: {sentence}" for sentence in broken])
     return model
+
+
+def check_documents(module: ModuleType, name: str) -> None:
+    """Refuse a model whose packed documents would attend to each other: call it where batches have ``documents_BT``.
+
+    Raises ConfigError when the model's forward has no argument ``documents_BT``.
+    """
+    if "documents_BT" not in inspect.signature(module.Model.forward).parameters:
+        rule = "cannot keep packed documents apart: its forward has no argument documents_BT"
+        fix = (
+            'add documents_BT=None as the third and pass it on to the attention cores, or set data.document_mask="off"'
+        )
+        raise ConfigError(Problem("model.name", name, rule, fix))
 
 
 def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:

@@ -129,7 +129,7 @@ class LatentAttention(nn.Module):
         # YaRN sharpens the softmax by this much; the core divides by the square root of the width alone
         self.q_scale = yarn_scale(c.rope_factor, c.mscale) ** 2
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         q_BTNH = self.wq_b(self.q_norm(self.wq_a(x_BTD))).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         q_nope_BTNH, q_rope_BTNR = q_BTNH.split((self.nope_dim, self.rope_dim), dim=-1)
@@ -141,7 +141,7 @@ class LatentAttention(nn.Module):
         k_BTNH = torch.cat((k_nope_BTNH, k_rope_BT1R.expand(-1, -1, k_nope_BTNH.size(2), -1)), dim=-1)
         # Attention kernels want values as wide as keys: zeros are added, and their share of the output cut off
         v_BTNH = F.pad(v_BTNH, (0, k_BTNH.size(-1) - self.v_dim))
-        out_BTNH = self.core(q_BTNH, k_BTNH, v_BTNH)[..., : self.v_dim]
+        out_BTNH = self.core(q_BTNH, k_BTNH, v_BTNH, documents_BT)[..., : self.v_dim]
         return self.wo(out_BTNH.flatten(2))
 
 
@@ -157,9 +157,9 @@ class Block(nn.Module):
         shared_dim = c.num_shared_experts * c.moe_ffn_dim  # shared experts all see each token: one wide feed-forward
         self.moe = nn.Identity() if dense else MoE(c.dim, c.moe_ffn_dim, routing_of(c), shared_dim)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D); of ``ffn`` and ``moe``, one is the identity."""
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles)
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
         return x_BTD + self.moe(self.ffn(self.ffn_norm(x_BTD)))
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardtrain import documents
+
 
 def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:
     """Give the normalisation over the last ``dim`` features that ``model.norm_type`` names.
@@ -126,8 +128,13 @@ def yarn_scale(factor: float, mscale: float) -> float:
 class AttentionCore(nn.Module):
     """softmax(q k / sqrt(H)) v with a causal mask, and nothing else: the one seam that context parallelism needs."""
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
-        """Attention of queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K: (B, T, N, H)."""
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Attention of queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K: (B, T, N, H).
+
+        With ``documents_BT`` a token attends within its own document alone.
+        """
+        if documents_BT is not None:
+            return documents.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT)
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         grouped = q_BNTH.size(1) != k_BKTH.size(1)
         out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
@@ -146,11 +153,11 @@ class Attention(nn.Module):
         self.core = AttentionCore()
         self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         # The number of heads comes out of the weights, so the line holds where a rank has only some of the heads.
         q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        out_BTNH = self.core(rotate(q_BTNH, angles), rotate(k_BTKH, angles), v_BTKH)
+        out_BTNH = self.core(rotate(q_BTNH, angles), rotate(k_BTKH, angles), v_BTKH, documents_BT)
         return self.wo(out_BTNH.flatten(2))
 
 
@@ -162,10 +169,11 @@ class NormedAttention(Attention):
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps)
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        out_BTNH = self.core(rotate(self.q_norm(q_BTNH), angles), rotate(self.k_norm(k_BTKH), angles), v_BTKH)
+        q_BTNH, k_BTKH = rotate(self.q_norm(q_BTNH), angles), rotate(self.k_norm(k_BTKH), angles)
+        out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)
         return self.wo(out_BTNH.flatten(2))
 
 
@@ -198,8 +206,11 @@ class Decoder(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) of integer tokens (B, T) at integer positions (B, T).
+
+        ``documents_BT`` numbers the documents of each row, ascending: none attends to another. It goes to the attention
+        cores as it is, with all tokens of a row also where a rank holds a part of them.
 
         A pipeline stage receives (B, T, D) in place of tokens, or returns it in place of logits: the modules that it
         lacks are ``nn.Identity``.
@@ -207,5 +218,5 @@ class Decoder(nn.Module):
         x_BTD = self.embed(tokens_BT)
         angles = self.rope(positions_BT)
         for layer in self.layers.values():
-            x_BTD = layer(x_BTD, angles)
+            x_BTD = layer(x_BTD, angles, documents_BT)
         return self.head(self.norm(x_BTD))

@@ -1,7 +1,7 @@
 """The Llama architecture: pre-norm decoder with rotary grouped-query attention and SwiGLU (Touvron et al. 2023).
 
 Sizes are in ``llama2.py`` and ``llama3.py``. Nothing here knows that there are other devices: see ``LAYOUT``.
-Shape suffixes: B batch, T tokens, D model, V vocabulary.
+Shape suffixes: B batch, T tokens, D model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardtrain.layout import Depth, Draw, Layout
-from shardtrain.models.layers import Attention, FeedForward, RotaryAngles, build_norm
+from shardtrain.models.layers import Attention, Decoder, FeedForward, RotaryAngles, build_norm
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,17 @@ class Block(nn.Module):
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.ffn = FeedForward(c.dim, c.ffn_dim)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles)
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 
-class Model(nn.Module):
-    """A Llama: embed -> layers -> norm -> head."""
+class Model(Decoder):
+    """A Llama."""
 
     def __init__(self, c: Config) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(c.vocab_size, c.dim)
-        self.rope = RotaryAngles(
+        rope = RotaryAngles(
             c.head_dim,
             c.rope_theta,
             c.rope_scaling,
@@ -89,23 +87,9 @@ class Model(nn.Module):
             c.rope_high_freq_factor,
             c.rope_original_seq_len,
         )
-        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.num_layers)})
-        self.norm = build_norm(c.norm_type, c.dim, c.norm_eps)
-        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
-        if c.tied_embeddings:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        """Logits (B, T, V) of integer tokens (B, T) at integer positions (B, T).
-
-        A pipeline stage receives (B, T, D) in place of tokens, or returns it in place of logits: the modules that it
-        lacks are ``nn.Identity``.
-        """
-        x_BTD = self.embed(tokens_BT)
-        angles = self.rope(positions_BT)
-        for layer in self.layers.values():
-            x_BTD = layer(x_BTD, angles)
-        return self.head(self.norm(x_BTD))
+        layers = (Block(c) for _ in range(c.num_layers))
+        norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        super().__init__(c.vocab_size, c.dim, rope, layers, norm, c.tied_embeddings)
 
 
 def initial(c: Config) -> dict[str, Draw]:

@@ -1,26 +1,52 @@
 """Causal attention over a sequence that is split over ranks, three ways; each has its own exact backward.
 
-Split: "balanced" ranks hold chunks r and 2P-1-r of 2P (head and tail), others chunk r of P. Shape suffixes: B batch,
-t tokens here, T all tokens, N heads, K key-value heads, n heads after an exchange, H head.
+Split: "balanced" ranks hold chunks r and 2P-1-r of 2P (head and tail), others chunk r of P. ``documents_BT`` is whole
+on every rank: what attends to what is then known everywhere without a message, and documents that a part of the
+queries does not share with a part of the keys cost nothing. Shape suffixes: B batch, t tokens here, T all tokens,
+N heads, K key-value heads, n heads after an exchange, H head.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardtrain.errors import ConfigError, Problem
+from shardtrain import documents
+from shardtrain.flash import attend, attend_backward
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The first is the name since torch 2.13, which warns of the second."""
 
 
+class Piece(NamedTuple):
+    """Queries that attend to keys: which rows of the batch, which tokens of either, and whether causally."""
+
+    batch: slice
+    rows: slice
+    columns: slice
+    causal: bool
+
+
+def sequence_part(x_BT: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
+    """The part of each sequence that a rank holds: (B, T / size)."""
+    if not balanced:
+        return x_BT.chunk(size, dim=1)[rank].contiguous()
+    chunks = x_BT.chunk(2 * size, dim=1)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1)
+
+
 def gathered_attention(
-    q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, group: dist.ProcessGroup, balanced: bool
+    q_BtNH: Tensor,
+    k_BtKH: Tensor,
+    v_BtKH: Tensor,
+    group: dist.ProcessGroup,
+    balanced: bool,
+    documents_BT: Tensor | None = None,
 ) -> Tensor:
     """Gather all keys and values, then attend with this rank's queries; the gradients are reduce-scattered back.
 
@@ -31,31 +57,46 @@ def gathered_attention(
     k_BTKH, v_BTKH = (_natural_order(_GatherSequence.apply(x, group), size, balanced) for x in (k_BtKH, v_BtKH))
     mine = (rank, 2 * size - 1 - rank) if balanced else (rank,)
     length = q_BtNH.size(1) // len(mine)
+    documents_BT = None if documents_BT is None else documents.on_host(documents_BT)
     outputs = []
     for index, chunk in enumerate(mine):
         q_BlNH = q_BtNH[:, index * length : (index + 1) * length]
         stop = (chunk + 1) * length
-        outputs.append(_lower_right_causal(q_BlNH, k_BTKH[:, :stop], v_BTKH[:, :stop]))
+        documents_Bs = None if documents_BT is None else documents_BT[:, :stop]
+        outputs.append(_PrefixAttention.apply(q_BlNH, k_BTKH[:, :stop], v_BTKH[:, :stop], documents_Bs))
     return torch.cat(outputs, dim=1)
 
 
-def ring_attention(q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:
+def ring_attention(
+    q_BtNH: Tensor,
+    k_BtKH: Tensor,
+    v_BtKH: Tensor,
+    group: dist.ProcessGroup,
+    balanced: bool,
+    documents_BT: Tensor | None = None,
+) -> Tensor:
     """Pass keys and values round the ring and merge what each part contributes; memory stays that of one part."""
-    return _Ring.apply(q_BtNH, k_BtKH, v_BtKH, group, balanced)  # type: ignore[no-any-return]
+    documents_BT = None if documents_BT is None else documents.on_host(documents_BT)
+    return _Ring.apply(q_BtNH, k_BtKH, v_BtKH, group, balanced, documents_BT)  # type: ignore[no-any-return]
 
 
-def ulysses_attention(q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, group: dist.ProcessGroup, _: bool) -> Tensor:
+def ulysses_attention(
+    q_BtNH: Tensor,
+    k_BtKH: Tensor,
+    v_BtKH: Tensor,
+    group: dist.ProcessGroup,
+    _: bool,
+    documents_BT: Tensor | None = None,
+) -> Tensor:
     """Exchange heads for tokens, attend to whole sequences with some of the heads, and exchange back."""
     q_BTnH, k_BTkH, v_BTkH = (_HeadsForTokens.apply(x, group) for x in (q_BtNH, k_BtKH, v_BtKH))
+    if documents_BT is not None:
+        out_BTnH = documents.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT)
+        return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     q_BnTH, k_BkTH, v_BkTH = (x.transpose(1, 2) for x in (q_BTnH, k_BTkH, v_BTkH))
     grouped = q_BnTH.size(1) != k_BkTH.size(1)
     out_BnTH = F.scaled_dot_product_attention(q_BnTH, k_BkTH, v_BkTH, is_causal=True, enable_gqa=grouped)
     return _TokensForHeads.apply(out_BnTH.transpose(1, 2), group)  # type: ignore[no-any-return]
-
-
-def _lower_right_causal(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> Tensor:
-    """Attention in which the last query sees all keys and each query before it one fewer."""
-    return _PrefixAttention.apply(q_BlNH, k_BsKH, v_BsKH)  # type: ignore[no-any-return]
 
 
 def _natural_order(x_BTKH: Tensor, size: int, balanced: bool) -> Tensor:
@@ -126,33 +167,58 @@ def _tokens_for_heads(x_BTnH: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _PrefixAttention(torch.autograd.Function):
-    """Queries at the end of a prefix of keys: the keys before them in full, their own causally, merged."""
+    """Queries at the end of a prefix of keys: the keys before them in full, their own causally, merged.
+
+    The last query sees all keys, and each query before it one fewer.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> Tensor:
-        length, total = q_BlNH.size(1), k_BsKH.size(1)
+    def forward(ctx: Any, q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, documents_Bs: Tensor | None) -> Tensor:
         merged = Merged(q_BlNH)
-        for start, stop, causal in _prefix_pieces(length, total):
-            merged.add(slice(0, length), *attend(q_BlNH, k_BsKH[:, start:stop], v_BsKH[:, start:stop], causal))
+        ctx.pieces = list(_prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs))
+        for piece in ctx.pieces:
+            merged.attend(piece, q_BlNH, k_BsKH, v_BsKH)
         out_BlNH = merged.out_BtNH.to(q_BlNH.dtype)
         ctx.save_for_backward(q_BlNH, k_BsKH, v_BsKH, out_BlNH, merged.lse_BNt)
         return out_BlNH
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl = ctx.saved_tensors
+        saved = (gradients[0], q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl)
         dq, dk, dv = torch.zeros_like(q_BlNH, dtype=torch.float32), torch.zeros_like(k_BsKH), torch.zeros_like(v_BsKH)
-        for start, stop, causal in _prefix_pieces(q_BlNH.size(1), k_BsKH.size(1)):
-            keys, values = k_BsKH[:, start:stop], v_BsKH[:, start:stop]
-            piece = attend_backward(gradients[0], q_BlNH, keys, values, out_BlNH, lse_BNl, causal)
-            dq += piece[0]
-            dk[:, start:stop], dv[:, start:stop] = piece[1], piece[2]
-        return dq.to(q_BlNH.dtype), dk, dv
+        for piece in ctx.pieces:
+            batch, rows, columns, _ = piece
+            part = _backward_of(piece, *saved)
+            dq[batch, rows] += part[0]
+            dk[batch, columns], dv[batch, columns] = part[1], part[2]
+        return dq.to(q_BlNH.dtype), dk, dv, None
 
 
-def _prefix_pieces(length: int, total: int) -> list[tuple[int, int, bool]]:
-    before = [(0, total - length, False)] if total > length else []
-    return [*before, (total - length, total, True)]
+def _prefix_pieces(length: int, total: int, documents_Bs: Tensor | None) -> Iterator[Piece]:
+    everything, own = slice(0, length), slice(total - length, total)
+    before = [(everything, slice(0, total - length), False)] if total > length else []
+    pieces = [*before, (everything, own, True)]
+    return _by_document(pieces, None if documents_Bs is None else documents_Bs[:, own], documents_Bs)
+
+
+def _by_document(
+    pieces: Sequence[tuple[slice, slice, bool]], queries_Bl: Tensor | None, keys_Bs: Tensor | None
+) -> Iterator[Piece]:
+    """The pieces, cut down to documents that their queries and keys share; whole without the documents' numbers.
+
+    Every query of a cut piece has keys, so no log-sum-exp is that of nothing.
+    """
+    for rows, columns, causal in pieces:
+        if queries_Bl is None or keys_Bs is None:
+            yield Piece(slice(None), rows, columns, causal)
+            continue
+        for row, queries, keys in documents.shared(queries_Bl[:, rows], keys_Bs[:, columns]):
+            yield Piece(row, _shifted(queries, rows.start), _shifted(keys, columns.start), causal)
+
+
+def _shifted(places: slice, by: int) -> slice:
+    return slice(places.start + by, places.stop + by)
 
 
 class Merged:
@@ -163,52 +229,74 @@ class Merged:
         B, t, N, _ = q_BtNH.shape
         self.lse_BNt = torch.full((B, N, t), -torch.inf, dtype=torch.float32, device=q_BtNH.device)
 
-    def add(self, rows: slice, out_BlNH: Tensor, lse_BNl: Tensor) -> None:
-        """Add what some query rows got from one more part of the keys."""
-        old_BNl = self.lse_BNt[:, :, rows]
+    def attend(self, piece: Piece, q_BtNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> None:
+        """Add what the queries of a piece get from its keys."""
+        batch, rows, columns, causal = piece
+        out_BlNH, lse_BNl = attend(q_BtNH[batch, rows], k_BsKH[batch, columns], v_BsKH[batch, columns], causal)
+        old_BNl = self.lse_BNt[batch, :, rows]
         new_BNl = torch.logaddexp(old_BNl, lse_BNl)
         keep, take = ((old - new_BNl).exp().transpose(1, 2)[..., None] for old in (old_BNl, lse_BNl))
-        self.out_BtNH[:, rows] = self.out_BtNH[:, rows] * keep + out_BlNH.float() * take
-        self.lse_BNt[:, :, rows] = new_BNl
+        self.out_BtNH[batch, rows] = self.out_BtNH[batch, rows] * keep + out_BlNH.float() * take
+        self.lse_BNt[batch, :, rows] = new_BNl
+
+
+def _backward_of(
+    piece: Piece, gradient_BtNH: Tensor, q_BtNH: Tensor, k: Tensor, v: Tensor, out_BtNH: Tensor, lse_BNt: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a piece adds to the gradients of its queries, keys and values."""
+    batch, rows, columns, causal = piece
+    gradient, q, out = (x[batch, rows] for x in (gradient_BtNH, q_BtNH, out_BtNH))
+    return attend_backward(gradient, q, k[batch, columns], v[batch, columns], out, lse_BNt[batch, :, rows], causal)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, group: dist.ProcessGroup, balanced: bool
+        ctx: Any,
+        q_BtNH: Tensor,
+        k_BtKH: Tensor,
+        v_BtKH: Tensor,
+        group: dist.ProcessGroup,
+        balanced: bool,
+        documents_BT: Tensor | None,
     ) -> Tensor:
         merged = Merged(q_BtNH)
         keys_values = torch.stack((k_BtKH, v_BtKH))
+        parts = None
+        if documents_BT is not None:
+            parts = [sequence_part(documents_BT, rank, group.size(), balanced) for rank in range(group.size())]
+        ctx.pieces = []  # of each turn
         for source in _sources(group):
-            for rows, columns, causal in _ring_pieces(q_BtNH.size(1), source, group.rank(), balanced):
-                part = keys_values[:, :, columns]
-                merged.add(rows, *attend(q_BtNH[:, rows], part[0], part[1], causal))
+            pieces = _ring_pieces(q_BtNH.size(1), source, group.rank(), balanced)
+            mine, theirs = (parts[group.rank()], parts[source]) if parts else (None, None)
+            ctx.pieces.append(list(_by_document(pieces, mine, theirs)))
+            for piece in ctx.pieces[-1]:
+                merged.attend(piece, q_BtNH, *keys_values)
             keys_values = _pass_on(keys_values, group)
         out_BtNH = merged.out_BtNH.to(q_BtNH.dtype)
         ctx.save_for_backward(q_BtNH, k_BtKH, v_BtKH, out_BtNH, merged.lse_BNt)
-        ctx.group, ctx.balanced = group, balanced
+        ctx.group = group
         return out_BtNH
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q_BtNH, k_BtKH, v_BtKH, out_BtNH, lse_BNt = ctx.saved_tensors
-        group, tokens = ctx.group, q_BtNH.size(1)
         dq_BtNH = torch.zeros_like(q_BtNH, dtype=torch.float32)
         keys_values = torch.stack((k_BtKH, v_BtKH))
         # the gradient of a part travels with it, gathers what every rank adds, and is home after a whole round
         summed = torch.zeros_like(keys_values, dtype=torch.float32)
-        for source in _sources(group):
-            for rows, columns, causal in _ring_pieces(tokens, source, group.rank(), ctx.balanced):
-                part = keys_values[:, :, columns]
-                saved = (q_BtNH[:, rows], part[0], part[1], out_BtNH[:, rows], lse_BNt[:, :, rows])
-                dq, dk, dv = attend_backward(gradients[0][:, rows], *saved, causal)
-                dq_BtNH[:, rows] += dq
-                summed[0][:, columns] += dk
-                summed[1][:, columns] += dv
-            keys_values = _pass_on(keys_values, group)
-            summed = _pass_on(summed, group)
+        for pieces in ctx.pieces:
+            for piece in pieces:
+                batch, rows, columns, _ = piece
+                k, v = keys_values
+                dq, dk, dv = _backward_of(piece, gradients[0], q_BtNH, k, v, out_BtNH, lse_BNt)
+                dq_BtNH[batch, rows] += dq
+                summed[0][batch, columns] += dk
+                summed[1][batch, columns] += dv
+            keys_values = _pass_on(keys_values, ctx.group)
+            summed = _pass_on(summed, ctx.group)
         dtype = q_BtNH.dtype
-        return dq_BtNH.to(dtype), summed[0].to(dtype), summed[1].to(dtype), None, None
+        return dq_BtNH.to(dtype), summed[0].to(dtype), summed[1].to(dtype), None, None, None
 
 
 def _sources(group: dist.ProcessGroup) -> list[int]:
@@ -243,60 +331,3 @@ def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     return received
-
-
-def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention output (B, l, N, H) and its log-sum-exp (B, N, l) in float32, by the device's flash kernel."""
-    q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
-    if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    else:
-        _check_flash(q)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-    return out.transpose(1, 2), lse.float()
-
-
-def attend_backward(
-    gradient_BlNH: Tensor,
-    q_BlNH: Tensor,
-    k_BsKH: Tensor,
-    v_BsKH: Tensor,
-    out_BlNH: Tensor,
-    lse_BNl: Tensor,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values from one part of the keys, given the output and log-sum-exp over all."""
-    q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
-    gradient, out = (x.transpose(1, 2).contiguous() for x in (gradient_BlNH, out_BlNH))
-    lse = lse_BNl.contiguous()
-    if q.device.type == "cpu":
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, lse, 0.0, causal
-        )
-    else:
-        # lengths and random state of the forward call: dense inputs and no dropout, so neither is read
-        lengths = torch.empty(0, dtype=torch.int32, device=q.device)
-        random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, out, lse, lengths, lengths, q.size(2), k.size(2), 0.0, causal, random_state, random_state
-        )
-    dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
-    groups = q_BlNH.size(2) // k_BsKH.size(2)
-    if groups > 1:  # each key head served several query heads
-        dk, dv = (x.unflatten(2, (-1, groups)).float().sum(3).to(x.dtype) for x in (dk, dv))
-    return dq, dk, dv
-
-
-def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    groups = q_BlNH.size(2) // k_BsKH.size(2)
-    if groups > 1:
-        k_BsKH, v_BsKH = (x.repeat_interleave(groups, dim=2) for x in (k_BsKH, v_BsKH))
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BlNH, k_BsKH, v_BsKH))
-    return q, k, v
-
-
-def _check_flash(q: Tensor) -> None:
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        rule = "has no flash attention kernel on CUDA, which splitting a sequence needs"
-        fix = 'use bfloat16 or float16, or parallelism.context_parallel_method="ulysses"'
-        raise ConfigError(Problem("training.mixed_precision_param", str(q.dtype).removeprefix("torch."), rule, fix))

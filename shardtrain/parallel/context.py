@@ -7,7 +7,7 @@ al. 2023). Positions are cut with the tokens, so rotary angles follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches
-from shardtrain.parallel.attention import gathered_attention, ring_attention, ulysses_attention
+from shardtrain.parallel.attention import gathered_attention, ring_attention, sequence_part, ulysses_attention
 from shardtrain.parallel.mesh import Mesh
 
 AXIS = "cp"
-CoreFunction = Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, bool], Tensor]
+CoreFunction = Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None], Tensor]
 
 
 class Batch(Protocol):
@@ -33,6 +33,8 @@ class Batch(Protocol):
     def targets_BT(self) -> Tensor: ...  # noqa: D102
     @property
     def positions_BT(self) -> Tensor: ...  # noqa: D102
+    @property
+    def documents_BT(self) -> Tensor | None: ...  # noqa: D102
 
 
 class SplitAttentionCore(nn.Module):
@@ -43,9 +45,12 @@ class SplitAttentionCore(nn.Module):
         self._function, self._group, self._balanced = function, group, balanced
 
     @torch.compiler.disable  # collectives inside an autograd function end a graph anyway
-    def forward(self, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor) -> Tensor:
-        """Attention of this rank's queries to all keys and values: (B, t, N, H)."""
-        return self._function(q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced)
+    def forward(self, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Attention of this rank's queries to all keys and values: (B, t, N, H).
+
+        ``documents_BT`` are the documents of whole rows, which every rank has: they are not cut.
+        """
+        return self._function(q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced, documents_BT)
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -73,14 +78,24 @@ def is_balanced(config: Config) -> bool:
 
 
 def cut(batch: Batch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, targets and positions of this rank's part of each sequence, each (B, T / cp)."""
+    """Tokens, targets and positions of this rank's part of each sequence, each (B, T / cp).
+
+    Documents are not cut: attention needs those of all tokens, and every rank has them.
+    """
     columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT)
     size, rank = mesh.size(AXIS), mesh.rank(AXIS)
     if size == 1:
         return columns
-    if is_balanced(config):
-        chunks = [column.chunk(2 * size, dim=1) for column in columns]
-        parts = [torch.cat((chunk[rank], chunk[2 * size - 1 - rank]), dim=1) for chunk in chunks]
-    else:
-        parts = [column.chunk(size, dim=1)[rank].contiguous() for column in columns]
+    parts = [sequence_part(column, rank, size, is_balanced(config)) for column in columns]
     return parts[0], parts[1], parts[2]
+
+
+def document_argument(batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """The keyword argument that tells a model the documents of all rows; empty where batches have none."""
+    documents = [batch.documents_BT for batch in batches]
+    given = [documents_BT for documents_BT in documents if documents_BT is not None]
+    if not given:
+        return {}
+    if len(given) < len(documents):
+        raise ValueError("of the micro-batches of a step, some have documents_BT and some have none")
+    return {"documents_BT": given[0] if len(given) == 1 else torch.cat(given)}

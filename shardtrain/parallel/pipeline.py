@@ -69,6 +69,17 @@ def _check_parts(parts: list[list[str]], layout: Layout, layer_names: list[str])
         raise ConfigError(Problem(option, None, f"does not cover the model: {wrong}", fix))
 
 
+class _Stage(PipelineStage):
+    """A stage that a V-shaped schedule can evaluate: such a schedule hands gradients on even where there are none."""
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
 class PipelineRunner(Runner):
     """Some stages of a model, run by a schedule."""
 
@@ -82,7 +93,7 @@ class PipelineRunner(Runner):
         self._positions_name = _positions_name(whole)
         hidden = _hidden_size(whole, layout)
         self._stages = [
-            PipelineStage(
+            _Stage(
                 part,
                 index,
                 count,
@@ -117,7 +128,7 @@ class PipelineRunner(Runner):
         pieces = [context.cut(batch, self._mesh, self._config) for batch in batches]
         tokens_Bt, targets_Bt, positions_Bt = (torch.cat(column) for column in zip(*pieces, strict=True))
         losses: list[Tensor] = []
-        keywords: dict[str, Any] = {self._positions_name: positions_Bt}
+        keywords: dict[str, Any] = {self._positions_name: positions_Bt, **context.document_argument(batches)}
         if self.has_loss:
             keywords |= {"target": targets_Bt, "losses": losses}
         if "return_outputs" in inspect.signature(method).parameters:

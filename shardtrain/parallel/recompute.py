@@ -83,6 +83,7 @@ def _expensive_operations() -> frozenset[Any]:
         "aten._scaled_dot_product_cudnn_attention.default",
         "aten._scaled_dot_product_attention_math.default",
         "aten._scaled_dot_product_fused_attention_overrideable.default",
+        "shardtrain.document_attention.default",
         "_c10d_functional.reduce_scatter_tensor.default",
         "_c10d_functional.all_to_all_single.default",
     )

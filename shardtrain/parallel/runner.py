@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from shardtrain import init
 from shardtrain.config.schema import Config
 from shardtrain.layout import Draw
-from shardtrain.loss import IGNORE, ChunkFunction, cross_entropy_sum
+from shardtrain.loss import ChunkFunction, cross_entropy_sum
 from shardtrain.parallel import context, expert, shard
 from shardtrain.parallel.context import Batch
 from shardtrain.parallel.mesh import Mesh
 from shardtrain.parallel.zero import SplitStates
+from shardtrain.targets import IGNORE
 from shardtrain.tied import tie, tied_names
 
 
@@ -132,5 +133,5 @@ class PlainRunner(Runner):
 
     def _loss(self, batch: Batch, weight: Tensor) -> Tensor:
         tokens_Bt, targets_Bt, positions_Bt = context.cut(batch, self._mesh, self._config)
-        logits_BtV = self.parts[0](tokens_Bt, positions_Bt)
+        logits_BtV = self.parts[0](tokens_Bt, positions_Bt, **context.document_argument([batch]))
         return cross_entropy_sum(logits_BtV, targets_Bt, weight, chunk=self._chunk_loss)

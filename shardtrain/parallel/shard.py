@@ -71,6 +71,18 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
         model.set_requires_gradient_sync(sync)
 
 
+def free_gathered(model: nn.Module) -> None:
+    """End forward passes that no backward follows: free what they gathered, so that each rank holds shards again."""
+    if not isinstance(model, FSDPModule):
+        return
+    if hasattr(model, "reset_iter_state"):  # also forgets the order of these passes, which backward would prefetch by
+        model.reset_iter_state()
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _reshard_after_forward(config: Config, mesh: Mesh) -> bool:
     policy = config.parallelism.fsdp_reshard_after_forward
     if policy == "default":

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from shardtrain.data.batch import Batch
-from shardtrain.loss import IGNORE
 from shardtrain.seeding import seed_of
+from shardtrain.targets import IGNORE
 
 _KEPT = (0.95, 0.2, 0.6, 0.35, 0.8, 0.1, 0.5, 0.7)
 """Share of the targets that carry loss, by row: documents whose prompts are masked differ as much."""
@@ -28,7 +28,9 @@ def whole_batch(seed: int, step: int, sequences: int, tokens: int, vocabulary: i
 
 
 class SyntheticStream:
-    """The micro-batches of one data rank, step after step, as ``data.Stream`` gives those of a dataset."""
+    """The micro-batches of one data rank, step after step, as ``data.Stream`` gives those of a dataset; endless."""
+
+    ends_without_notice, num_readers, step_hash = False, 0, 0
 
     def __init__(
         self, seed: int, tokens: int, vocabulary: int, global_batch: int, local_batch: int, rank: int, ranks: int
@@ -37,10 +39,17 @@ class SyntheticStream:
         rows = global_batch // ranks
         self._shape = (seed, tokens, vocabulary)
         self._local, self._first, self._rows = local_batch, rank * rows, rows
+        self.accumulation, self._handed = rows // local_batch, 0
         self._batches = self._generate()
+
+    @property
+    def samples_consumed(self) -> int:
+        """Rows of all steps that were handed out in full, over all ranks."""
+        return self._handed // self.accumulation * self.global_batch
 
     def __next__(self) -> Batch:
         """The next micro-batch of this rank: ``local_batch`` rows."""
+        self._handed += 1
         return next(self._batches)
 
     def _generate(self) -> Iterator[Batch]:

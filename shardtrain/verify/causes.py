@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.layout import matches
-from shardtrain.loss import IGNORE
+from shardtrain.targets import IGNORE
 from shardtrain.verify.evidence import MATCH, Evidence, axes_that_differ
 from shardtrain.verify.run import Record
 

@@ -63,7 +63,7 @@ class _Prober:
             _, error, place = self._run(self._model, self._tokens_BT, self._positions_BT)
             if error:
                 return [self._problem(f"fails in {place}: {error}", "correct its forward")]
-            checks = (self._weightless, self._shapes, self._chain, self._positions, self._halves)
+            checks = (self._weightless, self._shapes, self._chain, self._positions, self._documents, self._halves)
             return [sentence for check in checks for sentence in check()]
         except _NoTensor as wrong:
             return [self._problem(str(wrong), "return logits of shape (B, T, V)")]
@@ -143,6 +143,20 @@ class _Prober:
                     f"positions, has other {name} than within the whole"
                 )
                 return [self._problem(rule, "use positions_BT wherever a token's place counts, never arange")]
+        return []
+
+    def _documents(self) -> list[str]:
+        """Other tokens in one document change no logit of the next, where the model is told of documents at all."""
+        if "documents_BT" not in inspect.signature(self._model.forward).parameters:
+            return []
+        half = self._tokens_BT.size(1) // 2
+        documents_BT = (torch.arange(self._tokens_BT.size(1)) >= half).long().expand_as(self._tokens_BT)
+        before = self._model(self._tokens_BT, self._positions_BT, documents_BT=documents_BT)
+        changed_BT = torch.where(documents_BT == 0, (self._tokens_BT + 1) % before.size(-1), self._tokens_BT)
+        after = self._model(changed_BT, self._positions_BT, documents_BT=documents_BT)
+        if _error(after[:, half:], before[:, half:]) > CLOSE:
+            rule = "breaks the promise to keep documents apart: tokens of one document change the logits of the next"
+            return [self._problem(rule, "pass documents_BT on to every attention core")]
         return []
 
     def _core_inputs(self, model: nn.Module, x: Tensor, positions_BT: Tensor) -> list[Tensor]:

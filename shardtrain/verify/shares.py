@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardtrain.data.batch import Batch
-from shardtrain.loss import IGNORE
+from shardtrain.targets import IGNORE
 
 
 class Shares:

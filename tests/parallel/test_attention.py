@@ -28,11 +28,14 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_hand(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
     """Causal grouped attention written out in float64."""
     q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
     scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(H)
-    scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+    hidden = torch.ones(T, T).triu(1).bool().expand(B, T, T)
+    if documents is not None:
+        hidden = hidden | (documents[:, :, None] != documents[:, None])
+    scores = scores.masked_fill(hidden[:, None], -math.inf)
     return torch.einsum("bnts,bsnh->btnh", scores.softmax(-1), v)
 
 
@@ -43,11 +46,11 @@ def part(whole: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), 1)
 
 
-def largest_errors(rank: int, dtype: torch.dtype) -> dict[str, list[float]]:
+def largest_errors(rank: int, dtype: torch.dtype, documents: Tensor | None = None) -> dict[str, list[float]]:
     size = dist.get_world_size()
     *whole, gradient = inputs(dtype)
     leaves = [x.double().requires_grad_() for x in whole]
-    expected = by_hand(*leaves)
+    expected = by_hand(*leaves, documents)
     expected.backward(gradient.double())
     targets = [expected.detach(), *(leaf.grad for leaf in leaves)]
     errors = {}
@@ -55,7 +58,7 @@ def largest_errors(rank: int, dtype: torch.dtype) -> dict[str, list[float]]:
         if name == "ulysses" and K % size:
             continue
         local = [part(x, rank, size, balanced).requires_grad_() for x in whole]
-        out = function(*local, dist.group.WORLD, balanced)
+        out = function(*local, dist.group.WORLD, balanced, documents)
         out.backward(part(gradient, rank, size, balanced))
         got = [out.detach(), *(x.grad for x in local)]
         pairs = zip(got, targets, strict=True)
@@ -74,6 +77,34 @@ def test_split_attention_in_bfloat16_loses_no_more_than_the_type_does() -> None:
     for errors in run_ranks(2, largest_errors, torch.bfloat16):
         for name, values in errors.items():
             assert max(values) < 6e-2, (name, values)  # 2^-8 of values up to about 4
+
+
+def random_documents(seed: int) -> Tensor:
+    """Rows cut at random places: none to all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    share = torch.rand(B, 1, generator=generator) ** 3
+    begins = torch.rand(B, T, generator=generator) < share
+    return begins.long().cumsum(1)
+
+
+def errors_of_many_cuts(rank: int) -> dict[str, float]:
+    edges = torch.zeros(B, T, dtype=torch.int64)
+    edges[0, :: T // (2 * dist.get_world_size())] = 1  # a document for each chunk
+    each = torch.arange(T).expand(B, T)  # each token a document
+    cuts = [edges.cumsum(1), each, torch.zeros_like(each), *(random_documents(seed) for seed in range(20))]
+    worst: dict[str, float] = {}
+    for documents in cuts:
+        for name, values in largest_errors(rank, torch.float32, documents).items():
+            assert not any(math.isnan(value) for value in values), name
+            worst[name] = max(worst.get(name, 0.0), *values)
+    return worst
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_split_attention_within_documents_equals_attention_written_out(num_ranks: int) -> None:
+    for worst in run_ranks(num_ranks, errors_of_many_cuts):
+        assert len(worst) >= 4
+        assert max(worst.values()) < 2e-6, worst  # as without documents
 
 
 def test_parts_of_the_ring_meet_every_earlier_key_once() -> None:

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from tiny import Result, assert_same_numbers, make_run, run_tiny, tiny_config, train_whole
 from torch import Tensor, nn
 
-from shardtrain import train
+from shardtrain import resume, train
 from shardtrain.config.schema import Config
 from shardtrain.parallel import expert
 from shardtrain.shards import local_slices, to_full
@@ -266,7 +266,7 @@ def write_and_go_on(rank: int, folder: str) -> tuple[list[float], list[float], s
         job = {"dump_folder": f"{folder}/{name}"}
         config = family_config("deepseek_v3", parallelism=degrees(**parallelism), job=job, **sections)
         found.append(train_whole(rank, config, stop_after=stop))
-    names = set(train._weights(make_run(rank, config)))
+    names = set(resume.weights(make_run(rank, config)))
     return found[0].losses, found[1].losses + found[2].losses, names
 
 

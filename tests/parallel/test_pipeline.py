@@ -111,9 +111,10 @@ def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:
     return loss, batch.num_targets, same and all(p.grad is None for p in run.runner.parameters().values())
 
 
-def test_evaluation_gives_the_loss_of_one_process_and_changes_nothing() -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_evaluation_gives_the_loss_of_one_process_and_changes_nothing(schedule: str) -> None:
     training = {"local_batch_size": 8}
     expected = run_ranks(1, evaluated, tiny_config(training=training))[0]
-    for result in run_ranks(2, evaluated, tiny_config(training=training, parallelism=piped())):
+    for result in run_ranks(2, evaluated, tiny_config(training=training, parallelism=piped(schedule=schedule))):
         assert result[0] == pytest.approx(expected[0], rel=1e-6)
         assert result[1:] == expected[1:] == (8 * 64, True)

@@ -151,6 +151,10 @@ BROKEN = {
         [('        "blocks.*.mix.up": "colwise",\n', "")],
         ["blocks.0.mix.up.weight is named by 0 rules"],
     ),
+    "takes documents and takes no notice": (
+        [("def forward(self, tokens, positions):", "def forward(self, tokens, positions, documents_BT=None):")],
+        ["keep documents apart", "pass documents_BT on to every attention core"],
+    ),
     "unknown word": (
         [('"blocks.*.mix.up": "colwise"', '"blocks.*.mix.up": "columns"')],
         ["'columns' is no known word"],

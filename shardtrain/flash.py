@@ -1,0 +1,116 @@
+"""Attention to a part of the keys with its log-sum-exp, by a device's flash kernel (Dao et al. 2022), and its backward.
+
+Outputs over parts of the keys can be merged by their log-sum-exps, and each part has its own exact backward pass given
+the merged ones. Shape suffixes: B batch, l queries, s keys, N heads, K key-value heads, H head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardtrain.errors import ConfigError, Problem
+
+
+def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention output (B, l, N, H) and its log-sum-exp (B, N, l) in float32, by the device's flash kernel."""
+    q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    else:
+        _check_flash(q)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out.transpose(1, 2), lse.float()
+
+
+def attend_backward(
+    gradient_BlNH: Tensor,
+    q_BlNH: Tensor,
+    k_BsKH: Tensor,
+    v_BsKH: Tensor,
+    out_BlNH: Tensor,
+    lse_BNl: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values from one part of the keys, given the output and log-sum-exp over all."""
+    q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
+    gradient, out = (x.transpose(1, 2).contiguous() for x in (gradient_BlNH, out_BlNH))
+    lse = lse_BNl.contiguous()
+    if q.device.type == "cpu":
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, lse, 0.0, causal
+        )
+    else:
+        # lengths and random state of the forward call: dense inputs and no dropout, so neither is read
+        lengths = torch.empty(0, dtype=torch.int32, device=q.device)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient, q, k, v, out, lse, lengths, lengths, q.size(2), k.size(2), 0.0, causal, *_no_randomness(q)
+        )
+    dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
+    groups = q_BlNH.size(2) // k_BsKH.size(2)
+    if groups > 1:  # each key head served several query heads
+        dk, dv = (x.unflatten(2, (-1, groups)).float().sum(3).to(x.dtype) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def has_flash(x_BTNH: Tensor) -> bool:
+    """Whether a CUDA device has a flash kernel for heads of this type and width."""
+    half = x_BTNH.dtype in (torch.float16, torch.bfloat16)
+    return half and x_BTNH.size(-1) % 8 == 0 and x_BTNH.size(-1) <= 256 and _device_has_flash(x_BTNH.device)
+
+
+def attend_ragged(q_SNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, starts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Causal attention within each of some sequences laid end to end, on CUDA: output (S, N, H), log-sum-exp (N, S).
+
+    ``starts`` are where the sequences begin, and S at the end, int32 on the device; ``longest`` is the most tokens of
+    one. This is what ``torch.nn.attention.varlen`` calls, with its log-sum-exp.
+    """
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q_SNH.contiguous(), k_SKH.contiguous(), v_SKH.contiguous(), starts, starts, longest, longest, 0.0, True, False
+    )
+    return out, lse
+
+
+def attend_ragged_backward(
+    gradient_SNH: Tensor,
+    q_SNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    out_SNH: Tensor,
+    lse_NS: Tensor,
+    starts: Tensor,
+    longest: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values of ``attend_ragged``."""
+    gradient, q, k, v, out = (x.contiguous() for x in (gradient_SNH, q_SNH, k_SKH, v_SKH, out_SNH))
+    return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
+        gradient, q, k, v, out, lse_NS.contiguous(), starts, starts, longest, longest, 0.0, True, *_no_randomness(q)
+    )
+
+
+def repeat_heads(q_BTNH: Tensor, *keys_values: Tensor) -> list[Tensor]:
+    """Keys and values with as many heads as the queries: each serves a group of N / K of them."""
+    groups = q_BTNH.size(2) // keys_values[0].size(2)
+    return [x.repeat_interleave(groups, dim=2) if groups > 1 else x for x in keys_values]
+
+
+def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BlNH, *repeat_heads(q_BlNH, k_BsKH, v_BsKH)))
+    return q, k, v
+
+
+def _no_randomness(q: Tensor) -> tuple[Tensor, Tensor]:
+    random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return random_state, random_state
+
+
+def _device_has_flash(device: torch.device) -> bool:
+    available = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)()
+    return available and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _check_flash(q: Tensor) -> None:
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        rule = "has no flash attention kernel on CUDA, which splitting a sequence needs"
+        fix = 'use bfloat16 or float16, or parallelism.context_parallel_method="ulysses"'
+        raise ConfigError(Problem("training.mixed_precision_param", str(q.dtype).removeprefix("torch."), rule, fix))
