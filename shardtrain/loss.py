@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-IGNORE = -100
-"""Target of a token that carries no loss (PyTorch's and Hugging Face's convention)."""
+from shardtrain.targets import IGNORE
+
 CHUNK_NUMEL = 1 << 24
 """Logits per chunk: 64 MiB in float32."""
 

@@ -1,9 +1,32 @@
-"""From text to batches: source, tokenizer, rows, order, and this rank's share of each step."""
+"""From text to batches: source, tokenizer, rows, order, and this rank's share of each step.
+
+Names are imported when they are asked for: tokenizers and sources need no torch, and their tools start without it.
+"""
 
 from __future__ import annotations
 
-from shardtrain.data.batch import IGNORE, Batch
-from shardtrain.data.loader import Stream, open_stream, steps_for_epochs
-from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardtrain.data.batch import IGNORE, Batch
+    from shardtrain.data.loader import Stream, open_stream, steps_for_epochs
+    from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
 
 __all__ = ["IGNORE", "Batch", "Stream", "Tokenizer", "open_stream", "open_tokenizer", "steps_for_epochs"]
+
+_HOMES = {
+    "IGNORE": "batch",
+    "Batch": "batch",
+    "Stream": "loader",
+    "open_stream": "loader",
+    "steps_for_epochs": "loader",
+    "Tokenizer": "tokenizer",
+    "open_tokenizer": "tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

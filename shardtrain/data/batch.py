@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardtrain.loss import IGNORE
+from shardtrain import documents
+from shardtrain.targets import IGNORE
 
 
 @dataclass(frozen=True)
@@ -15,26 +17,40 @@ class Batch:
     """Rows of one forward and backward pass; B rows of T tokens, all int64.
 
     ``targets_BT[b, t]`` is the token that follows ``tokens_BT[b, t]``, or ``IGNORE``. ``positions_BT`` are the places
-    of the tokens in their sequence, from 0. ``sample_ids_B`` names the rows within the dataset; -1 is a filler row.
+    of the tokens in their sequence or document, from 0. ``sample_ids_B`` names the rows within the dataset; -1 is a
+    filler row. ``documents_BT`` numbers the documents of a row, ascending along it: a token attends to earlier tokens
+    of its own number alone. None lets every token attend to all before it.
     """
 
     tokens_BT: Tensor
     targets_BT: Tensor
     positions_BT: Tensor
     sample_ids_B: Tensor
+    documents_BT: Tensor | None = None
 
     @property
     def num_targets(self) -> int:
         """Targets that count in the loss."""
         return int((self.targets_BT != IGNORE).sum().item())
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that are not filler."""
+        return int((self.sample_ids_B >= 0).sum().item())
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on a device; ``non_blocking`` overlaps the copy when the batch is in pinned memory."""
-        return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in self._tensors()))
+        moved = self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        if self.documents_BT is not None and moved.documents_BT is not None:
+            documents.remember(moved.documents_BT, self.documents_BT)
+        return moved
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked host memory, which a GPU can copy from while the host goes on."""
-        return Batch(*(tensor.pin_memory() for tensor in self._tensors()))
+        return self._each(Tensor.pin_memory)
 
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.tokens_BT, self.targets_BT, self.positions_BT, self.sample_ids_B
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        documents_BT = None if self.documents_BT is None else change(self.documents_BT)
+        columns = (self.tokens_BT, self.targets_BT, self.positions_BT, self.sample_ids_B)
+        tokens_BT, targets_BT, positions_BT, sample_ids_B = map(change, columns)
+        return Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT)

@@ -1,114 +1,223 @@
 """This rank's rows of each step, from one number: how many samples all ranks have consumed.
 
 Step s takes positions [s G, (s + 1) G) of the sample order, G being the global batch size. Rank r of R takes the
-contiguous share [s G + r G / R, s G + (r + 1) G / R) and cuts it into micro-batches. Positions become samples before
-ranks exist (see ``order``), so the batches of a step do not depend on R, and a run continues on any other R.
+contiguous share [s G + r G / R, s G + (r + 1) G / R) and cuts it into micro-batches. Positions become rows before ranks
+exist (see ``mix``, ``feed``), so the batches of a step do not depend on R, and a run continues on any other R.
 """
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from shardtrain.config.schema import Config, DataLoader, Training, Validation
-from shardtrain.data import sources
-from shardtrain.data.batch import IGNORE, Batch
-from shardtrain.data.order import sample_at
-from shardtrain.data.pack import Packed, concatenate
-from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
-from shardtrain.errors import ConfigError, DataError, Problem
+from shardtrain.data.batch import Batch
+from shardtrain.data.feed import Moved, digest
+from shardtrain.data.opening import Opened, open_data
+from shardtrain.data.order_hash import hash_rows
+from shardtrain.data.pack import Sequences
+from shardtrain.data.places import Places
+from shardtrain.errors import ConfigError, DataError, Problem, ShardtrainError
 
 logger = logging.getLogger(__name__)
 
+SOURCE_BITS = 48
+"""A sample id is its number within its source, and above these bits the number of the source."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which rows are this rank's: micro-batches of B rows, ``accumulation`` of them per step, of one rank of R."""
+
+    local_batch_size: int
+    batch_rank: int
+    num_batch_ranks: int
+    accumulation: int
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of one step, over all ranks (G)."""
+        return self.local_batch_size * self.num_batch_ranks * self.accumulation
+
+    def first_position(self, samples_consumed: int, micro_batch: int) -> int:
+        """Position of the first row of this rank's micro-batch number ``micro_batch`` after some samples."""
+        step, within = divmod(micro_batch, self.accumulation)
+        start = self.batch_rank * self.accumulation + within
+        return samples_consumed + step * self.global_batch + start * self.local_batch_size
+
+
+Made = tuple[Batch, list[tuple[int, Moved]]]
+"""A batch, and for each reader of each source that moved, where it stands after it."""
+
+
+class MicroBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
+    """A rank's micro-batches by number, from a point of the order on; asked for ascending numbers by each worker."""
+
+    def __init__(self, opened: Opened, share: Share, samples_consumed: int) -> None:
+        self._opened, self._share, self._start = opened, share, samples_consumed
+
+    def __getitem__(self, micro_batch: int) -> Made | ShardtrainError:
+        """A micro-batch; an error comes back as a value, so that it crosses from a worker in one line."""
+        try:
+            return self.make(self._share.first_position(self._start, micro_batch))
+        except ShardtrainError as error:
+            return error
+
+    def make(self, position: int) -> Made:
+        """The rows at ``position`` and after."""
+        count, opened = self._share.local_batch_size, self._opened
+        rows = Sequences(count, opened.packing)
+        positions = np.arange(position, position + count, dtype=np.int64)
+        sample_ids = np.full(count, -1, dtype=np.int64)
+        moved: dict[tuple[int, int], Moved] = {}
+        located = opened.mixture.locate(positions)
+        for slot, (source, number) in enumerate(zip(*(part.tolist() for part in located), strict=True)):
+            if opened.end is not None and position + slot >= opened.end:
+                break
+            sample, move = opened.feeds[source].write(number, rows, slot)
+            sample_ids[slot] = sample + (source << SOURCE_BITS) if sample >= 0 else -1
+            if move is not None:
+                moved[source, move.reader] = move
+        columns = (rows.tokens_BT, rows.targets_BT, rows.positions_BT, sample_ids)
+        tokens_BT, targets_BT, positions_BT, sample_ids_B = map(torch.from_numpy, columns)
+        documents_BT = None if rows.documents_BT is None else torch.from_numpy(rows.documents_BT)
+        batch = Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT)
+        return batch, [(source, move) for (source, _), move in moved.items()]
+
 
 class Stream:
-    """Endless iterator over this rank's micro-batches, ``accumulation`` of them per step; see ``open_stream``.
+    """Iterator over this rank's micro-batches, ``accumulation`` of them per step; see ``open_stream``.
 
     tokenizer:       the tokenizer of the dataset.
     vocab:           token ids are in 0..vocab-1.
-    num_samples:     rows of one epoch, over all ranks.
+    files:           name of each file -> a fingerprint of its content, to name the one that differs.
+    num_samples:     rows of one epoch, over all ranks; None for mixtures, and where only reading tells.
+    end:             samples after which the data end; None where they repeat, or where only reading tells.
+    pad_id:          stands where no document does; never a target.
+    masks_documents: whether batches say which token is of which document.
+    accumulation:    micro-batches of a step.
     global_batch:    rows of one step, over all ranks (G).
-    fingerprint:     SHA-256 in hex of dataset, tokenizer, sequence length, seed and order. A run may be continued
+    num_readers:     virtual readers of a dataset that is read as training goes on, else 0.
+    ends_without_notice: whether the data end, and only reading tells where: filler rows come from readers at their end.
+    fingerprint:     SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run may be continued
                      only where it is the same.
+    step_hash:       what the rows of this rank's current step add to the run's order hash (see ``order_hash``).
     """
 
-    def __init__(
-        self,
-        name: str,
-        packed: Packed,
-        tokenizer: Tokenizer,
-        *,
-        local_batch_size: int,
-        batch_rank: int,
-        num_batch_ranks: int,
-        accumulation: int,
-        samples_consumed: int,
-        seed: int,
-        shuffle: bool,
-        loop: bool,
-        pin_memory: bool,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.vocab = tokenizer.vocab_size
-        self.num_samples = packed.num_samples
-        self.global_batch = local_batch_size * num_batch_ranks * accumulation
-        self.fingerprint = _fingerprint(packed, tokenizer, seed if shuffle else None)
-        self._name, self._packed = name, packed
-        self._local_batch_size, self._accumulation = local_batch_size, accumulation
-        self._share_start = batch_rank * local_batch_size * accumulation
-        self._seed, self._shuffle, self._loop, self._pin_memory = seed, shuffle, loop, pin_memory
+    def __init__(self, opened: Opened, share: Share, options: DataLoader, samples_consumed: int) -> None:
+        self.tokenizer = opened.tokenizer
+        self.vocab = opened.tokenizer.vocab_size
+        self.num_samples = opened.feeds[0].num_rows if len(opened.feeds) == 1 else None
+        self.end, self.global_batch, self.accumulation = opened.end, share.global_batch, share.accumulation
+        self.pad_id, self.masks_documents = opened.packing.pad_id, opened.packing.needs_documents
+        self.num_readers = sum(feed.num_readers for feed in opened.feeds)
+        self.ends_without_notice = any(feed.ends_without_notice for feed in opened.feeds)
+        self.fingerprint = digest([feed.fingerprint for feed in opened.feeds], opened.mixture.fingerprint)
+        self.files = {name: mark for feed in opened.feeds for name, mark in feed.files.items()}
+        self._opened, self._share, self._options = opened, share, options
+        self._pins = options.pin_memory and torch.cuda.is_available()
+        self._places = [Places(feed.num_readers) for feed in opened.feeds]
         self.seek(samples_consumed)
 
     @property
     def samples_consumed(self) -> int:
-        """Samples of all steps that were handed out in full, over all ranks; the only state of a stream."""
-        return self._step_start
+        """Samples of all steps that were handed out in full, over all ranks; never more than there are."""
+        position = self._start + self._handed // self._share.accumulation * self.global_batch
+        return position if self.end is None else min(position, self.end)
 
-    def seek(self, samples_consumed: int) -> None:
-        """Stand where all ranks together have consumed this many samples, at once."""
-        self._step_start, self._micro_batch = samples_consumed, 0
-        self._epoch = samples_consumed // self.num_samples
+    def seek(self, samples_consumed: int, cursors: npt.NDArray[np.int64] | None = None) -> None:
+        """Stand where all ranks together have consumed this many samples.
+
+        ``cursors`` are what ``cursors()`` gave there, over all ranks. Without them datasets that are read as training
+        goes on are read anew up to this point; all others are there at once.
+        """
+        self._start, self._handed, self.step_hash = samples_consumed, 0, 0
+        before, first = self._opened.mixture.rows_before(samples_consumed), 0
+        for feed, places, rows in zip(self._opened.feeds, self._places, before.tolist(), strict=True):
+            own = None if cursors is None else cursors[first : first + feed.num_readers]
+            feed.seek(rows, own)
+            places.begin(rows, own)
+            first += feed.num_readers
+        self._epochs = self._epochs_at(samples_consumed)
+        self._batches: Iterator[Made | ShardtrainError] | None = None  # workers start with the first batch
+
+    def cursors(self) -> npt.NDArray[np.int64]:
+        """Where the readers of all feeds stand now, (readers, 3): -1 for those of which another rank knows."""
+        before = self._opened.mixture.rows_before(self.samples_consumed)
+        known = [places.at(rows) for places, rows in zip(self._places, before.tolist(), strict=True)]
+        return np.concatenate(known)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch, or StopIteration at the end of the epoch when the stream does not loop."""
-        if self._micro_batch == 0:
-            if not self._loop and self._step_start >= self.num_samples:
+        """The next micro-batch; StopIteration at the start of a step when the data are known to have ended.
+
+        Raises:
+            DataError: at a bad row of a dataset that is read as training goes on.
+            ConfigError: when a file was changed under the run.
+        """
+        if self._handed % self._share.accumulation == 0:
+            if self.end is not None and self.samples_consumed >= self.end:
                 raise StopIteration
             self._say_new_epoch()
-        start = self._step_start + self._share_start + self._micro_batch * self._local_batch_size
-        batch = self._batch(np.arange(start, start + self._local_batch_size, dtype=np.int64))
-        self._micro_batch += 1
-        if self._micro_batch == self._accumulation:
-            self._step_start, self._micro_batch = self._step_start + self.global_batch, 0
-        return batch.pin_memory() if self._pin_memory else batch
+            self.step_hash = 0
+        batch, moved = self._take()
+        self.step_hash += hash_rows(batch, self._share.first_position(self._start, self._handed))
+        for source, move in moved:
+            self._places[source].move(move)
+        self._handed += 1
+        return batch.pin_memory() if self._pins else batch
 
-    def _batch(self, positions: npt.NDArray[np.int64]) -> Batch:
-        # a stream that ends may not fill its last step: filler rows keep every rank at the same number of batches
-        filler = np.zeros(len(positions), dtype=bool) if self._loop else positions >= self.num_samples
-        positions = np.where(filler, 0, positions)
-        samples = sample_at(positions, self.num_samples, self._seed) if self._shuffle else positions % self.num_samples
-        rows = self._packed.rows(samples)
-        targets = np.where(filler[:, None], IGNORE, rows[:, 1:])
-        return Batch(
-            tokens_BT=torch.from_numpy(np.ascontiguousarray(rows[:, :-1])),
-            targets_BT=torch.from_numpy(targets),
-            positions_BT=torch.arange(self._packed.seq_len).repeat(len(rows), 1),
-            sample_ids_B=torch.from_numpy(np.where(filler, -1, samples)),
-        )
+    def _take(self) -> Made:
+        if self._batches is None:
+            self._batches = _batches(MicroBatches(self._opened, self._share, self._start), self._options)
+        try:
+            made = next(self._batches)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DataError(f"a process that prepares batches died: {str(error).splitlines()[0]}") from error
+        if isinstance(made, ShardtrainError):
+            raise made
+        return made
+
+    def _epochs_at(self, samples: int) -> list[int]:
+        before = self._opened.mixture.rows_before(samples).tolist()
+        return [
+            0 if feed.num_rows is None else max(0, rows - 1) // feed.num_rows
+            for feed, rows in zip(self._opened.feeds, before, strict=True)
+        ]
 
     def _say_new_epoch(self) -> None:
-        epoch = (self._step_start + self.global_batch - 1) // self.num_samples
-        if self._loop and epoch > self._epoch:
-            logger.warning("dataset %s is being re-looped (epoch %d)", self._name, epoch + 1)
-        self._epoch = max(self._epoch, epoch)
+        epochs = self._epochs_at(self.samples_consumed + self.global_batch)
+        for name, epoch, old in zip(self._opened.names, epochs, self._epochs, strict=True):
+            if epoch > old and self.end is None:
+                logger.warning("dataset %s is being re-looped (epoch %d)", name, epoch + 1)
+        self._epochs = epochs
+
+
+def _batches(micro_batches: MicroBatches, options: DataLoader) -> Iterator[Made | ShardtrainError]:
+    """Micro-batches 0, 1, 2, ... in this order, made here or by worker processes."""
+    if not options.num_workers:
+        return map(micro_batches.__getitem__, itertools.count())
+    loader = torch.utils.data.DataLoader(
+        micro_batches,
+        batch_size=None,  # an item is a batch already
+        sampler=itertools.count(),
+        num_workers=options.num_workers,
+        prefetch_factor=options.prefetch_factor or 4,
+        persistent_workers=options.persistent_workers,
+        generator=torch.Generator(),  # one of its own, so that the run's random numbers stay as they are
+        in_order=True,
+    )
+    return iter(loader)
 
 
 def open_stream(
@@ -120,19 +229,19 @@ def open_stream(
     samples_consumed: int = 0,
     section: Training | Validation | None = None,
     shuffle: bool = True,
-    loop: bool = True,
+    loop: bool | None = None,
 ) -> Stream:
-    """Read and tokenise a dataset, and stand at any point of its order at once.
+    """Open the data of training or validation, and stand at any point of their order at once.
 
     Ranks that share a batch (tensor, context and pipeline peers) pass the same ``batch_rank``, 0..num_batch_ranks-1.
     ``accumulation`` is the number of micro-batches per step. ``samples_consumed`` counts samples over all ranks since
     the start of the run. ``section`` is config.training unless config.validation is passed. Without ``shuffle`` rows
-    come in the order of the dataset; without ``loop`` the stream ends after one epoch, on all ranks at the same step,
-    the last of which is filled up with rows that have no targets and sample id -1.
+    come in the order of the dataset. ``loop`` repeats the data or ends them after one pass, whatever the options say;
+    at the end all ranks stop at the same step, which is filled up with rows that have no targets and sample id -1.
 
     Raises:
         ConfigError: when the dataset or tokenizer is unknown or cannot be opened.
-        DataError: when the data cannot be read or is too short for one row.
+        DataError: when the data cannot be read or have no targets.
     """
     section = section or config.training
     word = "validation" if isinstance(section, Validation) else "training"
@@ -143,62 +252,19 @@ def open_stream(
     for key in ("local_batch_size", "seq_len"):
         if getattr(section, key) < 1:
             raise ConfigError(Problem(f"{word}.{key}", getattr(section, key), "must be at least 1", "use 1 or more"))
-    source = sources.find(section.dataset, option=f"{word}.dataset")
-    tokenizer = _tokenizer(config)
-    documents = source.documents(section.dataset_path, f"{word}.dataset_path")
-    packed = Packed(concatenate(documents, tokenizer), section.seq_len, f"{word}.seq_len")
-    return Stream(
-        section.dataset,
-        packed,
-        tokenizer,
-        local_batch_size=section.local_batch_size,
-        batch_rank=batch_rank,
-        num_batch_ranks=num_batch_ranks,
-        accumulation=accumulation,
-        samples_consumed=samples_consumed,
-        seed=config.debug.seed,
-        shuffle=shuffle,
-        loop=loop,
-        pin_memory=_pins(section.dataloader, word),
-    )
+    opened = open_data(config, section, shuffle=shuffle, loop=loop)
+    share = Share(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
+    if section.dataloader.pin_memory and not torch.cuda.is_available():
+        logger.warning("%s.dataloader.pin_memory=true has no effect without a CUDA device", word)
+    for feed in opened.feeds:
+        feed.warn_of_shared_work(share.global_batch, num_batch_ranks)
+    return Stream(opened, share, section.dataloader, samples_consumed)
 
 
 def steps_for_epochs(num_samples: int, epochs: int, global_batch: int) -> int:
-    """Whole optimizer steps in a number of passes over the data; what is left over is not trained on.
+    """Optimizer steps in a number of passes over the data; the last one may be smaller than the others.
 
-    Raises:
-        DataError: when the passes do not fill one step.
-
-    >>> steps_for_epochs(num_samples=132 * 8, epochs=3, global_batch=8)
-    396
+    >>> steps_for_epochs(num_samples=132 * 8 + 1, epochs=3, global_batch=8)
+    397
     """
-    steps = num_samples * epochs // global_batch
-    if steps < 1:
-        rule = f"gives {num_samples * epochs} samples, less than one step of {global_batch} sequences"
-        fix = "use more epochs, more data, or a smaller training.global_batch_size"
-        raise DataError(str(Problem("training.epochs", epochs, rule, fix)))
-    return steps
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    if config.model.tokenizer_path is not None:
-        return open_tokenizer(config.model.tokenizer_path, option="model.tokenizer_path")
-    return open_tokenizer(config.model.hf_assets_path)
-
-
-def _pins(options: DataLoader, word: str) -> bool:
-    """Whether to pin batches; what the options cannot do here is said aloud."""
-    if options.num_workers or options.persistent_workers or options.prefetch_factor is not None:
-        logger.warning(
-            "%s.dataloader: num_workers, persistent_workers and prefetch_factor start no processes; the tokens are in "
-            "memory and a batch takes about a millisecond",
-            word,
-        )
-    if options.pin_memory and not torch.cuda.is_available():
-        logger.warning("%s.dataloader.pin_memory=true has no effect without a CUDA device", word)
-    return options.pin_memory and torch.cuda.is_available()
-
-
-def _fingerprint(packed: Packed, tokenizer: Tokenizer, seed: int | None) -> str:
-    facts = f"{tokenizer.fingerprint} {packed.tokens.dtype.str} {packed.seq_len} {seed}"
-    return hashlib.sha256(facts.encode() + hashlib.sha256(packed.tokens.data).digest()).hexdigest()
+    return -(-num_samples * epochs // global_batch)

@@ -1,68 +1,117 @@
-"""Documents to rows: all documents in one line of tokens, cut into windows, so that no target is lost or repeated."""
+"""Documents to rows of ``seq_len`` inputs and as many targets: which tokens are in a row, and where they stand.
+
+"concat" lays all documents end to end and cuts every ``seq_len`` targets, so that each token but the first is the
+target of one row. "first_fit" and "padded" keep documents whole: see ``fitted``. Where documents are masked, positions
+begin anew in each, and no token has a target in another document.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from shardtrain.data.tokenizer import Tokenizer
-from shardtrain.errors import DataError, Problem
+from shardtrain.data.line import Line, Mask, Tokens
+from shardtrain.targets import IGNORE
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A line of tokens seen as rows of ``seq_len`` inputs and as many targets.
+class Packing:
+    """How documents become rows: the options of [data], and the length of a row."""
 
-    Row i holds tokens ``i * seq_len`` to ``(i + 1) * seq_len`` inclusive: its last token is the target of its last
-    input, and the first input of row i + 1. Every token but the first is thus the target of one row, and what remains
-    after the last whole row (fewer than ``seq_len`` targets) is left out.
-
-    ``tokens`` is 1-D of any integer type; ``option`` names the option behind ``seq_len`` in errors.
-
-    Raises:
-        DataError: when the tokens do not fill one row.
-    """
-
-    tokens: npt.NDArray[np.integer]
     seq_len: int
-    option: str = "training.seq_len"
-
-    def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            targets = max(0, len(self.tokens) - 1)
-            rule = f"is longer than the whole dataset, which has {targets} target tokens"
-            fix = f"use {targets} or less, or more data" if targets else "use more data"
-            raise DataError(str(Problem(self.option, self.seq_len, rule, fix)))
+    kind: Literal["concat", "first_fit", "padded"] = "concat"
+    masked: bool = False
+    long_documents: Literal["split", "cut", "drop"] = "split"
+    pad_id: int = 0
+    """Stands in what no document fills; never a target."""
 
     @property
-    def num_samples(self) -> int:
-        """Whole rows."""
-        return (len(self.tokens) - 1) // self.seq_len
-
-    def rows(self, sample_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Windows of the given samples, [B, seq_len + 1]: inputs are ``[:, :-1]`` and targets ``[:, 1:]``.
-
-        Raises:
-            IndexError: when a sample is not in 0..num_samples-1.
-        """
-        if sample_ids.size and not (int(sample_ids.min()) >= 0 and int(sample_ids.max()) < self.num_samples):
-            raise IndexError(f"sample outside 0..{self.num_samples - 1}")
-        index = sample_ids[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        return self.tokens[index].astype(np.int64)
+    def needs_documents(self) -> bool:
+        """Whether attention must be told which token is whose: a row of one document need not."""
+        return self.masked and self.kind != "padded"
 
 
-def concatenate(documents: Iterable[str], tokenizer: Tokenizer) -> npt.NDArray[np.integer]:
-    """Tokens of all documents in a row, each between the tokenizer's bos and eos where it has them.
+class Sequences:
+    """Rows as they are filled: B rows of T tokens, all int64; rows that nothing is written to have no targets."""
 
-    The result is uint16 when the vocabulary allows it and int32 otherwise: half the memory for most small ones.
+    def __init__(self, num_rows: int, packing: Packing) -> None:
+        shape = (num_rows, packing.seq_len)
+        self.tokens_BT = np.full(shape, packing.pad_id, dtype=np.int64)
+        self.targets_BT = np.full(shape, IGNORE, dtype=np.int64)
+        self.positions_BT = np.tile(np.arange(packing.seq_len, dtype=np.int64), (num_rows, 1))
+        self.documents_BT = np.zeros(shape, dtype=np.int64) if packing.needs_documents else None
+
+    def write(self, slot: int, column: int, tokens: Tokens, learned: Mask | None) -> None:
+        """Put inputs ``tokens[:-1]`` and targets ``tokens[1:]`` into row ``slot`` from ``column`` on."""
+        stop = column + len(tokens) - 1
+        self.tokens_BT[slot, column:stop] = tokens[:-1]
+        self.targets_BT[slot, column:stop] = (
+            tokens[1:] if learned is None else np.where(learned[1:], tokens[1:], IGNORE)
+        )
+
+    def number_documents(self, slot: int, columns: Tokens) -> None:
+        """Say at which columns of a row, ascending, another document begins; the first begins at 0."""
+        if self.documents_BT is None:
+            return
+        T = self.tokens_BT.shape[1]
+        begins = np.zeros(T, dtype=np.int64)
+        begins[columns[(columns > 0) & (columns < T)]] = 1
+        self.documents_BT[slot] = np.cumsum(begins)
+        places = np.arange(T, dtype=np.int64)
+        self.positions_BT[slot] = places - np.maximum.accumulate(np.where(begins == 1, places, 0))
+
+
+class Rows(Protocol):
+    """Rows of a line of documents, any of them at once.
+
+    num_targets:  targets of all rows, learned or not.
+    cut, dropped: documents that lost their end, or that were left out because they are longer than a row.
     """
-    dtype = np.dtype("<u2") if tokenizer.vocab_size <= 2**16 else np.dtype("<i4")
-    bos: npt.NDArray[np.integer] = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype)
-    eos: npt.NDArray[np.integer] = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype)
-    pieces: list[npt.NDArray[np.integer]] = []
-    for document in documents:
-        pieces += [bos, tokenizer.encode(document).astype(dtype), eos]
-    return np.concatenate(pieces) if pieces else np.array([], dtype)
+
+    num_rows: int
+    num_targets: int
+    packing: Packing
+    cut: int
+    dropped: int
+
+    def write(self, row: int, out: Sequences, slot: int) -> None:
+        """Fill row ``slot`` of ``out`` with row ``row``, 0..num_rows-1."""
+        ...
+
+
+class ConcatRows:
+    """Row i holds the tokens ``i * seq_len`` to ``(i + 1) * seq_len`` inclusive: its last is the target of its last
+    input, and the first input of row i + 1. The last row is filled up where tokens are missing.
+    """
+
+    cut = dropped = 0
+
+    def __init__(self, line: Line, packing: Packing) -> None:
+        self._line, self.packing = line, packing
+        self.num_targets = max(0, line.num_tokens - 1)
+        self.num_rows = -(-self.num_targets // packing.seq_len)
+
+    def write(self, row: int, out: Sequences, slot: int) -> None:
+        """See Rows."""
+        start = row * self.packing.seq_len
+        stop = min(start + self.packing.seq_len + 1, self._line.num_tokens)
+        learned = self._line.learned(start, stop) if self._line.has_mask else None
+        begins = self._line.starts(start + 1, stop) - start if self.packing.masked else None
+        write_window(out, slot, self._line.tokens(start, stop), learned, begins)
+
+
+def write_window(out: Sequences, slot: int, tokens: Tokens, learned: Mask | None, begins: Tokens | None) -> None:
+    """Fill a row with up to ``seq_len + 1`` tokens cut out of a line.
+
+    ``begins`` are the places in ``tokens`` after the first at which a document begins, where documents are masked.
+    """
+    out.write(slot, 0, tokens, learned)
+    if begins is None:
+        return
+    # the last token of a document would have the first of the next as its target
+    out.targets_BT[slot, begins - 1] = IGNORE
+    inputs = len(tokens) - 1
+    filler = [inputs] if inputs < out.tokens_BT.shape[1] else []
+    out.number_documents(slot, np.append(begins[begins < inputs], filler).astype(np.int64))

@@ -22,7 +22,7 @@ def config(tmp_path):
     """23 rows of 4 tokens: 93 tokens, of which 2 are bos and eos."""
     (tmp_path / "a.txt").write_text("".join(chr(33 + i) for i in range(91)))
     training = Training(dataset="text", dataset_path=str(tmp_path), local_batch_size=GLOBAL_BATCH, seq_len=SEQ_LEN)
-    return Config(training=training, debug=Debug(seed=7))
+    return Config(training=replace(training, on_data_end="repeat"), debug=Debug(seed=7))
 
 
 def with_training(config, **changes):
@@ -153,15 +153,32 @@ def test_validation_reads_its_own_section(config):
 
 def test_options_without_effect_are_said_aloud(config, caplog, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    open_rank(with_training(config, dataloader=DataLoader(num_workers=2, pin_memory=True)))
-    text = caplog.text
-    assert "num_workers" in text
-    assert "pin_memory=true has no effect" in text
+    open_rank(with_training(config, dataloader=DataLoader(pin_memory=True)))
+    assert "pin_memory=true has no effect" in caplog.text
+
+
+def test_data_end_where_the_options_say(config):
+    ends = {"error": NUM_SAMPLES, "stop": NUM_SAMPLES, "repeat": None}
+    for on_data_end, end in ends.items():
+        assert open_rank(with_training(config, on_data_end=on_data_end)).end == end
+    assert open_rank(with_training(config, epochs=3)).end == 3 * NUM_SAMPLES
+    stream = open_rank(with_training(config, on_data_end="error"))
+    assert len(list(stream)) == 3
+    assert stream.samples_consumed == NUM_SAMPLES, "filler rows are no samples"
+
+
+def test_a_dead_worker_is_an_error_of_one_line(config):
+    stream = open_rank(with_training(config, dataloader=DataLoader(num_workers=1)))
+    next(stream)
+    for worker in stream._batches._workers:
+        worker.kill()
+        worker.join()
+    with pytest.raises(DataError, match=r"^a process that prepares batches died: [^\n]*$"):
+        for _ in range(20):
+            next(stream)
 
 
 def test_bad_input_names_its_option(config):
-    with pytest.raises(DataError, match=r"training.seq_len=5000"):
-        open_rank(with_training(config, seq_len=5000))
     with pytest.raises(ConfigError, match=r"training.seq_len=0 must be at least 1"):
         open_rank(with_training(config, seq_len=0))
     with pytest.raises(ConfigError, match=r"model.tokenizer_path"):
@@ -172,10 +189,13 @@ def test_bad_input_names_its_option(config):
         open_rank(config, samples_consumed=-1)
 
 
-def test_epochs_give_whole_steps():
+def test_a_row_longer_than_the_data_is_filled_up(config):
+    batch = next(open_rank(with_training(config, seq_len=100, on_data_end="stop")))
+    assert (batch.sample_ids_B.tolist(), batch.num_targets) == ([0] + [-1] * 7, 92)
+
+
+def test_epochs_take_as_many_steps_as_hold_every_sample():
     assert steps_for_epochs(132 * 8, 3, 8) == 396
-    assert steps_for_epochs(132 * 8 + 7, 1, 8) == 132
-    assert steps_for_epochs(5, 3, 8) == 1
-    assert steps_for_epochs(12, 3, 8) == 4  # epochs join without a gap: 36 samples, not three times one step
-    with pytest.raises(DataError, match=r"training.epochs=1 gives 5 samples, less than one step of 8"):
-        steps_for_epochs(5, 1, 8)
+    assert steps_for_epochs(132 * 8 + 7, 1, 8) == 133
+    assert steps_for_epochs(5, 3, 8) == 2
+    assert steps_for_epochs(12, 3, 8) == 5  # epochs join without a gap: 36 samples, not three times two steps

@@ -1,0 +1,121 @@
+"""One dataset as an endless order of rows, whose k-th row is a function of k and the seed alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.fitted import pack
+from shardtrain.data.line import Line
+from shardtrain.data.order import sample_at
+from shardtrain.data.pack import Packing, Sequences
+from shardtrain.errors import DataError, Problem
+
+Cursor = tuple[int, int, int]
+"""Where a reader of a stream stands; see ``stream``."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A reader of a stream has given ``rows`` rows and stands at ``cursor``."""
+
+    reader: int
+    rows: int
+    cursor: Cursor
+
+
+class Feed(Protocol):
+    """Rows of one dataset in the order of training.
+
+    mean_targets: targets of a row on average, learned or not.
+    ends_without_notice: whether only reading tells where it ends.
+    num_readers:  cursors that say where the feed stands; 0 where k alone says it.
+    fingerprint:  SHA-256 in hex of all that decides the rows and their order.
+    files:        name of each file -> fingerprint of its content, to name the one that differs.
+    """
+
+    mean_targets: float
+    num_readers: int
+    ends_without_notice: bool
+    fingerprint: str
+    files: Mapping[str, str]
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of one pass; None where only reading tells."""
+        ...
+
+    def write(self, k: int, out: Sequences, slot: int) -> tuple[int, Moved | None]:
+        """Fill row ``slot`` of ``out`` with the k-th row of the order; gives its sample id, -1 where the data ended.
+
+        A feed with readers is asked for ascending k.
+        """
+        ...
+
+    def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
+        """Stand where all ranks together have taken the first ``rows`` rows.
+
+        ``cursors`` (num_readers, 3) are the readers' places there, if they are known.
+        """
+        ...
+
+    def warn_of_shared_work(self, global_batch: int, num_ranks: int) -> None:
+        """Say so where several ranks would read the same."""
+        ...
+
+
+class IndexedFeed:
+    """Rows of a line in memory or in prepared shards: row k is a permutation of the slot k % num_rows, at once."""
+
+    num_readers = 0
+    ends_without_notice = False
+
+    def __init__(
+        self,
+        line: Line,
+        packing: Packing,
+        *,
+        seed: int | None,
+        passes: int | None,
+        option: str,
+        files: Mapping[str, str],
+    ) -> None:
+        self._line, self._rows, self._seed, self._passes = line, pack(line, packing), seed, passes
+        self.num_rows: int = self._rows.num_rows
+        self.num_tokens = line.num_tokens
+        if self.num_rows < 1:
+            rule, fix = "has no row with a target", 'use more data, or data.long_documents="split"'
+            raise DataError(str(Problem(option, None, rule, fix)))
+        self.mean_targets = self._rows.num_targets / self.num_rows
+        self.files = files
+        self.fingerprint = digest(line.fingerprint, asdict(packing), seed)
+
+    @property
+    def changed_documents(self) -> tuple[int, int]:
+        """Documents that were cut, and that were left out, because they are longer than a row."""
+        return self._rows.cut, self._rows.dropped
+
+    def write(self, k: int, out: Sequences, slot: int) -> tuple[int, Moved | None]:
+        """See Feed."""
+        if self._passes is not None and k >= self._passes * self.num_rows:
+            return -1, None
+        sample = k % self.num_rows if self._seed is None else int(sample_at(k, self.num_rows, self._seed))
+        self._rows.write(sample, out, slot)
+        return sample, None
+
+    def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
+        """See Feed; nothing to do but to see that the files are still the same."""
+        self._line.check_unchanged()
+
+    def warn_of_shared_work(self, global_batch: int, num_ranks: int) -> None:
+        """See Feed; each rank reads its own rows."""
+
+
+def digest(*facts: object) -> str:
+    """SHA-256 in hex of facts that ``repr`` tells apart."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -1,0 +1,105 @@
+"""All documents of a dataset end to end: a line of tokens with any part of it at hand, in memory or in mapped files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.document import Document
+
+Tokens = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+class Line(Protocol):
+    """Documents end to end. Token and document numbers count from 0 over the whole dataset.
+
+    num_tokens, num_documents: of the whole line.
+    has_mask: whether some token is not to be learned.
+    """
+
+    num_tokens: int
+    num_documents: int
+    has_mask: bool
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 in hex of tokens, masks and document boundaries."""
+        ...
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """Tokens start..stop-1, int64."""
+        ...
+
+    def learned(self, start: int, stop: int) -> Mask:
+        """Whether each of these tokens counts in the loss as a target."""
+        ...
+
+    def starts(self, start: int, stop: int) -> Tokens:
+        """Token numbers in start..stop-1 at which a document begins, ascending."""
+        ...
+
+    def document_starts(self) -> npt.NDArray[np.int64]:
+        """Token number at which each document begins, ascending; 8 bytes a document, may be a mapped file."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raise ConfigError naming a file below the line that was changed, moved or removed since it was opened."""
+        ...
+
+
+class MemoryLine:
+    """A line in memory; tokens in 2 bytes where the vocabulary allows it, else in 4."""
+
+    def __init__(self, documents: Iterable[Document], vocab_size: int) -> None:
+        dtype = np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<i4")
+        pieces: list[npt.NDArray[np.integer]] = []
+        masks: list[Mask | int] = []  # a document without a mask is its length
+        for document in documents:
+            pieces.append(document.tokens.astype(dtype))
+            masks.append(len(document.tokens) if document.learned is None else document.learned)
+        self._tokens = np.concatenate(pieces) if pieces else np.array([], dtype)
+        lengths = np.fromiter((len(piece) for piece in pieces), dtype=np.int64, count=len(pieces))
+        self._starts = np.cumsum(lengths) - lengths
+        self._mask = _join(masks)
+        self.num_tokens, self.num_documents = len(self._tokens), len(pieces)
+        self.has_mask = self._mask is not None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See Line."""
+        digest = hashlib.sha256(self._tokens.dtype.str.encode())
+        for part in (self._tokens, self._starts, *(() if self._mask is None else (self._mask,))):
+            digest.update(hashlib.sha256(np.ascontiguousarray(part).data).digest())
+        return digest.hexdigest()
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """See Line."""
+        return self._tokens[start:stop].astype(np.int64)
+
+    def learned(self, start: int, stop: int) -> Mask:
+        """See Line."""
+        return np.ones(stop - start, dtype=np.bool_) if self._mask is None else self._mask[start:stop]
+
+    def starts(self, start: int, stop: int) -> Tokens:
+        """See Line."""
+        first, last = np.searchsorted(self._starts, (start, stop))
+        return self._starts[first:last]
+
+    def document_starts(self) -> npt.NDArray[np.int64]:
+        """See Line."""
+        return self._starts
+
+    def check_unchanged(self) -> None:
+        """See Line; what is in memory stays as it is."""
+
+
+def _join(masks: list[Mask | int]) -> Mask | None:
+    if all(isinstance(mask, int) for mask in masks):
+        return None
+    return np.concatenate([np.ones(mask, np.bool_) if isinstance(mask, int) else mask for mask in masks])

@@ -1,0 +1,105 @@
+"""Which dataset a position of the sample order belongs to: a pure function, any position at once.
+
+The weights are turned into whole numbers of rows in a cycle of 65,536, dealt as evenly as they go (each source's rows
+stand at equal distances: Bresenham 1965), so that every batch holds its share and no random number is needed. A stage
+is a range of positions with weights of its own; what a source gave before is where it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+CYCLE = 1 << 16
+"""Rows after which the pattern of sources repeats; weights are exact to 1 in 65,536."""
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Weights of all sources, in their order, for the positions before ``stop``; None for the last stage."""
+
+    weights: tuple[float, ...]
+    stop: int | None = None
+
+
+class Mixture:
+    """Positions 0, 1, 2, ... -> (source, how many rows of that source came before).
+
+    fingerprint: text of all that decides it.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.num_sources = len(stages[0].weights)
+        self.fingerprint = repr(list(stages)) if self.num_sources > 1 else ""
+        self._cycles = [_cycle(stage.weights) for stage in stages]
+        # before[i][s]: rows of source i among the first s of a cycle
+        self._before = [_counts_before(cycle, self.num_sources) for cycle in self._cycles]
+        self._starts = [0, *(stage.stop or 0 for stage in stages[:-1])]
+        self._stops = [*self._starts[1:], None]
+        self._given = np.zeros((len(stages), self.num_sources), dtype=np.int64)
+        for index in range(1, len(stages)):
+            length = self._starts[index] - self._starts[index - 1]
+            self._given[index] = self._given[index - 1] + self._count(index - 1, length)
+
+    def locate(self, positions: _Ints) -> tuple[_Ints, _Ints]:
+        """Source of each position, and the number of that row within its source, from 0."""
+        if self.num_sources == 1:
+            return np.zeros_like(positions), positions
+        sources, numbers = np.empty_like(positions), np.empty_like(positions)
+        stages = np.searchsorted(np.asarray(self._starts), positions, side="right") - 1
+        for stage in np.unique(stages).tolist():
+            here = stages == stage
+            place = positions[here] - self._starts[stage]
+            cycles, within = place // CYCLE, place % CYCLE
+            source = self._cycles[stage][within].astype(np.int64)
+            before = self._before[stage]
+            sources[here] = source
+            numbers[here] = self._given[stage][source] + cycles * before[source, CYCLE] + before[source, within]
+        return sources, numbers
+
+    def rows_before(self, position: int) -> _Ints:
+        """Rows of each source among the first ``position``; one number per source."""
+        stage = int(np.searchsorted(np.asarray(self._starts), position, side="right")) - 1
+        return self._given[stage] + self._count(stage, position - self._starts[stage])
+
+    def first_position_beyond(self, source: int, rows: int) -> int | None:
+        """The position that would be row number ``rows`` of a source, or None if it never gives so many."""
+        for stage, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True)):
+            wanted, before = rows - int(self._given[stage][source]), self._before[stage][source]
+            per_cycle = int(before[CYCLE])
+            if per_cycle == 0:
+                continue
+            cycles, rest = divmod(wanted, per_cycle)
+            # the place at which this many of the cycle's rows were given and one more stands
+            place = start + cycles * CYCLE + int(np.searchsorted(before, rest, side="right")) - 1
+            if stop is None or place < stop:
+                return place
+        return None
+
+    def _count(self, stage: int, length: int) -> _Ints:
+        before = self._before[stage]
+        return (length // CYCLE) * before[:, CYCLE] + before[:, length % CYCLE]
+
+
+def _cycle(weights: Sequence[float]) -> npt.NDArray[np.uint16]:
+    """The source at each place of a cycle."""
+    shares = np.asarray(weights, dtype=np.float64) / sum(weights) * CYCLE
+    counts = np.floor(shares).astype(np.int64)
+    # largest remainders make up the cycle; equal ones in the order of the sources
+    missing = CYCLE - int(counts.sum())
+    counts[np.argsort(-(shares - counts), kind="stable")[:missing]] += 1
+    places = [(np.arange(count) + 0.5) / count * CYCLE for count in counts.tolist() if count]
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return owners[np.argsort(np.concatenate(places), kind="stable")].astype(np.uint16)
+
+
+def _counts_before(cycle: npt.NDArray[np.uint16], num_sources: int) -> _Ints:
+    counts = np.zeros((num_sources, CYCLE + 1), dtype=np.int64)
+    for source in range(num_sources):
+        np.cumsum(cycle == source, out=counts[source, 1:])
+    return counts

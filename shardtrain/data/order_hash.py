@@ -1,0 +1,47 @@
+"""Proof of what a run has seen: one number for all rows consumed, equal wherever the data were equal.
+
+Each row is hashed with its position in the order, its sample id, tokens and targets, and the numbers are added modulo
+2^64. A sum does not depend on how rows were dealt to ranks or steps; the position makes it depend on their order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from shardtrain.data.batch import Batch
+
+_PARTS, _BITS = 4, 16
+_MODULUS = 2**64
+
+
+def hash_rows(batch: Batch, first_position: int) -> int:
+    """Sum of the hashes of a batch's rows, which stand at ``first_position`` and after; filler rows add nothing."""
+    total = 0
+    tokens, targets = batch.tokens_BT.numpy().astype("<i4"), batch.targets_BT.numpy().astype("<i4")
+    for row, sample in enumerate(batch.sample_ids_B.tolist()):
+        if sample < 0:
+            continue
+        key = np.array([first_position + row, sample], dtype="<i8").tobytes()
+        digest = hashlib.blake2b(key, digest_size=8)
+        digest.update(tokens[row].data)
+        digest.update(targets[row].data)
+        total += int.from_bytes(digest.digest(), "little")
+    return total % _MODULUS
+
+
+def split(number: int) -> list[float]:
+    """A hash in parts of 16 bits, which add up exactly in float64 over any number of ranks."""
+    return [float((number >> (_BITS * part)) & (2**_BITS - 1)) for part in range(_PARTS)]
+
+
+def join(parts: list[float]) -> int:
+    """The hash whose parts were added: sums of parts may exceed 16 bits.
+
+    >>> join([a + b for a, b in zip(split(2**64 - 1), split(2))])
+    1
+    """
+    return sum(int(value) << (_BITS * part) for part, value in enumerate(parts)) % _MODULUS

@@ -1,0 +1,35 @@
+"""Where the virtual readers of a stream stand, as far as one rank knows; ranks put it together at a checkpoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.feed import Moved
+from shardtrain.data.stream import rows_of_reader
+
+
+class Places:
+    """Where the readers of one feed stand, as far as this rank has taken their rows."""
+
+    def __init__(self, num_readers: int) -> None:
+        self._rows, self._cursors = np.zeros(num_readers, np.int64), np.zeros((num_readers, 3), np.int64)
+
+    def begin(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
+        """Start from places that are known, or from the beginning."""
+        count = len(self._rows)
+        self._cursors = np.zeros((count, 3), np.int64) if cursors is None else cursors.copy()
+        self._rows[:] = 0 if cursors is None else _due(rows, count)
+
+    def move(self, move: Moved) -> None:
+        """Take note of a reader that has given a row."""
+        self._rows[move.reader], self._cursors[move.reader] = move.rows, move.cursor
+
+    def at(self, rows: int) -> npt.NDArray[np.int64]:
+        """Cursors after this many rows of the feed, -1 where this rank's is an earlier one."""
+        known = self._rows == _due(rows, len(self._rows))
+        return np.where(known[:, None], self._cursors, -1)
+
+
+def _due(rows: int, num_readers: int) -> npt.NDArray[np.int64]:
+    return np.array([rows_of_reader(rows, reader, num_readers) for reader in range(num_readers)], dtype=np.int64)

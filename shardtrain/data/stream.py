@@ -1,0 +1,240 @@
+"""Rows tokenized as training goes on, by a fixed number of virtual readers among which the documents are dealt.
+
+Row k of a stream belongs to reader k % V, whatever the number of ranks or workers; whoever needs a row runs its reader.
+Over a table, reader v owns the slots v, v + V, v + 2V, ... of the epoch's permutation of all rows; over shards, it owns
+every V-th shard, and takes them in an order of its own each epoch. So each document is read once per epoch.
+
+A reader's cursor is (part, number, offset): the epoch (or epoch and shard), the number of the document within it, and
+what was already given of what begins there, tokens ("concat") or rows ("first_fit", "padded").
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.document import Document, Encoder
+from shardtrain.data.feed import Cursor, Moved, digest
+from shardtrain.data.order import sample_at
+from shardtrain.data.pack import Packing, Sequences
+from shardtrain.data.reading import BadRows
+from shardtrain.data.sources import BadRow, Row, Shards, Table
+from shardtrain.data.stream_pack import Place, packer
+from shardtrain.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_FRUITLESS_PASSES = 16
+_ROWS_AT_ONCE = 16
+_CHECK_EVERY_ROWS = 256
+
+
+class StreamFeed:
+    """See Feed; ``num_readers`` is V, ``passes`` None repeats."""
+
+    num_rows = None
+    ends_without_notice = True
+
+    def __init__(
+        self,
+        source: Table | Shards,
+        encoder: Encoder,
+        packing: Packing,
+        *,
+        readers: int,
+        seed: int | None,
+        passes: int | None,
+        vocab_size: int,
+    ) -> None:
+        self.source, self.encoder, self.packing = source, encoder, packing
+        self.seed, self.passes, self.vocab_size = seed, passes, vocab_size
+        self.num_readers = _num_readers(source, readers, packing.seq_len)
+        self.mean_targets = float(packing.seq_len)  # of full rows; reading alone would tell
+        self.files: Mapping[str, str] = source.files()
+        facts = (sorted(self.files.items()), encoder.fingerprint, asdict(packing), seed, self.num_readers)
+        self.fingerprint = digest(*facts)
+        self._readers: dict[int, _Reader] = {}
+        self._rows, self._cursors = 0, np.zeros((self.num_readers, 3), dtype=np.int64)
+        self._until_check = _CHECK_EVERY_ROWS
+
+    def write(self, k: int, out: Sequences, slot: int) -> tuple[int, Moved | None]:
+        """See Feed.
+
+        Raises:
+            DataError: at a row that cannot be read.
+            ConfigError: when a file was changed under the run.
+        """
+        self._until_check -= 1
+        if self._until_check <= 0:
+            self.source.check_unchanged()
+            self._until_check = _CHECK_EVERY_ROWS
+        index = k % self.num_readers
+        reader = self._readers.get(index)
+        if reader is None or reader.rows > k // self.num_readers:
+            reader = self._readers[index] = self._reader(index)
+        while reader.rows < k // self.num_readers:
+            reader.skip()
+        given = reader.write(out, slot)
+        return k if given else -1, Moved(index, reader.rows, reader.cursor)
+
+    def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
+        """See Feed; without cursors each reader begins at its start and reads up to its place."""
+        self.source.check_unchanged()
+        self._readers.clear()
+        self._rows, self._cursors = rows, np.zeros((self.num_readers, 3), dtype=np.int64)
+        if cursors is None:
+            self._rows = 0
+        else:
+            self._cursors = cursors
+
+    def warn_of_shared_work(self, global_batch: int, num_ranks: int) -> None:
+        """See Feed: a rank runs the readers of its own rows alone where they are dealt alike in each step."""
+        if num_ranks > 1 and self.num_readers % global_batch:
+            logger.warning(
+                "%d virtual readers are no multiple of the %d sequences of a step, so that several ranks tokenize the "
+                "same documents; set data.readers to a multiple",
+                self.num_readers,
+                global_batch,
+            )
+
+    def _reader(self, index: int) -> _Reader:
+        taken = rows_of_reader(self._rows, index, self.num_readers)
+        part, number, offset = self._cursors[index].tolist()
+        return _Reader(self, index, taken, (part, number, offset))
+
+
+def rows_of_reader(rows: int, reader: int, num_readers: int) -> int:
+    """How many of the first ``rows`` rows of a stream are a reader's."""
+    return max(0, (rows - reader + num_readers - 1) // num_readers)
+
+
+def _num_readers(source: Table | Shards, readers: int, seq_len: int) -> int:
+    """At most as many readers as there are documents or shards, and 16 rows' worth of bytes for each."""
+    available = source.num_rows if isinstance(source, Table) else source.num_shards
+    if available < 1:
+        raise DataError("the dataset has no rows")
+    if source.total_bytes is not None:
+        available = min(available, source.total_bytes // (16 * seq_len))
+    return max(1, min(readers, available))
+
+
+class _Reader:
+    """One virtual reader: its documents in their order, cut into rows."""
+
+    def __init__(self, feed: StreamFeed, index: int, rows: int, cursor: Cursor) -> None:
+        self._feed, self._index = feed, index
+        self.rows, self.cursor = rows, cursor
+        documents = self._documents((cursor[0], cursor[1]))
+        self._packer = packer(feed.packing, documents, cursor, feed.vocab_size)
+        self._scratch: Sequences | None = None
+
+    def write(self, out: Sequences, slot: int) -> bool:
+        """Fill a row; False, and nothing is written, at the end of the data."""
+        given = self._packer.write(out, slot)
+        self.rows += 1
+        if given:
+            self.cursor = self._packer.cursor
+        return given
+
+    def skip(self) -> None:
+        """Pass over a row that another rank or worker takes."""
+        if self._scratch is None:
+            self._scratch = Sequences(1, self._feed.packing)
+        self.write(self._scratch, 0)
+
+    def _documents(self, start: Place) -> Iterator[tuple[Place, Document]]:
+        """The reader's documents from a place on, each with the place after it."""
+        walk = _TableWalk if isinstance(self._feed.source, Table) else _ShardWalk
+        walked: _Walk = walk(self._feed, self._index)
+        policy, last_found = BadRows(), start[0]
+        rows = walked.rows(start)
+        while chunk := list(islice(rows, _ROWS_AT_ONCE)):
+            encoded = iter(self._feed.encoder.encode([row for _, row in chunk if not isinstance(row, BadRow)]))
+            for place, row in chunk:
+                result = row if isinstance(row, BadRow) else next(encoded)
+                if isinstance(result, Document):
+                    last_found = place[0]
+                    yield (place[0], place[1] + 1), result
+                    continue
+                policy.meet(result, walked.where(place))
+                if place[0] > last_found + _FRUITLESS_PASSES * walked.parts_per_epoch:
+                    text = "reader %d of %d found no document in %d passes, and gives none any more: %s"
+                    logger.warning(text, self._index, self._feed.num_readers, _FRUITLESS_PASSES, result.reason)
+                    return
+
+
+class _Walk(Protocol):
+    """The rows of one reader, epoch after epoch."""
+
+    parts_per_epoch: int
+
+    def rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
+        """Rows from a place on, each with its place."""
+        ...
+
+    def where(self, place: Place) -> str:
+        """Where a person finds the row at a place."""
+        ...
+
+
+class _TableWalk:
+    parts_per_epoch = 1
+
+    def __init__(self, feed: StreamFeed, reader: int) -> None:
+        assert isinstance(feed.source, Table)
+        self._source, self._feed, self._reader = feed.source, feed, reader
+        self._own = len(range(reader, feed.source.num_rows, feed.num_readers))
+
+    def rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
+        epoch, number = start
+        while self._feed.passes is None or epoch < self._feed.passes:
+            while number < self._own:
+                for index in self._indices(epoch, number, min(number + 1024, self._own)):
+                    yield (epoch, number), self._source.row(index)
+                    number += 1
+            epoch, number = epoch + 1, 0
+
+    def where(self, place: Place) -> str:
+        return self._source.place(self._indices(place[0], place[1], place[1] + 1)[0])
+
+    def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
+        total, seed = self._source.num_rows, self._feed.seed
+        slots = np.arange(start, stop, dtype=np.int64) * self._feed.num_readers + self._reader
+        indices: list[int] = (slots if seed is None else sample_at(epoch * total + slots, total, seed)).tolist()
+        return indices
+
+
+class _ShardWalk:
+    def __init__(self, feed: StreamFeed, reader: int) -> None:
+        assert not isinstance(feed.source, Table)
+        self._source, self._feed, self._reader = feed.source, feed, reader
+        self._own = range(reader, feed.source.num_shards, feed.num_readers)
+        self.parts_per_epoch = len(self._own)
+
+    def rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
+        part, number = start
+        last_filled = part
+        while self._feed.passes is None or part < self._feed.passes * self.parts_per_epoch:
+            for row in self._source.rows(self._shard(part), number):
+                yield (part, number), row
+                number, last_filled = number + 1, part
+            if part > last_filled + self.parts_per_epoch:
+                text = "reader %d of %d found no row in a pass over its shards, and gives none any more"
+                logger.warning(text, self._reader, self._feed.num_readers)
+                return
+            part, number = part + 1, 0
+
+    def where(self, place: Place) -> str:
+        return self._source.shard_place(self._shard(place[0]), place[1])
+
+    def _shard(self, part: int) -> int:
+        """The shard of a part: each epoch goes through all of the reader's shards, in an order of its own."""
+        if self._feed.seed is None:
+            return self._own[part % len(self._own)]
+        return self._own[int(sample_at(part, len(self._own), self._feed.seed))]

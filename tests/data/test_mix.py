@@ -1,0 +1,71 @@
+"""Mixing: shares are exact, any position is found at once, and a stage goes on where the one before ended."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardtrain.data.mix import CYCLE, Mixture, Stage
+
+weights = st.lists(st.floats(0, 10), min_size=2, max_size=5).filter(lambda w: sum(w) > 0.1)
+
+
+def test_equal_weights_alternate():
+    sources, numbers = Mixture([Stage((1.0, 1.0))]).locate(np.arange(6))
+    assert sources.tolist() == [0, 1, 0, 1, 0, 1]
+    assert numbers.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+@settings(deadline=None, max_examples=25)
+@given(weights, st.integers(1, 3000))
+def test_every_prefix_holds_each_source_in_its_share(given_weights, length):
+    sources, _ = Mixture([Stage(tuple(given_weights))]).locate(np.arange(length))
+    share = np.array(given_weights) / sum(given_weights)
+    counts = np.bincount(sources, minlength=len(given_weights))
+    # a row of each source stands in the middle of its stretch; ties between sources move it by a place each
+    assert (np.abs(counts - share * length) <= len(given_weights)).all()
+
+
+@settings(deadline=None, max_examples=25)
+@given(weights, weights, st.integers(0, 5000), st.integers(0, 200_000))
+def test_numbers_count_the_rows_of_a_source_without_gap_over_stages(first, second, stop, position):
+    count = min(len(first), len(second))
+    if sum(first[:count]) <= 0 or sum(second[:count]) <= 0:
+        return
+    mixture = Mixture([Stage(tuple(first[:count]), stop), Stage(tuple(second[:count]))])
+    sources, numbers = mixture.locate(np.arange(position, position + 400))
+    before = mixture.rows_before(position)
+    assert before.sum() == position
+    for source in range(count):
+        own = numbers[sources == source]
+        assert own.tolist() == list(range(int(before[source]), int(before[source]) + len(own)))
+
+
+@settings(deadline=None, max_examples=25)
+@given(weights, st.integers(0, 3000), st.integers(0, 100_000))
+def test_the_position_of_a_row_is_found_without_counting(given_weights, stop, rows):
+    mixture = Mixture([Stage(tuple(given_weights), stop), Stage(tuple(reversed(given_weights)))])
+    for source in range(len(given_weights)):
+        position = mixture.first_position_beyond(source, rows)
+        if position is None:
+            assert mixture.rows_before(10**9)[source] <= rows
+            continue
+        located_source, number = mixture.locate(np.array([position]))
+        assert (int(located_source[0]), int(number[0])) == (source, rows)
+
+
+def test_a_source_without_weight_in_a_stage_is_not_seen_in_it():
+    mixture = Mixture([Stage((1.0, 0.0), 1000), Stage((0.5, 0.5))])
+    sources, numbers = mixture.locate(np.arange(2000))
+    assert set(sources[:1000].tolist()) == {0}
+    assert np.bincount(sources[1000:]).tolist() == [500, 500]
+    assert numbers[1000:][sources[1000:] == 1].tolist() == list(range(500))
+
+
+def test_positions_beyond_a_billion_cost_as_little_as_the_first():
+    mixture = Mixture([Stage((0.7, 0.2, 0.1))])
+    sources, numbers = mixture.locate(np.array([10**12]))
+    assert mixture.rows_before(10**12)[int(sources[0])] == int(numbers[0])
+    assert int(numbers[0]) == pytest.approx(10**12 * (0.7, 0.2, 0.1)[int(sources[0])], rel=1 / CYCLE)

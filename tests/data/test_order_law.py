@@ -1,0 +1,212 @@
+"""The order of the data is a function of seed and samples consumed: of no rank, worker, mesh or resume."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from shardtrain.config.schema import Config, Data, DataLoader, DataSource, DataStage, Debug, Training
+from shardtrain.data import IGNORE, open_stream
+from shardtrain.data_tools import prepare
+
+GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 32, 9
+TEXTS = ["".join(random.Random(i).choices("abcdefgh \n", k=20 + 37 * i % 160)) for i in range(150)]
+
+
+def write(folder, name, data):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data)
+    return str(folder / name)
+
+
+def jsonl(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def make_jsonl(folder):
+    return {"dataset": "jsonl", "dataset_path": write(folder, "a.jsonl", jsonl(TEXTS))}
+
+
+def make_compressed(folder):
+    for index in range(5):
+        write(folder, f"gz/{index}.jsonl.gz", gzip.compress(jsonl(TEXTS[index::5])))
+    return {"dataset": "jsonl", "dataset_path": str(folder / "gz")}
+
+
+def make_text(folder):
+    for index, text in enumerate(TEXTS):
+        write(folder, f"texts/{index:03}.txt", text.encode())
+    return {"dataset": "text", "dataset_path": str(folder / "texts")}
+
+
+def make_tsv(folder):
+    rows = "text\tlabel\n" + "".join(f"{text!r}\t1\n" for text in TEXTS)
+    return {"dataset": "tsv", "dataset_path": write(folder, "a.tsv", rows.encode())}
+
+
+def make_parquet(folder):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": TEXTS}), folder / "a.parquet", row_group_size=20)
+    return {"dataset": "parquet", "dataset_path": str(folder / "a.parquet")}
+
+
+def make_huggingface(folder):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(folder / "hf"))
+    return {"dataset": "huggingface", "dataset_path": str(folder / "hf")}
+
+
+def make_tokens(folder):
+    make_jsonl(folder)
+    words = [
+        "--training.dataset",
+        "jsonl",
+        "--training.dataset_path",
+        str(folder / "a.jsonl"),
+        "--shard_tokens",
+        "3000",
+    ]
+    assert prepare.main([*words, "--model.hf_assets_path", "bytes", "--output", str(folder / "shards")]) == 0
+    return {"dataset": "tokens", "dataset_path": str(folder / "shards")}
+
+
+def single(make):
+    return lambda folder: (make(folder), Data())
+
+
+def streamed(make, **options):
+    return lambda folder: (make(folder), Data(mode="stream", readers=8, **options))
+
+
+def mixed(**options):
+    def build(folder):
+        sources = {
+            "shards": DataSource(**make_tokens(folder), weight=0.5),
+            "parquet": DataSource(**make_parquet(folder), weight=0.2),
+            "files": DataSource(**make_text(folder), weight=0.3),
+        }
+        stages = [
+            DataStage(until_tokens=700, weights={"shards": 1.0}),
+            DataStage(weights={"files": 0.4, "parquet": 0.6}),
+        ]
+        return {}, Data(sources=sources, stages=stages, readers=4, **options)
+
+    return build
+
+
+KINDS = {
+    "jsonl": single(make_jsonl),
+    "text": single(make_text),
+    "tsv": single(make_tsv),
+    "parquet": single(make_parquet),
+    "tokens": single(make_tokens),
+    "huggingface": single(make_huggingface),
+    "python_stdlib": single(lambda folder: {"dataset": "python_stdlib"}),
+    "jsonl as a stream": streamed(make_jsonl),
+    "compressed jsonl as a stream": streamed(make_compressed),
+    "parquet as a stream": streamed(make_parquet),
+    "huggingface as a stream": streamed(make_huggingface, streaming=True),
+    "stream, documents fitted and masked": streamed(make_jsonl, packing="first_fit"),
+    "documents fitted and masked": lambda folder: (make_jsonl(folder), Data(packing="first_fit")),
+    "a document a row": lambda folder: (make_jsonl(folder), Data(packing="padded", long_documents="cut")),
+    "mixture in stages": mixed(),
+    "mixture with streams": mixed(mode="stream"),
+}
+
+
+def config_of(kind, folder):
+    training, data = KINDS[kind](folder)
+    return Config(training=Training(seq_len=SEQ_LEN, on_data_end="repeat", **training), data=data, debug=Debug(seed=11))
+
+
+def open_ranks(config, ranks, workers, samples_consumed, cursors):
+    accumulation = 2 if ranks == 2 else 1  # accumulation changes with the ranks, as the batch stays
+    local = GLOBAL_BATCH // ranks // accumulation
+    training = replace(config.training, local_batch_size=local, dataloader=DataLoader(num_workers=workers))
+    options = {"num_batch_ranks": ranks, "accumulation": accumulation}
+    streams = [open_stream(replace(config, training=training), batch_rank=rank, **options) for rank in range(ranks)]
+    for stream in streams:
+        stream.seek(samples_consumed, cursors)
+    return streams, accumulation
+
+
+def rows_of(batch):
+    for sample, tokens, targets in zip(batch.sample_ids_B.tolist(), batch.tokens_BT, batch.targets_BT, strict=True):
+        yield sample, hashlib.sha256(torch.stack((tokens, targets)).numpy().tobytes()).hexdigest()[:16]
+
+
+def sequence(config, plan, workers):
+    """Rows in the order of training and the sum of their hashes; ``plan`` is (ranks, steps) after each resume."""
+    result, order_hash, samples, cursors = [], 0, 0, None
+    for ranks, steps in plan:
+        streams, accumulation = open_ranks(config, ranks, workers, samples, cursors)
+        for _ in range(steps):
+            for stream in streams:
+                for _ in range(accumulation):
+                    result += rows_of(next(stream))
+                order_hash += stream.step_hash
+        samples = streams[0].samples_consumed
+        # as the trainer does: what any rank knows of a reader
+        merged = np.max([stream.cursors() for stream in streams], axis=0)
+        assert (merged >= 0).all()
+        cursors = merged
+    return result, order_hash % 2**64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_workers_and_resumes_change_no_sample_and_no_token(kind, tmp_path):
+    config = config_of(kind, tmp_path)
+    expected = sequence(config, [(1, STEPS)], workers=0)
+    assert len({sample for sample, _ in expected[0]}) > STEPS
+    for ranks in (1, 2, 4):
+        for workers in (0, 2) if ranks < 4 else (0,):
+            assert sequence(config, [(ranks, STEPS)], workers) == expected, (ranks, workers)
+    for workers in (0, 2):
+        resumed = [(2, 2), (4, 1), (1, 3), (2, 3)]
+        assert sequence(config, resumed, workers) == expected, workers
+
+
+def test_another_seed_is_another_order_and_another_hash(tmp_path):
+    config = config_of("jsonl", tmp_path)
+    first = sequence(config, [(1, 4)], 0)
+    other = sequence(replace(config, debug=Debug(seed=12)), [(1, 4)], 0)
+    assert first[0] != other[0]
+    assert first[1] != other[1]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "mixture" not in kind and kind != "python_stdlib"])
+def test_every_token_is_a_target_once_an_epoch_at_any_number_of_ranks(kind, tmp_path):
+    config = config_of(kind, tmp_path)
+    config = replace(config, training=replace(config.training, on_data_end="stop"))
+    counted = {}
+    for ranks in (1, 3):
+        training = replace(config.training, local_batch_size=3)
+        rows, targets = {}, 0
+        options = {"num_batch_ranks": ranks, "accumulation": 1}
+        streams = [open_stream(replace(config, training=training), batch_rank=r, **options) for r in range(ranks)]
+        empty = 0
+        while not streams[0].ends_without_notice or empty < streams[0].num_readers:
+            try:
+                batches = [next(stream) for stream in streams]
+            except StopIteration:
+                break
+            # as the trainer does: the data have ended when every reader was asked in vain
+            empty = empty + streams[0].global_batch if all(batch.num_rows == 0 for batch in batches) else 0
+            for batch in batches:
+                for (sample, digest), row in zip(rows_of(batch), batch.targets_BT, strict=True):
+                    assert sample == -1 or sample not in rows
+                    rows[sample] = digest
+                    targets += int((row != IGNORE).sum())
+        rows.pop(-1, None)
+        counted[ranks] = rows, targets
+    assert counted[1] == counted[3]
