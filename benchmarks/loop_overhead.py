@@ -31,6 +31,7 @@ from shardtrain import data, models, train
 from shardtrain.config.schema import Comm, Config
 from shardtrain.metrics import Metrics
 from shardtrain.parallel import world
+from shardtrain.run_facts import ReduceOverMesh, run_facts
 
 SHAPE = {
     "vocab_size": 2048,
@@ -85,7 +86,9 @@ def bare_step(config: Config) -> Callable[[], None]:
 def trainer_step(config: Config, here: world.World) -> Callable[[], None]:
     """The trainer's step, with its metrics."""
     run = train.build(config, here)
-    metrics = Metrics(config, Path(config.job.dump_folder), train._facts(run, here), train._Reduce(run.mesh))
+    sizes = {"num_params": run.num_params, "flops_per_token": run.flops_per_token}
+    facts = run_facts(config, here, start_step=0, total_steps=run.total_steps, **sizes)
+    metrics = Metrics(config, Path(config.job.dump_folder), facts, ReduceOverMesh(run.mesh))
 
     def step() -> None:
         outcome = train.step(run)

@@ -1,11 +1,13 @@
 """The ``shardtrain`` command: a table of verbs, each one small function that imports what it needs when it runs.
 
-``--help``, ``config`` and a wrong configuration answer at once: torch is imported by ``train`` and ``verify`` alone,
-after the configuration has been found to work.
+``--help``, ``config`` and a wrong configuration answer at once: torch is imported by ``train``, ``verify`` and those
+verbs of ``data`` that need it, after the configuration has been found to work.
 """
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -27,12 +29,28 @@ usage: shardtrain VERB ...
   config show  [CONFIG.toml] [--section.key VALUE ...]        print every option with its origin
   config check [CONFIG.toml] [--section.key VALUE ...]        report every problem; starts nothing
   config help  [SECTION[.KEY]]                                explain the options
+  data VERB ...                                               prepare, check, show and probe data (data --help: all)
   help, --help                                                this text
   --version                                                   print the version
 
 Without CONFIG.toml the defaults train a small Llama on the Python standard library's own source text.
 NGPU, LOG_RANK: number of ranks, and the ranks that write to the terminal ("0" unless set).
 With --comm.mode fake_backend nothing is trained: one process builds rank RANK (0) of any number of ranks.
+"""
+
+
+DATA_USAGE = """\
+usage: shardtrain data VERB ...
+
+  prepare  [CONFIG.toml] --output FOLDER ...   turn text into shards of tokens, on all cores; goes on where it stopped
+  check    [CONFIG.toml] ...                   count rows, tokens, steps; find bad rows, duplicates and leakage
+  show     [CONFIG.toml] ...                   print decoded samples with what is learned, documents and positions
+  probe    [CONFIG.toml] ...                   change one token and report which logits move: no leak between documents
+  tokenizer train --input FILE ... ...         make a byte-level BPE tokenizer from files of yours
+  download --repo_id NAME --local_dir FOLDER   fetch the tokenizer of a Hugging Face repository (HF_TOKEN is used)
+
+The data are those of the configuration: [training] dataset and dataset_path or [data.sources.NAME], and [data].
+Each verb explains itself with --help.
 """
 
 
@@ -64,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     verb, rest = (words[0], words[1:]) if words else ("help", [])
     if verb not in VERBS:
-        fix = f"use one of {', '.join(name for name in VERBS if not name.startswith('-'))}"
+        names = [name for name in VERBS if not name.startswith("-")]
+        near = difflib.get_close_matches(verb, names, 1)
+        fix = (f"did you mean {near[0]}? " if near else "") + f"use one of {', '.join(names)}"
         raise ConfigError(Problem("shardtrain", verb, "is no verb", fix, "command line"))
     return VERBS[verb](rest)
 
@@ -256,6 +276,20 @@ def _config_help(words: list[str]) -> int:
     return 0
 
 
+def _data(words: list[str]) -> int:
+    """Work with data: one module of ``data_tools`` per verb."""
+    verb, rest = (words[0], words[1:]) if words else ("", [])
+    if verb in ("", "help", "--help", "-h"):
+        print(DATA_USAGE, end="")
+        return 0
+    if verb not in DATA_VERBS:
+        near = difflib.get_close_matches(verb, DATA_VERBS, 1)
+        fix = (f"did you mean {near[0]}? " if near else "") + f"verbs are {', '.join(DATA_VERBS)}"
+        raise ConfigError(Problem("shardtrain data", verb, "is no verb", fix, "command line"))
+    tool = importlib.import_module(f"shardtrain.data_tools.{verb}")
+    return int(tool.main(rest))
+
+
 def _help(_words: list[str]) -> int:
     print(USAGE, end="")
     return 0
@@ -272,10 +306,13 @@ CONFIG_ACTIONS: dict[str, Callable[[list[str]], int]] = {
     "help": _config_help,
 }
 
+DATA_VERBS = ("prepare", "check", "show", "probe", "tokenizer", "download")
+
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "verify": _verify,
     "config": _config,
+    "data": _data,
     "help": _help,
     "--help": _help,
     "-h": _help,

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,43 @@ def shell(*words, **environment):
 def test_help_lists_the_verbs(capsys, words):
     code, out, err = answer(capsys, *words)
     assert (code, err) == (0, "")
-    for verb in ("train", "config show", "config check", "config help", "--version"):
+    for verb in ("train", "config show", "config check", "config help", "data", "--version"):
         assert verb in out
+
+
+@pytest.mark.parametrize("words", [("data",), ("data", "--help"), ("data", "-h"), ("data", "help")])
+def test_help_of_data_lists_its_verbs(capsys, words):
+    code, out, err = answer(capsys, *words)
+    assert (code, err) == (0, "")
+    for verb in cli.DATA_VERBS:
+        assert f"\n  {verb}" in out
+
+
+def test_the_verbs_of_data_are_the_modules_with_a_main():
+    folder = ROOT / "shardtrain" / "data_tools"
+    with_main = {
+        file.stem for file in folder.glob("*.py") if "\ndef main(words: list[str]) -> int:" in file.read_text()
+    }
+    assert with_main == set(cli.DATA_VERBS)
+
+
+def test_a_verb_of_data_gets_the_words_after_it_and_gives_the_status(capsys, monkeypatch):
+    tool = types.ModuleType("shardtrain.data_tools.check")
+    tool.main = lambda words: print(words) or 3
+    monkeypatch.setitem(sys.modules, tool.__name__, tool)
+    assert answer(capsys, "data", "check", "a.toml", "--json") == (3, "['a.toml', '--json']\n", "")
+
+
+@pytest.mark.parametrize("verb", cli.DATA_VERBS)
+def test_each_verb_of_data_explains_itself_and_those_that_need_no_torch_import_none(verb):
+    program = f"import sys; from shardtrain import cli; assert cli.main(['data', {verb!r}, '--help']) == 0; "
+    program += f"sys.exit({verb!r} in ('tokenizer', 'download') and 'torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr or "torch was imported"
+    assert f"shardtrain data {verb}" in done.stdout
 
 
 def test_version_is_that_of_the_package(capsys):
@@ -52,7 +88,10 @@ def test_version_is_that_of_the_package(capsys):
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [
-        (("tain",), ["tain", "is no verb", "train"]),
+        (("tain",), ["tain", "is no verb", "did you mean train?"]),
+        (("data", "prepar"), ["shardtrain data", "prepar", "is no verb", "did you mean prepare?"]),
+        (("data", "frobnicate"), ["frobnicate", "verbs are prepare, check, show, probe, tokenizer, download"]),
+        (("data", "--training.steps", "3"), ["--training.steps", "is no verb"]),
         (("config",), ["needs an action", "show, check, help"]),
         (("config", "shwo"), ["shwo", "show, check, help"]),
         (("config", "help", "training.stps"), ["training.stps", "option"]),
@@ -89,9 +128,7 @@ def test_all_problems_are_told_at_once_and_before_any_process_is_started(capsys)
     assert all(line.startswith("error[2]: ") for line in lines)
     assert any("training.steps=0" in line for line in lines)
     assert any("tensor_parallel_degree=3 does not divide the 16 attention heads" in line for line in lines)
-    assert any(
-        "validation.enable=true asks for validation during training, not available yet" in line for line in lines
-    )
+    assert any('validation.dataset="" is not set' in line and "name a dataset" in line for line in lines)
 
 
 def test_show_prints_each_option_with_its_origin(capsys):

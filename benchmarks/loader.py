@@ -1,0 +1,104 @@
+"""How fast the loader is from prepared shards, and how long it takes to stand anywhere in them.
+
+    python benchmarks/loader.py [--tokens 1_000_000_000] [--out benchmarks/results/loader_cpu.json]
+
+Writes shards of random tokens (uint16, documents of about 500 tokens), opens them as training does, and reads batches
+of 8 sequences of 2,048 tokens with everything that the trainer pays for: shuffle, packing, targets, positions, the
+order hash. Tokens per second of CPU time of this process, so that a busy machine does not decide; the pages are in
+memory from writing. Seeking is timed from the call to the first batch, and opening from the folder to the first batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+
+from shardtrain.config.schema import Config, Data
+from shardtrain.data import Stream, open_stream
+from shardtrain.data.shard_writer import ShardWriter, default_shard_tokens
+from shardtrain.data.tokenizer import open_tokenizer
+
+SEQ_LEN, ROWS, VOCAB = 2048, 8, 258
+PACKINGS = {
+    "concat": Data(),
+    "concat, documents masked": Data(document_mask="on"),
+    "first_fit": Data(packing="first_fit"),
+}
+
+
+def write_shards(folder: Path, num_tokens: int) -> None:
+    """Documents of random ids, in blocks of 16 million tokens."""
+    random = np.random.default_rng(0)
+    writer = ShardWriter(folder, VOCAB, default_shard_tokens(VOCAB))
+    while writer.num_tokens < num_tokens:
+        lengths = random.integers(100, 900, 32_000)
+        writer.add_documents(lengths)
+        writer.add_tokens(random.integers(0, VOCAB, int(lengths.sum()), dtype=np.uint16))
+    writer.finish(tokenizer=open_tokenizer("bytes").fingerprint, tokenizer_name="bytes")
+
+
+def open_at(folder: Path, data: Data) -> Stream:
+    """The training stream of the shards."""
+    config = Config(data=data)
+    model = dataclasses.replace(config.model, hf_assets_path="bytes")
+    training = dataclasses.replace(
+        config.training, dataset="tokens", dataset_path=str(folder), seq_len=SEQ_LEN, local_batch_size=ROWS
+    )
+    config = dataclasses.replace(config, model=model, training=dataclasses.replace(training, on_data_end="repeat"))
+    return open_stream(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+
+
+def measure(folder: Path, data: Data, seconds: float) -> dict[str, float]:
+    """Opening, seeking and reading."""
+    started = time.perf_counter()
+    stream = open_at(folder, data)
+    next(stream)
+    opened = time.perf_counter() - started
+    seeks = []
+    for share in (0.1, 0.5, 0.9, 2.3):
+        started = time.perf_counter()
+        stream.seek(int((stream.num_samples or 0) * share))
+        next(stream)
+        seeks.append(time.perf_counter() - started)
+    batches, cpu = 0, time.process_time()
+    while time.process_time() - cpu < seconds:
+        next(stream)
+        batches += 1
+    cpu = time.process_time() - cpu
+    return {
+        "open_seconds": opened,
+        "longest_seek_seconds": max(seeks),
+        "tokens_per_cpu_second": batches * ROWS * SEQ_LEN / cpu,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=lambda text: int(text.replace("_", "")), default=1_000_000_000)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_shards(Path(folder), arguments.tokens)
+        results = {name: measure(Path(folder), data, arguments.seconds) for name, data in PACKINGS.items()}
+    for name, values in results.items():
+        print(f"{name:26}", "  ".join(f"{key} {value:,.3f}" for key, value in values.items()))
+    if arguments.out:
+        facts = {"tokens": arguments.tokens, "machine": platform.processor() or platform.machine()}
+        facts |= {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        arguments.out.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
