@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -37,18 +38,31 @@ def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None
         raise StorageError(f"cannot write {error.filename}: {error.strerror}; check job.dump_folder") from error
 
 
-def describe(loaded: Loaded, mesh: Mesh, num_params: int, total_steps: int, num_samples: int) -> list[str]:
+def read_world_size(resolved: Path) -> int | None:
+    """The number of ranks of the run that wrote a resolved configuration, or None where it does not say."""
+    first = resolved.read_text(encoding="utf-8").partition("\n")[0]
+    found = re.search(r", (\d+) ranks, started from ", first)
+    return int(found[1]) if found else None
+
+
+def describe(loaded: Loaded, mesh: Mesh, num_params: int, total_steps: int, num_samples: int | None) -> list[str]:
     """Lines for the log: versions, model and mesh, the arithmetic of the batch, precision and seed."""
-    config, training = loaded.config, loaded.config.training
+    config = loaded.config
     batch = derived.global_batch_size(config, mesh.device_mesh.size())
     lines = [
         versions(),
         *describe_model(config, mesh, num_params),
-        f"data: {training.dataset}, {num_samples} sequences; {total_steps} steps are "
-        f"{total_steps * batch / num_samples:.2f} epochs",
+        f"data: {_describe_data(config)}, {total_steps} steps"
+        + ("" if num_samples is None else f" are {total_steps * batch / num_samples:.2f} epochs of {num_samples} rows"),
         describe_precision(config),
     ]
     return lines + (configs.resolved_toml(config).splitlines() if config.job.print_config else [])
+
+
+def _describe_data(config: Config) -> str:
+    """The datasets and how their documents become rows."""
+    names = ", ".join(f"{n} ({s.dataset}) weight {s.weight:g}" for n, s in config.data.sources.items())
+    return f"{names or config.training.dataset}, packed by {config.data.packing}"
 
 
 def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:

@@ -23,13 +23,17 @@ class TrainState:
     nonfinite_skips: int = 0
     """Updates skipped in a row because a loss or gradient was not finite."""
 
-    def advance(self, samples: int, tokens: int, applied: bool = True) -> None:
-        """Count one step, whose update was applied or skipped."""
+    order_hash: int = 0
+    """What the run has seen, as one number (see ``data.order_hash``): equal for equal rows in equal order."""
+
+    def advance(self, samples_consumed: int, tokens: int, row_hashes: int, applied: bool = True) -> None:
+        """Count one step, whose update was applied or skipped; ``samples_consumed`` is the position after it."""
         self.step += 1
         self.updates += applied
         self.nonfinite_skips = 0 if applied else self.nonfinite_skips + 1
-        self.samples_consumed += samples
+        self.samples_consumed = samples_consumed
         self.tokens_seen += tokens
+        self.order_hash = (self.order_hash + row_hashes) % 2**64
 
     def to_dict(self) -> dict[str, int]:
         """Plain numbers for a checkpoint."""

@@ -12,7 +12,6 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +21,17 @@ from shardtrain import data, init, log, models, optim, parallel, profiling, sche
 from shardtrain.checkpoint import Checkpoints
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
-from shardtrain.errors import CheckpointError, DataError, NumericalError, PeerError
+from shardtrain.data import order_hash
+from shardtrain.errors import ConfigError, DataError, NumericalError, PeerError, Problem
+from shardtrain.evaluate import Validator
 from shardtrain.log import logger
-from shardtrain.metrics import Metrics, Reduce, RunFacts
+from shardtrain.metrics import Metrics
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
 from shardtrain.metrics.flops import count_model
 from shardtrain.parallel import BATCH_AXES, LOSS_AXES, Mesh, Runner, clip, world
 from shardtrain.parallel.world import World
+from shardtrain.resume import resume, save
+from shardtrain.run_facts import ReduceOverMesh, run_facts
 from shardtrain.run_folder import describe, write_resolved_config
 from shardtrain.seeding import seed_step, set_determinism
 from shardtrain.state import TrainState
@@ -91,26 +94,63 @@ def train(loaded: Loaded, here: World) -> TrainState:
         write_resolved_config(loaded, folder, here.size)
     for line in describe(loaded, run.mesh, run.num_params, run.total_steps, run.stream.num_samples):
         logger.info(line)
-    metrics = Metrics(config, folder, _facts(run, here), _Reduce(run.mesh), run.state.tokens_seen)
+    validator = Validator(config, run.runner, run.mesh)
+    facts = run_facts(
+        config,
+        here,
+        start_step=run.state.step,
+        total_steps=run.total_steps,
+        num_params=run.num_params,
+        flops_per_token=run.flops_per_token,
+    )
+    metrics = Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen)
     collector = profiling.GarbageCollection(config.training.gc_freq, config.training.gc_debug)
     profiler = profiling.profiler(config, folder, here.rank, here.device.type, run.state.step)
-    first_step = run.state.step + 1
+    first_step, saved_step = run.state.step + 1, run.state.step
     with metrics, collector, profiler as trace:
         while run.state.step < run.total_steps:
             try:
                 outcome = step(run)
             except RuntimeError as error:
                 raise _name_collective(error, run.state.step + 1) from error
+            if outcome is None:
+                if run.state.step >= first_step and validator.is_due(run.state.step, run.state.step):
+                    _validate(run, validator, metrics)
+                break
             extra = run.runner.measures() if metrics.is_log_step(run.state.step) else {}
-            metrics.update(run.state.step, **vars(outcome), extra=extra)
+            metrics.update(run.state.step, **vars(outcome), extra=extra, order_hash=run.state.order_hash)
             if checkpoints.is_due(run.state.step, run.total_steps):
                 with metrics.pause():
-                    save(run, checkpoints)
+                    save(run, checkpoints, last=run.state.step == run.total_steps)
+                saved_step = run.state.step
+            if validator.is_due(run.state.step, run.total_steps):
+                _validate(run, validator, metrics)
             collector.step(run.state.step)
             trace.step()
             if run.state.step == first_step:
                 world.set_timeout(config.comm.train_timeout_seconds)
+    if run.state.step < run.total_steps:
+        _end_of_data(run, checkpoints, saved_step)
     return run.state
+
+
+def _validate(run: Run, validator: Validator, metrics: Metrics) -> None:
+    with metrics.pause():
+        found = validator.run(run.state.step)
+    metrics.validation(run.state.step, {"loss": found.loss, "perplexity": found.perplexity})
+
+
+def _end_of_data(run: Run, checkpoints: Checkpoints, saved_step: int) -> None:
+    """The data ended before the last step, on all ranks at the same one: save, and say so."""
+    if run.state.step > saved_step and checkpoints.is_due(run.state.step, run.state.step):
+        save(run, checkpoints, last=False)
+    if run.config.training.on_data_end == "repeat":
+        raise DataError("the training data have no document in whole passes; the log says why")
+    message = f"the training data ended after step {run.state.step} of {run.total_steps}"
+    if run.config.training.on_data_end == "stop":
+        logger.warning(message)
+        return
+    raise DataError(f'{message}; use more, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)')
 
 
 def build(config: Config, here: World) -> Run:
@@ -129,33 +169,48 @@ def build(config: Config, here: World) -> Run:
     scaler = None
     if derived.compute_dtype(config) == "float16":
         scaler = optim.LossScaler(training.initial_loss_scale, training.loss_scale_growth_interval)
-    stream = _open_stream(config, mesh, here, samples_consumed=0)
+    stream = data.open_stream(
+        config,
+        batch_rank=mesh.rank(*BATCH_AXES),
+        num_batch_ranks=mesh.size(*BATCH_AXES),
+        accumulation=derived.accumulation_steps(config, here.size),
+    )
     if stream.vocab > shape.vocab_size:
-        raise DataError(f"the tokenizer has {stream.vocab} ids, the model {shape.vocab_size}; use a larger vocab_size")
+        rule = f"names a tokenizer with {stream.vocab} ids, and the model has rows for {shape.vocab_size}"
+        fix = "use the model's own tokenizer, or set model.overrides.vocab_size"
+        raise ConfigError(Problem("model.hf_assets_path", config.model.hf_assets_path, rule, fix))
+    if stream.masks_documents:
+        models.check_documents(module, config.model.name)
     world.check_agreement(stream.fingerprint, "the training data differ between ranks", mesh.device)
     total_steps = training.steps
-    if training.epochs is not None:
+    if training.epochs is not None and stream.num_samples is not None:
         total_steps = data.steps_for_epochs(stream.num_samples, training.epochs, stream.global_batch)
+    if stream.end is not None and (last := -(-stream.end // stream.global_batch)) < total_steps:
+        logger.warning(
+            f"the data end after step {last} of {total_steps}; then training.on_data_end={training.on_data_end}"
+        )
     return Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, num_params, flops)
 
 
-def step(run: Run) -> Outcome:
-    """One optimizer step on all ranks together."""
+def step(run: Run) -> Outcome | None:
+    """One optimizer step on all ranks together; None, on all of them, where the data have ended."""
     config, mesh, state = run.config, run.mesh, run.state
-    started = time.perf_counter()
-    local = [next(run.stream) for _ in range(derived.accumulation_steps(config, mesh.device_mesh.size()))]
-    data_seconds = time.perf_counter() - started
-    local_tokens = sum(batch.num_targets for batch in local)
+    found = _read(run)
+    if found is None:
+        return None
+    local, sums, data_seconds = found
     batches = [batch.to(mesh.device, non_blocking=True) for batch in local]
     seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES))
 
-    num_tokens = mesh.sum(torch.tensor(float(local_tokens), dtype=torch.float64, device=mesh.device), over=BATCH_AXES)
+    num_tokens = sums[0]
     scale = run.scaler.scale if run.scaler else 1.0
     weight = (scale / num_tokens.clamp_min(1.0)).float()
     loss = run.runner.forward_backward(batches, weight)
     norm = clip.gradient_norm(run.runner.parameters().values(), mesh) / scale
     mean_loss = mesh.sum(loss / scale, over=("pp", *LOSS_AXES))
-    grad_norm, global_loss, tokens = torch.stack([norm.double(), mean_loss.double(), num_tokens]).tolist()
+    grad_norm, global_loss, tokens, _, *hash_parts = torch.cat(
+        [torch.stack([norm.double(), mean_loss.double()]), sums]
+    ).tolist()
 
     lr = schedule.learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates)
     finite = math.isfinite(grad_norm) and math.isfinite(global_loss)
@@ -168,8 +223,33 @@ def step(run: Run) -> Outcome:
         optim.set_learning_rate(run.optimizer, lr)
         run.runner.update(run.optimizer)
     run.runner.forget_gradients()
-    state.advance(run.stream.global_batch, int(tokens), applied=apply)
+    state.advance(run.stream.samples_consumed, int(tokens), order_hash.join(hash_parts), applied=apply)
     return Outcome(loss / weight, run.runner.own_targets(local), int(tokens), grad_norm, lr, data_seconds)
+
+
+def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
+    """This rank's batches of a step; over all ranks targets, rows, and what the rows add to the order hash; seconds.
+
+    None, on all ranks, where the data have ended. A dataset that is read as training goes on ends without notice, and
+    its readers one by one: a step without rows is passed over, and when no reader has any, it is the end.
+    """
+    empty, data_seconds = 0, 0.0
+    while True:
+        started = time.perf_counter()
+        try:
+            local = [next(run.stream) for _ in range(run.stream.accumulation)]
+        except StopIteration:
+            return None
+        data_seconds += time.perf_counter() - started
+        counts = [sum(batch.num_targets for batch in local), sum(batch.num_rows for batch in local)]
+        own = torch.tensor([*counts, *order_hash.split(run.stream.step_hash)], dtype=torch.float64)
+        sums = run.mesh.sum(own.to(run.mesh.device), over=BATCH_AXES)
+        if not run.stream.ends_without_notice or sums[1] > 0:
+            return local, sums, data_seconds
+        empty += run.stream.global_batch
+        run.state.samples_consumed = run.stream.samples_consumed
+        if empty >= run.stream.num_readers:
+            return None
 
 
 def _stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
@@ -204,92 +284,3 @@ def _name_collective(error: RuntimeError, step: int) -> Exception:
         f"step {step}: {calls[-1].name} did not complete: {str(error).splitlines()[0].rpartition('] ')[2]}; "
         "another rank failed or is late: see the other logs, or raise comm.train_timeout_seconds"
     )
-
-
-def save(run: Run, checkpoints: Checkpoints) -> None:
-    """Write the run's state to its checkpoint folder."""
-    facts: dict[str, Any] = {"state": run.state.to_dict(), "data_fingerprint": run.stream.fingerprint}
-    if run.scaler:
-        facts["scaler"] = run.scaler.state()
-    last = run.state.step == run.total_steps
-    checkpoints.save(run.state.step, _weights(run), _optimizer_state(run), facts, last)
-
-
-def resume(run: Run, checkpoints: Checkpoints) -> None:
-    """Continue from the run's own checkpoint, or start from ``checkpoint.initial_load_path``, if there is one."""
-    options = run.config.checkpoint
-    path = checkpoints.to_continue()
-    initial = path is None and options.enable and options.initial_load_path is not None
-    if initial:
-        path = Path(str(options.initial_load_path))
-    if path is None:
-        return
-    excluded = set(options.exclude_from_loading)
-    if initial and options.initial_load_model_only:
-        excluded |= {"optimizer", "train_state", "dataloader"}
-    rest = {} if "optimizer" in excluded else _optimizer_state(run)
-    facts = checkpoints.load(path, _weights(run), rest)
-    if "train_state" not in excluded:
-        run.state.load(facts.get("state", {}))
-        if run.scaler:
-            run.scaler.load(facts.get("scaler", {}))
-    if "lr_scheduler" in excluded:
-        run.state.updates = 0  # the schedule begins anew: it is a function of this count alone
-    if "dataloader" in excluded:
-        run.state.samples_consumed = 0
-    elif "train_state" not in excluded and facts.get("data_fingerprint") != run.stream.fingerprint:
-        raise CheckpointError(
-            f"checkpoint {path} was trained on other data (dataset, tokenizer, seq_len or seed differ); use the same, "
-            'or start the data anew with checkpoint.exclude_from_loading=["dataloader"]'
-        )
-    run.stream.seek(run.state.samples_consumed)
-    logger.info(f"continuing from {path} at step {run.state.step}")
-
-
-def _weights(run: Run) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {**run.runner.parameters(), **run.runner.buffers()}
-    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
-
-
-def _optimizer_state(run: Run) -> dict[str, Tensor]:
-    states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
-    return {f"optimizer.{name}": tensor for name, tensor in states.items()}
-
-
-def _open_stream(config: Config, mesh: Mesh, here: World, samples_consumed: int) -> data.Stream:
-    return data.open_stream(
-        config,
-        batch_rank=mesh.rank(*BATCH_AXES),
-        num_batch_ranks=mesh.size(*BATCH_AXES),
-        accumulation=derived.accumulation_steps(config, here.size),
-        samples_consumed=samples_consumed,
-    )
-
-
-def _facts(run: Run, here: World) -> RunFacts:
-    cuda = here.device.type == "cuda"
-    return RunFacts(
-        rank=here.rank,
-        world_size=here.size,
-        is_writer=here.rank == 0,
-        start_step=run.state.step,
-        total_steps=run.total_steps,
-        num_params=run.num_params,
-        flops_per_token=run.flops_per_token,
-        device_type=here.device.type,
-        device_name=torch.cuda.get_device_name(here.device) if cuda else "cpu",
-        compute_dtype=derived.compute_dtype(run.config),
-        description=run.config.job.description,
-        model=f"{run.config.model.name}/{run.config.model.flavor}",
-    )
-
-
-class _Reduce(Reduce):
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._axes = mesh, ("pp", *LOSS_AXES)
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return self._mesh.sum(tensor, over=self._axes)
-
-    def max(self, tensor: Tensor) -> Tensor:
-        return self._mesh.max(tensor, over=self._axes)

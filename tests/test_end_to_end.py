@@ -24,7 +24,7 @@ from shardtrain.schedule import learning_rate
 
 KEYS = [
     "step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tps", "tokens_per_second", "tflops", "mfu",
-    "memory_gib", "step_seconds", "data_seconds",
+    "memory_gib", "step_seconds", "data_seconds", "order_hash",
 ]  # fmt: skip
 
 
@@ -153,7 +153,10 @@ def test_traces_are_valid_and_hold_the_work_of_the_rank(folder: Path, runs: list
 def test_a_checkpoint_tells_its_place_and_its_data(folder: Path, runs: list[Any]) -> None:
     facts = json.loads((folder / "checkpoint/step-4/train_state.json").read_text())
     counts = {"step": 4, "updates": 4, "samples_consumed": 32, "tokens_seen": 32 * 64, "nonfinite_skips": 0}
+    order_hash = facts["state"].pop("order_hash")
     assert facts["state"] == counts and facts["weights_only"] is False
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert {line["step"]: line["order_hash"] for line in lines}.get(4, f"{order_hash:016x}") == f"{order_hash:016x}"
     assert re.fullmatch(r"[0-9a-f]{64}", facts["data_fingerprint"])
 
 
@@ -170,9 +173,9 @@ def test_the_limit_of_collectives_shrinks_once_after_the_first_step(runs: list[A
 
 
 def other_runs(rank: int, root: Path) -> dict[str, Ended]:
-    # 1344 bytes and an end mark: 21 rows of 64 tokens and their targets; 3 epochs of them are 63 rows
+    # 1343 bytes between two marks: 1344 targets, 21 rows of 64; 3 epochs of them are 63 rows
     short = root / f"short-{rank}.txt"
-    short.write_text(Path(text_file()).read_text()[:1344])
+    short.write_text(Path(text_file()).read_text()[:1343])
     different = root / f"different-{rank}.txt"
     different.write_text(short.read_text() + "x" * rank)
     training = {"dataset_path": str(short), "local_batch_size": 2, "global_batch_size": 4}
@@ -184,7 +187,7 @@ def other_runs(rank: int, root: Path) -> dict[str, Ended]:
     return {
         "epochs": run("epochs", epochs=3, steps=7),
         "steps": run("steps", steps=3),
-        "too short": run("too-short", epochs=1, global_batch_size=40, local_batch_size=20),
+        "one step": run("one-step", epochs=1, global_batch_size=40, local_batch_size=20),
         "different": run("different", dataset_path=str(different)),
     }
 
@@ -199,9 +202,9 @@ def test_epochs_decide_the_exact_number_of_steps_and_each_pass_sees_every_sample
 ) -> None:
     steps = range(len(others[0]["epochs"].losses))
     ids = [sample for step in steps for rank in others for sample in rank["epochs"].sample_ids[step]]
-    assert all(rank["epochs"].error is None and rank["epochs"].state["step"] == 63 // 4 for rank in others)
-    assert len(ids) == 60
-    assert sorted(ids[:21]) == sorted(ids[21:42]) == list(range(21))
+    assert all(rank["epochs"].error is None and rank["epochs"].state["step"] == 16 for rank in others)
+    assert others[0]["epochs"].state["samples_consumed"] == 63 and ids[63:] == [-1]  # the last step is not full
+    assert sorted(ids[:21]) == sorted(ids[21:42]) == sorted(ids[42:63]) == list(range(21))
     assert ids[:21] != ids[21:42]
     # the rate comes down to its end within these steps: the schedule knows their number
     assert others[0]["epochs"].lrs[-1] == pytest.approx(min(others[0]["epochs"].lrs))
@@ -211,10 +214,11 @@ def test_steps_decide_where_no_epochs_are_asked_for(others: list[dict[str, Ended
     assert [rank["steps"].state["step"] for rank in others] == [3, 3]
 
 
-def test_epochs_that_fill_no_step_are_an_error_on_every_rank(others: list[dict[str, Ended]]) -> None:
-    for rank in others:
-        assert rank["too short"].error is not None and rank["too short"].error.exit_code == 3
-        assert "training.epochs=1 gives 21 samples, less than one step of 40 sequences" in str(rank["too short"].error)
+def test_an_epoch_smaller_than_a_step_is_one_step(others: list[dict[str, Ended]]) -> None:
+    ids = [sample for rank in others for sample in rank["one step"].sample_ids[0]]
+    assert sorted(ids) == [-1] * 19 + list(range(21))
+    assert others[0]["one step"].state["tokens_seen"] == 21 * 64
+    assert len(others[0]["one step"].losses) == 1
 
 
 def test_ranks_with_other_data_stop_before_the_first_step(others: list[dict[str, Ended]]) -> None:

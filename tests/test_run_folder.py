@@ -61,7 +61,7 @@ def test_the_header_does_the_arithmetic_of_the_batch() -> None:
     lines = run_folder.describe(Loaded(config), grid, 1_500_000, 10, 160)
     assert "on dp_replicate 2 x dp_shard 4 x tp 2" in lines[1] and "1.5" in lines[1]
     assert lines[2] == "batch: 2 sequences x 2 accumulation x 8 data ranks = 32 sequences x 64 = 2048 tokens per step"
-    assert lines[3] == "data: python_stdlib, 160 sequences; 10 steps are 2.00 epochs"
+    assert lines[3] == "data: python_stdlib, packed by concat, 10 steps are 2.00 epochs of 160 rows"
     assert lines[4] == "precision: stored float32, computed bfloat16, reduced float32; seed 42"
     assert len(lines) == 5
 

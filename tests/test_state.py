@@ -12,22 +12,24 @@ from shardtrain.state import TrainState
 
 def test_a_step_counts_what_it_read_and_whether_it_was_applied() -> None:
     state = TrainState()
-    for applied in (True, False, False, True, False):
-        state.advance(samples=8, tokens=500, applied=applied)
-    assert state == TrainState(step=5, updates=2, samples_consumed=40, tokens_seen=2500, nonfinite_skips=1)
+    for step, applied in enumerate((True, False, False, True, False)):
+        state.advance(samples_consumed=8 * (step + 1), tokens=500, row_hashes=2**62, applied=applied)
+    assert state == TrainState(
+        step=5, updates=2, samples_consumed=40, tokens_seen=2500, nonfinite_skips=1, order_hash=2**62
+    )
 
 
 def test_skips_are_counted_in_a_row() -> None:
     state = TrainState()
     rows = []
     for applied in (False, False, True, False):
-        state.advance(1, 1, applied)
+        state.advance(1, 1, 0, applied)
         rows.append(state.nonfinite_skips)
     assert rows == [1, 2, 0, 1]
 
 
 def test_counters_survive_json() -> None:
-    state = TrainState(10**12, 7, 2**62, 10**18, 3)
+    state = TrainState(10**12, 7, 2**62, 10**18, 3, 2**64 - 1)
     other = TrainState()
     other.load(json.loads(json.dumps(state.to_dict())))
     assert other == state

@@ -198,11 +198,14 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
         runs.append(originals["build"](*arguments))
         return runs[0]
 
-    def step(run: train.Run) -> train.Outcome:
+    def step(run: train.Run) -> train.Outcome | None:
         if run.state.step == stop_after:
             raise _Killed
         ids.append([])
         outcome = originals["step"](run)
+        if outcome is None:  # the data have ended
+            ids.pop()
+            return None
         loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / max(1, outcome.global_tokens)
         losses.append(loss)
         norms.append(outcome.grad_norm)

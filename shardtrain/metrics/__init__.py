@@ -115,20 +115,21 @@ class Metrics:
         lr: float,
         data_seconds: float,
         extra: Mapping[str, float] | None = None,
+        order_hash: int = 0,
     ) -> Record | None:
         """Report a finished step (1 is the first); returns what was logged on a log step, else None.
 
         ``loss_sum`` is the scalar sum of this rank's token losses on its device, not divided; ``local_tokens`` and
         ``global_tokens`` are the target tokens of this rank and of all; ``data_seconds`` is the wait for data. Values
-        in ``extra`` are logged as they are on log steps. Steps in between wait for nothing; a log step reduces over
-        ranks, so every rank must report every step.
+        in ``extra`` are logged as they are on log steps, and ``order_hash`` in hex in ``metrics.jsonl``. Steps in
+        between wait for nothing; a log step reduces over ranks, so every rank must report every step.
         """
         self._step = step
         self.tokens_seen += global_tokens
         self._window.add(loss_sum, local_tokens, global_tokens, data_seconds)
         record = None
         if self.is_log_step(step):
-            record = self._record(step, self._window.read(self._reduce), float(grad_norm), lr, extra or {})
+            record = self._record(step, self._window.read(self._reduce), float(grad_norm), lr, extra or {}, order_hash)
             self._write(record)
         if self._progress:
             self._progress.step(step, record)
@@ -169,7 +170,9 @@ class Metrics:
         """Close; the summary appears only where the run did not fail."""
         self.close(summary=kind is None)
 
-    def _record(self, step: int, means: WindowMeans, grad_norm: float, lr: float, extra: Mapping[str, float]) -> Record:
+    def _record(
+        self, step: int, means: WindowMeans, grad_norm: float, lr: float, extra: Mapping[str, float], order_hash: int
+    ) -> Record:
         """Turn the sums of a window into what is logged."""
         tps = means.tokens_per_second / self._facts.world_size
         flops_per_second = tps * self._facts.flops_per_token
@@ -189,6 +192,7 @@ class Metrics:
             memory=read_peak(self._facts.device_type),
             eta_seconds=(self._facts.total_steps - step) * means.step_seconds,
             extra=extra,
+            order_hash=order_hash,
         )
 
     def _write(self, record: Record) -> None:

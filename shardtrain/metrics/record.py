@@ -79,6 +79,8 @@ class Record:
     eta_seconds: float
     """Time left at the speed of this window."""
     extra: Mapping[str, float] = field(default_factory=dict)
+    order_hash: int = 0
+    """What the run has seen since its first step, as one number: see ``data.order_hash``."""
 
     def json_fields(self) -> dict[str, Any]:
         """The record of ``metrics.jsonl``; a number that is not finite becomes None, which JSON writes as null."""
@@ -101,7 +103,8 @@ class Record:
         if clash:
             raise ValueError(f"extra metrics take the names of standard ones: {sorted(clash)}")
         fields.update(self.extra)
-        return {key: finite_or_none(value) for key, value in fields.items()}
+        numbers: dict[str, Any] = {key: finite_or_none(value) for key, value in fields.items()}
+        return {**numbers, "order_hash": f"{self.order_hash:016x}"}
 
     def tags(self, device_type: str, legacy: bool = False) -> dict[str, float]:
         """Values by TensorBoard tag."""
@@ -119,7 +122,7 @@ _TAGS = {
     "data_seconds": "time_metrics/data_loading(s)",
     "tokens_seen": "n_tokens_seen",
 }
-_NO_TAG = {"step", "tokens_per_second"}
+_NO_TAG = {"step", "tokens_per_second", "order_hash"}
 
 
 def tags_of(fields: Mapping[str, Any], device_type: str, legacy: bool = False) -> dict[str, float]:

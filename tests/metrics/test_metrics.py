@@ -24,6 +24,7 @@ KEYS = [
     "memory_gib",
     "step_seconds",
     "data_seconds",
+    "order_hash",
 ]
 
 

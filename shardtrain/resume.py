@@ -1,0 +1,105 @@
+"""Save a run, and continue it: on any number of ranks, at exactly the sample where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardtrain import optim
+from shardtrain.checkpoint import Checkpoints
+from shardtrain.errors import ConfigError
+from shardtrain.log import logger
+from shardtrain.parallel import BATCH_AXES
+
+if TYPE_CHECKING:
+    from shardtrain.train import Run
+
+
+def save(run: Run, checkpoints: Checkpoints, last: bool) -> None:
+    """Write the run's state to its checkpoint folder (a collective)."""
+    facts: dict[str, Any] = {
+        "state": run.state.to_dict(),
+        "data_fingerprint": run.stream.fingerprint,
+        "data_files": dict(run.stream.files),
+        "data_cursors": _cursors(run),
+    }
+    if run.scaler:
+        facts["scaler"] = run.scaler.state()
+    checkpoints.save(run.state.step, weights(run), optimizer_state(run), facts, last)
+
+
+def resume(run: Run, checkpoints: Checkpoints) -> None:
+    """Continue from the run's own checkpoint, or start from ``checkpoint.initial_load_path``, if there is one.
+
+    Raises:
+        ConfigError: when the data are not those of the checkpoint; names the file that differs.
+        CheckpointError: when the checkpoint cannot be used.
+    """
+    options = run.config.checkpoint
+    path = checkpoints.to_continue()
+    initial = path is None and options.enable and options.initial_load_path is not None
+    if initial:
+        path = Path(str(options.initial_load_path))
+    if path is None:
+        return
+    excluded = set(options.exclude_from_loading)
+    if initial and options.initial_load_model_only:
+        excluded |= {"optimizer", "train_state", "dataloader"}
+    rest = {} if "optimizer" in excluded else optimizer_state(run)
+    facts = checkpoints.load(path, weights(run), rest)
+    if "train_state" not in excluded:
+        run.state.load(facts.get("state", {}))
+        if run.scaler:
+            run.scaler.load(facts.get("scaler", {}))
+    if "lr_scheduler" in excluded:
+        run.state.updates = 0  # the schedule begins anew: it is a function of this count alone
+    cursors = None
+    if "dataloader" in excluded:
+        run.state.samples_consumed = run.state.order_hash = 0
+    elif "train_state" not in excluded:
+        _check_same_data(run, path, facts)
+        cursors = facts.get("data_cursors")
+    run.stream.seek(run.state.samples_consumed, None if cursors is None else np.array(cursors, np.int64).reshape(-1, 3))
+    logger.info(f"continuing from {path} at step {run.state.step}")
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    """Everything that a model is: parameters and buffers by name."""
+    tensors: dict[str, Tensor] = {**run.runner.parameters(), **run.runner.buffers()}
+    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def optimizer_state(run: Run) -> dict[str, Tensor]:
+    """The optimizer's tensors by name."""
+    states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
+    return {f"optimizer.{name}": tensor for name, tensor in states.items()}
+
+
+def _cursors(run: Run) -> list[list[int]] | None:
+    """Where the readers of streamed datasets stand, put together from all ranks; None where nobody knows of one."""
+    own = torch.from_numpy(run.stream.cursors())
+    if not len(own):
+        return []
+    # whoever knows a cursor knows the same one, and -1 stands for not knowing
+    everyone: Tensor = run.mesh.max(own.to(run.mesh.device), over=BATCH_AXES)
+    return None if bool((everyone < 0).any()) else everyone.tolist()
+
+
+def _check_same_data(run: Run, path: Path, facts: Mapping[str, Any]) -> None:
+    if facts.get("data_fingerprint") == run.stream.fingerprint:
+        return
+    old, new = facts.get("data_files", {}), run.stream.files
+    changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    if changed:
+        what = f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} differ"
+    else:
+        what = "tokenizer, seq_len, seed, packing or mixture differ"
+    raise ConfigError(
+        f"checkpoint {path} was trained on other data ({what}); use the same, "
+        'or start the data anew with checkpoint.exclude_from_loading=["dataloader"]'
+    )

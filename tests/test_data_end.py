@@ -1,0 +1,135 @@
+"""Data that end before the last step: all ranks stop at the same one, the run is saved, and the exit code says so."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from tiny import Ended, tiny_config, train_whole
+
+from shardtrain.config.schema import Config
+from shardtrain.errors import ConfigError, DataError
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 40
+
+
+def config_of(folder: Path, data: dict[str, Any], **training: Any) -> Config:
+    rows = [{"text": TEXT[start : start + 60]} for start in range(0, len(TEXT), 60)]
+    path = folder.parent / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"dataset": "jsonl", "dataset_path": str(path), "seq_len": 64, "local_batch_size": 2, "steps": 100}
+    return tiny_config(
+        job={"dump_folder": str(folder)},
+        training={**options, **training},
+        data=data,
+        checkpoint={"enable": True, "interval": 1000},
+    )
+
+
+def runs_of(rank: int, root: Path) -> dict[str, Ended]:
+    kinds = {"memory": {}, "stream": {"mode": "stream", "readers": 3}}
+    results = {}
+    for kind, data in kinds.items():
+        for policy in ("error", "stop"):
+            config = config_of(root / f"{kind}-{policy}", data, on_data_end=policy)
+            results[f"{kind} {policy}"] = train_whole(rank, config)
+        going_on = config_of(root / f"{kind}-error", data, on_data_end="repeat", steps=20)
+        results[f"{kind} goes on"] = train_whole(rank, going_on)
+        straight = config_of(root / f"{kind}-straight", data, on_data_end="repeat", steps=20)
+        results[f"{kind} straight"] = train_whole(rank, straight)
+    # fewer rows than ranks: 102 tokens are two rows for eight rows of a step
+    few = config_of(root / "few", {}, on_data_end="error")
+    path = root / "few.jsonl"
+    path.write_text(json.dumps({"text": "x" * 100}) + "\n")
+    training = {"dataset": "jsonl", "dataset_path": str(path), "seq_len": 64, "local_batch_size": 2, "steps": 5}
+    few = tiny_config(job={"dump_folder": str(root / "few")}, training=training)
+    results["few"] = train_whole(rank, few)
+    return results
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data-end")
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> list[dict[str, Ended]]:
+    for kind in ("memory", "stream"):
+        for name in ("error", "stop", "straight"):
+            (root / f"{kind}-{name}").mkdir()
+    return run_ranks(2, runs_of, root)
+
+
+@pytest.mark.parametrize("kind", ["memory", "stream"])
+def test_all_ranks_stop_at_the_same_step_and_the_last_state_is_saved(
+    kind: str, root: Path, runs: list[dict[str, Ended]]
+) -> None:
+    for policy in ("error", "stop"):
+        ended = [rank[f"{kind} {policy}"] for rank in runs]
+        step = ended[0].state["step"]
+        assert step == ended[1].state["step"] > 3
+        facts = json.loads((root / f"{kind}-{policy}/checkpoint/step-{step}/train_state.json").read_text())
+        assert facts["state"] == ended[0].state
+        for end in ended:
+            if policy == "stop":
+                assert end.error is None
+            else:
+                assert isinstance(end.error, DataError) and end.error.exit_code == 3
+                expected = (
+                    f"the training data ended after step {step} of 100; use more, or set training.on_data_end to "
+                    '"repeat" (begin again) or "stop" (exit 0)'
+                )
+                assert str(end.error) == expected
+
+
+@pytest.mark.parametrize("kind", ["memory", "stream"])
+def test_every_row_is_read_once_before_the_end(kind: str, runs: list[dict[str, Ended]]) -> None:
+    seen = Counter(i for rank in runs for ids in rank[f"{kind} error"].sample_ids for i in ids if i >= 0)
+    assert set(seen.values()) == {1}
+    # 30 documents of 60 bytes with two marks each; the first token of all, or of each of two readers, is no target
+    tokens = runs[0][f"{kind} error"].state["tokens_seen"]
+    assert tokens == 30 * 62 - (1 if kind == "memory" else 2)
+
+
+def test_a_run_that_ended_goes_on_when_told_to_repeat(runs: list[dict[str, Ended]]) -> None:
+    ended, going_on, straight = (runs[0][f"memory {name}"] for name in ("error", "goes on", "straight"))
+    assert going_on.error is None and straight.error is None
+    assert len(going_on.losses) == 20 - ended.state["step"]
+    # the end cut a step short; the next begins with the first row that was not read
+    ids = [
+        i for step in range(len(ended.losses)) for rank in runs for i in rank["memory error"].sample_ids[step] if i >= 0
+    ]
+    ids += [i for step in range(len(going_on.losses)) for rank in runs for i in rank["memory goes on"].sample_ids[step]]
+    expected = [i for step in range(20) for rank in runs for i in rank["memory straight"].sample_ids[step]]
+    assert ids[: len(expected)] == expected[: len(ids)]
+    assert runs[0]["stream goes on"].error is None
+    assert runs[0]["stream goes on"].state["step"] == 20
+
+
+def test_fewer_rows_than_ranks_are_one_step(runs: list[dict[str, Ended]]) -> None:
+    few = [rank["few"] for rank in runs]
+    assert sorted(i for end in few for i in end.sample_ids[0]) == [-1] * 6 + [0, 1]
+    assert {end.state["step"] for end in few} == {1}
+    assert {end.state["tokens_seen"] for end in few} == {101}
+
+
+def other_data(rank: int, root: Path) -> list[Ended]:
+    config = config_of(root / "changed", {}, steps=2)
+    first = train_whole(rank, config)
+    path = Path(str(config.training.dataset_path))
+    path.write_text(path.read_text().replace("fox", "cat"))
+    changed = config_of(root / "changed", {}, steps=4)
+    path.write_text(path.read_text().replace("fox", "cat"))
+    return [first, train_whole(rank, changed)]
+
+
+def test_a_file_that_changed_before_a_resume_is_named(tmp_path: Path) -> None:
+    (tmp_path / "changed").mkdir()
+    first, second = run_ranks(1, other_data, tmp_path)[0]
+    assert first.error is None
+    assert isinstance(second.error, ConfigError) and second.error.exit_code == 2
+    assert "data.jsonl differ); use the same" in str(second.error)

@@ -1,0 +1,109 @@
+"""A run that is killed again and again sees every sample of an epoch exactly once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config
+
+from shardtrain import data, train
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Config
+from shardtrain.parallel.world import World
+
+STEPS, KILLS = 60, 20
+TEXT = "".join(random.Random(1).choices("abcdefghij \n", k=STEPS * 4 * 16 - 9))
+
+
+def config_of(folder: Path, kind: str) -> Config:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"text": TEXT[start : start + 50]} for start in range(0, len(TEXT), 50)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tiny_config(
+        job={"dump_folder": str(folder)},
+        training={
+            "dataset": "jsonl",
+            "dataset_path": str(folder / "data.jsonl"),
+            "seq_len": 16,
+            "local_batch_size": 4,
+            "steps": 1000,
+            "on_data_end": "stop",
+        },
+        data={"mode": kind, "readers": 4},
+        checkpoint={"enable": True, "interval": 3, "keep_latest_k": 2},
+    )
+
+
+def live(config: Config) -> None:
+    """One life of the run: every step that is taken is written down, with what it read."""
+    folder = Path(config.job.dump_folder)
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(str(folder / f"store-{os.getpid()}"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    pulled: list[int] = []
+    pull, step = data.Stream.__next__, train.step
+
+    def noted_pull(stream: data.Stream) -> data.Batch:
+        batch = pull(stream)
+        pulled.extend(batch.sample_ids_B.tolist())
+        return batch
+
+    def noted_step(run: train.Run) -> Any:
+        pulled.clear()
+        outcome = step(run)
+        if outcome is not None:
+            line = json.dumps({"step": run.state.step, "ids": pulled, "hash": run.state.order_hash})
+            with (folder / "steps.jsonl").open("a") as file:
+                file.write(line + "\n")
+        return outcome
+
+    data.Stream.__next__, train.step = noted_pull, noted_step  # type: ignore[method-assign]
+    train.train(Loaded(config), World(0, 1, 0, torch.device("cpu")))
+
+
+def steps_taken(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "steps.jsonl"
+    # a kill may cut the last line
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+
+
+def run_with_kills(folder: Path, kind: str, kills: int) -> list[dict[str, Any]]:
+    config, dice = config_of(folder, kind), random.Random(5)
+    for life in range(kills + 1):
+        process = multiprocessing.get_context("fork").Process(target=live, args=(config,), daemon=True)
+        process.start()
+        if life < kills:
+            # somewhere in the next steps or their checkpoints
+            wanted = len(steps_taken(folder)) + dice.randrange(1, 6)
+            deadline = time.monotonic() + 120
+            while len(steps_taken(folder)) < wanted and process.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.002)
+            time.sleep(dice.random() * 0.03)
+            process.kill()
+        process.join(120)
+        assert not process.is_alive()
+    assert process.exitcode == 0
+    return steps_taken(folder)
+
+
+@pytest.mark.parametrize("kind", ["memory", "stream"])
+def test_twenty_kills_in_one_epoch_repeat_and_lose_no_sample(kind: str, tmp_path: Path) -> None:
+    whole = run_with_kills(tmp_path / "whole", kind, kills=0)
+    killed = run_with_kills(tmp_path / "killed", kind, kills=KILLS)
+    assert len(killed) > len(whole), "no kill cost a step: the test kills too late"
+    final = {entry["step"]: entry for entry in killed}  # a step that was taken again replaces what was lost
+    assert [final[step] for step in sorted(final)] == whole
+    assert all(entry == final[entry["step"]] for entry in killed), "a step that is taken again reads the same"
+    seen = Counter(sample for entry in final.values() for sample in entry["ids"] if sample >= 0)
+    assert set(seen.values()) == {1}
+    if kind == "memory":
+        assert sorted(seen) == list(range(len(seen)))
