@@ -1,11 +1,13 @@
 """How fast the loader is from prepared shards, and how long it takes to stand anywhere in them.
 
-    python benchmarks/loader.py [--tokens 1_000_000_000] [--out benchmarks/results/loader_cpu.json]
+    python benchmarks/loader.py [--tokens 1_000_000_000] [--text-mb 2000] [--out benchmarks/results/loader_cpu.json]
 
 Writes shards of random tokens (uint16, documents of about 500 tokens), opens them as training does, and reads batches
 of 8 sequences of 2,048 tokens with everything that the trainer pays for: shuffle, packing, targets, positions, the
 order hash. Tokens per second of CPU time of this process, so that a busy machine does not decide; the pages are in
 memory from writing. Seeking is timed from the call to the first batch, and opening from the folder to the first batch.
+Then the same from one JSONL of so many MB, read as training goes on with the byte-level tokenizer: tokens per CPU
+second with tokenizing, and by how much reading raised the resident memory of the process.
 """
 
 from __future__ import annotations
@@ -83,19 +85,67 @@ def measure(folder: Path, data: Data, seconds: float) -> dict[str, float]:
     }
 
 
+def measure_text(folder: Path, megabytes: int, seconds: float) -> dict[str, float]:
+    """Opening and reading a JSONL as a stream."""
+    line = json.dumps({"text": "the quick brown fox jumps over the lazy dog " * 60}) + "\n"
+    with (folder / "text.jsonl").open("w") as file:
+        for _ in range(megabytes * 10**6 // (1000 * len(line))):
+            file.write(line * 1000)
+    before = resident_mib()
+    started = time.perf_counter()
+    config = Config(data=Data(mode="stream"))
+    stream = open_jsonl(config, folder / "text.jsonl")
+    next(stream)
+    opened = time.perf_counter() - started
+    batches, cpu = 0, time.process_time()
+    while time.process_time() - cpu < seconds:
+        next(stream)
+        batches += 1
+    cpu = time.process_time() - cpu
+    return {
+        "open_seconds": opened,
+        "tokens_per_cpu_second": batches * ROWS * SEQ_LEN / cpu,
+        "resident_mib_before": before,
+        "resident_mib_after": resident_mib(),
+    }
+
+
+def open_jsonl(config: Config, path: Path) -> Stream:
+    """The training stream of a JSONL."""
+    model = dataclasses.replace(config.model, hf_assets_path="bytes")
+    training = dataclasses.replace(
+        config.training, dataset="jsonl", dataset_path=str(path), seq_len=SEQ_LEN, local_batch_size=ROWS
+    )
+    config = dataclasses.replace(config, model=model, training=training)
+    return open_stream(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+
+
+def resident_mib() -> float:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=lambda text: int(text.replace("_", "")), default=1_000_000_000)
+    parser.add_argument("--text-mb", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_shards(Path(folder), arguments.tokens)
         results = {name: measure(Path(folder), data, arguments.seconds) for name, data in PACKINGS.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        results["jsonl as a stream"] = measure_text(Path(folder), arguments.text_mb, arguments.seconds)
     for name, values in results.items():
         print(f"{name:26}", "  ".join(f"{key} {value:,.3f}" for key, value in values.items()))
     if arguments.out:
-        facts = {"tokens": arguments.tokens, "machine": platform.processor() or platform.machine()}
+        facts = {
+            "tokens": arguments.tokens,
+            "text_mb": arguments.text_mb,
+            "machine": platform.processor() or platform.machine(),
+        }
         facts |= {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         arguments.out.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
 
