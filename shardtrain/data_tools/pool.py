@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -54,7 +55,8 @@ def run(num_units: int, skip: set[int], work: Work, processes: int) -> Iterator[
             for worker in workers:
                 while not failed and len(worker.units) < _QUEUED and (unit := next(todo, None)) is not None:
                     worker.units.append(unit)
-                    _send(worker.connection, {"unit": unit})
+                    with suppress(OSError):  # of one that died, _hear reads what it still said, and then its end
+                        _send(worker.connection, {"unit": unit})
             first = min(failed, default=num_units)
             if not any(unit < first for worker in workers for unit in worker.units):
                 break
