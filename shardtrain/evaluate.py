@@ -58,6 +58,7 @@ def evaluate(runner: Runner, stream: data.Stream, mesh: Mesh, max_batches: int =
         loss += runner.evaluate(batch.to(mesh.device, non_blocking=True))
     for part in runner.parts:
         free_gathered(part)  # no backward follows that would; what reads parameters next must find this rank's shards
+    stream.seek(0)  # ends the processes that prepare batches
     counts = torch.tensor([tokens, rows], dtype=torch.float64, device=mesh.device)
     total_tokens, total_rows = mesh.sum(counts, over=BATCH_AXES).tolist()
     total = mesh.sum(loss, over=("pp", *LOSS_AXES)).item()

@@ -98,7 +98,7 @@ def _check_same_data(run: Run, path: Path, facts: Mapping[str, Any]) -> None:
     if changed:
         what = f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} differ"
     else:
-        what = "tokenizer, seq_len, seed, packing or mixture differ"
+        what = "tokenizer, seq_len, seed, packing, mixture, data.mode or data.readers differ"
     raise ConfigError(
         f"checkpoint {path} was trained on other data ({what}); use the same, "
         'or start the data anew with checkpoint.exclude_from_loading=["dataloader"]'

@@ -61,7 +61,13 @@ def describe(loaded: Loaded, mesh: Mesh, num_params: int, total_steps: int, num_
 
 def _describe_data(config: Config) -> str:
     """The datasets and how their documents become rows."""
-    names = ", ".join(f"{n} ({s.dataset}) weight {s.weight:g}" for n, s in config.data.sources.items())
+    staged = bool(config.data.stages)
+    names = ", ".join(
+        f"{name} ({source.dataset})" + ("" if staged else f" weight {source.weight:g}")
+        for name, source in config.data.sources.items()
+    )
+    if staged:
+        names += f", weights of {len(config.data.stages)} stages"
     return f"{names or config.training.dataset}, packed by {config.data.packing}"
 
 

@@ -90,6 +90,12 @@ def train(loaded: Loaded, here: World) -> TrainState:
     run = build(config, here)
     checkpoints = Checkpoints(config)
     resume(run, checkpoints)
+    if run.stream.steps_left is not None:
+        last, policy = run.state.step + run.stream.steps_left, config.training.on_data_end
+        if config.training.epochs is not None:
+            run.total_steps = last
+        elif last < run.total_steps:
+            logger.warning(f"the data end after step {last} of {run.total_steps}; then training.on_data_end={policy}")
     if here.rank == 0:
         write_resolved_config(loaded, folder, here.size)
     for line in describe(loaded, run.mesh, run.num_params, run.total_steps, run.stream.num_samples):
@@ -183,12 +189,8 @@ def build(config: Config, here: World) -> Run:
         models.check_documents(module, config.model.name)
     world.check_agreement(stream.fingerprint, "the training data differ between ranks", mesh.device)
     total_steps = training.steps
-    if training.epochs is not None and stream.num_samples is not None:
-        total_steps = data.steps_for_epochs(stream.num_samples, training.epochs, stream.global_batch)
-    if stream.end is not None and (last := -(-stream.end // stream.global_batch)) < total_steps:
-        logger.warning(
-            f"the data end after step {last} of {total_steps}; then training.on_data_end={training.on_data_end}"
-        )
+    if training.epochs is not None and stream.steps_left is not None:
+        total_steps = stream.steps_left
     return Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, num_params, flops)
 
 
@@ -276,7 +278,9 @@ def _stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
 
 
 def _name_collective(error: RuntimeError, step: int) -> Exception:
-    """An error that names the collective, where gloo names only a "recv"; every other error as it is."""
+    """An error that says which process or collective failed, where PyTorch's own does not; every other as it is."""
+    if dead := data.death_of_worker(error):
+        return dead
     calls = [f for f in traceback.extract_tb(error.__traceback__) if "torch/distributed" in f.filename]
     if "gloo/transport" not in str(error) or not calls:
         return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,25 @@ def test_a_file_that_changed_before_a_resume_is_named(tmp_path: Path) -> None:
     assert first.error is None
     assert isinstance(second.error, ConfigError) and second.error.exit_code == 2
     assert "data.jsonl differ); use the same" in str(second.error)
+
+
+def with_other_batches(rank: int, root: Path) -> list[Ended]:
+    """Two epochs, of which some steps are taken with 4 sequences a step and the rest with 8."""
+    ended = []
+    for batch, stop_after in ((4, 6), (8, None), (8, None)):
+        config = config_of(root / "batches", {}, epochs=2, local_batch_size=batch, global_batch_size=batch)
+        config = replace(config, checkpoint=replace(config.checkpoint, interval=3))
+        ended.append(train_whole(rank, config, stop_after=stop_after))
+    return ended
+
+
+def test_epochs_are_read_to_their_end_when_a_resume_changes_the_batch(tmp_path: Path) -> None:
+    (tmp_path / "batches").mkdir()
+    first, second, third = run_ranks(1, with_other_batches, tmp_path)[0]
+    # 30 documents of 62 tokens are 1,859 targets: 30 rows of 64, 60 in two epochs; 24 of them in 6 steps of 4
+    assert (first.error, second.error, third.error) == (None, None, None)
+    assert len(first.losses) == 6
+    assert len(second.losses) == 5
+    ids = [sample for ended in (first, second) for step in ended.sample_ids for sample in step if sample >= 0]
+    assert Counter(ids) == Counter({sample: 2 for sample in range(30)})
+    assert third.losses == [] and third.state == second.state

@@ -21,6 +21,9 @@ SMALLER = {
     "./run_train.sh --training.steps 20 --training.seq_len 128": TRAIN.replace("--training.seq_len=32", ""),
     "NGPU=2 LOG_RANK=0,1 ./run_train.sh --parallelism.tensor_parallel_degree 2": f"--training.steps 2 {TRAIN}",
     "shardtrain train configs/debug.toml": f"--training.steps 2 {TRAIN}",
+    "shardtrain train configs/debug.toml --training.dataset tokens --training.dataset_path outputs/tokens": (
+        f"--training.steps 2 {TRAIN}"
+    ),
     "shardtrain train configs/debug.toml --nproc 4 --parallelism.tensor_parallel_degree 2": (
         f"--training.steps 2 {TRAIN}"
     ),
@@ -36,6 +39,9 @@ NOT_RUN = {
     ".ci/run": "it runs these tests",
     "shardtrain verify my_model.py": "the file is the reader's; tests/verify write some of their own",
     "pip install -c constraints/cpu.txt -e .": "tests do not change the environment that they run in",
+    "shardtrain data download --repo_id meta-llama/Llama-3.1-8B --assets tokenizer --local_dir assets": (
+        "it needs the network and a token; tests/data_tools download from a server of their own"
+    ),
     "tensorboard --logdir outputs/tb": "it serves until it is stopped",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     "-m shardtrain train configs/llama3_8b.toml": "it needs two machines",
@@ -83,12 +89,13 @@ def test_each_command_of_a_page_runs_in_the_order_of_the_page(shell, tmp_path, p
     for number, (_, line) in enumerate(commands([page])):
         if line in NOT_RUN:
             continue
-        is_training = bool(re.search(r"(^|\s)train\s|_train\.sh", line))
+        is_training = bool(re.search(r"shardtrain train\s|_train\.sh", line))
         assert not is_training or line in SMALLER, f"say in SMALLER how to make `{line}` small"
         # the checkpointed pair continues one run; every other run starts anew
         folder = tmp_path / ("continued" if "--checkpoint.enable" in line else f"run-{number}")
         where = f" --job.dump_folder {folder}" if is_training else ""
-        done = shell(f"{line} {SMALLER.get(line, '')}{where}")
+        inside = line.replace(" outputs/", f" {tmp_path}/outputs/")  # what is there may be of another Python's text
+        done = shell(f"{inside} {SMALLER.get(line, '')}{where}")
         assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     if (tmp_path / "continued").exists():
         steps = (tmp_path / "continued" / "metrics.jsonl").read_text().splitlines()

@@ -225,6 +225,9 @@ def data_notes(loaded: Loaded) -> list[str]:
         idle = [f"data.sources.{name}.{key}" for key in ("split", "subset") if getattr(source, key) is not None]
         if idle and source.dataset in _WITHOUT_SPLITS:
             notes.append(f"{', '.join(idle)}: without effect on {source.dataset}, which has neither splits nor subsets")
+    idle = [f"data.sources.{name}.weight" for name, source in c.data.sources.items() if source.weight != 1.0]
+    if c.data.stages and idle:
+        notes.append(f"{', '.join(idle)}: without effect beside [[data.stages]], which have weights of their own")
     return notes + _validation_notes(loaded, found)
 
 

@@ -10,17 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardtrain.data.batch import IGNORE, Batch
-    from shardtrain.data.loader import Stream, open_stream, steps_for_epochs
+    from shardtrain.data.loader import Stream, open_stream
     from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
+    from shardtrain.data.workers import death_of_worker
 
-__all__ = ["IGNORE", "Batch", "Stream", "Tokenizer", "open_stream", "open_tokenizer", "steps_for_epochs"]
+__all__ = [
+    "IGNORE",
+    "Batch",
+    "Stream",
+    "Tokenizer",
+    "death_of_worker",
+    "open_stream",
+    "open_tokenizer",
+]
 
 _HOMES = {
     "IGNORE": "batch",
     "Batch": "batch",
     "Stream": "loader",
+    "death_of_worker": "workers",
     "open_stream": "loader",
-    "steps_for_epochs": "loader",
     "Tokenizer": "tokenizer",
     "open_tokenizer": "tokenizer",
 }

@@ -47,7 +47,7 @@ def write(
     """Text of a conversation, with the assistant's turns from message ``first_learned`` on.
 
     Raises:
-        Unusable: when the template fails, nothing is learned, or a turn cannot be found.
+        Unusable: when the template fails or leaves a tool call out, nothing is learned, or a turn cannot be found.
     """
     if not any(message["role"] == "assistant" for message in messages[first_learned:]):
         raise Unusable("the conversation has no turn of the assistant")
@@ -58,11 +58,41 @@ def write(
         # the template writes arguments as JSON itself, and would write a text in quotes
         chat = with_object_arguments(chat)
         text = template.render(chat, tools)
+    _check_calls(template, chat, tools)
     if template.marks:
         return _marked(template, chat, tools, first_learned)
     turns = _Turns(template, chat, tools, text)
     spans = [turns.span(i) for i in range(first_learned, len(chat)) if chat[i]["role"] == "assistant"]
     return Written(text, spans, exact=False)
+
+
+def _check_calls(template: ChatTemplate, chat: list[Message], tools: list[Any] | None) -> None:
+    """Refuse a template that passes over tool calls: the model would learn to say nothing where it has to call.
+
+    Names are replaced by words of their own, for a short name may stand in the text for other reasons.
+    """
+    if not any("tool_calls" in message for message in chat):
+        return
+    turns: list[int] = []
+
+    def renamed(call: dict[str, Any], turn: int) -> dict[str, Any]:
+        turns.append(turn)
+        name = {"name": f"{_STAND_IN}-{len(turns)}-"}
+        return {**call, "function": {**call["function"], **name}} if "function" in call else {**call, **name}
+
+    other = [
+        {**message, "tool_calls": [renamed(call, turn) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for turn, message in enumerate(chat, start=1)
+    ]
+    try:
+        text = template.render(other, tools)
+    except Unusable:
+        return  # a template that looks at the names writes them
+    for number, turn in enumerate(turns, start=1):
+        if f"{_STAND_IN}-{number}-" not in text:
+            raise Unusable(f"the chat template leaves out the tool call of turn {turn}; use one that writes it")
 
 
 def _marked(template: ChatTemplate, chat: list[Message], tools: list[Any] | None, first_learned: int) -> Written:

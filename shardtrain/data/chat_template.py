@@ -34,14 +34,15 @@ class ChatTemplate:
     Rendering is bounded: 64 Mi characters, and a million rounds of ``range``.
     """
 
-    def __init__(self, text: str, special_tokens: Mapping[str, str], option: str = "data.chat_template") -> None:
+    def __init__(self, text: str, special_tokens: Mapping[str, str], file: str | None = None) -> None:
+        """``file`` is the value of data.chat_template; None for a tokenizer's own template."""
         self.marks = False
         """Whether the template marks what the assistant says with {% generation %}."""
         self._special_tokens = dict(special_tokens)
         self._marking = False
         self._rounds = 0
         self._told_date = False
-        self._template = self._compile(text, option)
+        self._template = self._compile(text, file)
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, prompt: bool = False) -> str:
         """Text of a conversation; ``prompt`` adds what the assistant's answer follows.
@@ -91,7 +92,8 @@ class ChatTemplate:
             raise Unusable(f"the chat template refuses the conversation: {reason}") from error
         return "".join(pieces)
 
-    def _compile(self, text: str, option: str) -> Any:
+    def _compile(self, text: str, file: str | None) -> Any:
+        option = "data.chat_template"
         try:
             import jinja2
             from jinja2.ext import loopcontrols
@@ -113,8 +115,11 @@ class ChatTemplate:
         try:
             return environment.from_string(text)
         except jinja2.TemplateSyntaxError as error:
-            rule = f"is no Jinja template (line {error.lineno}: {error.message})"
-            raise ConfigError(Problem(option, None, rule, "correct the template")) from error
+            where = f"line {error.lineno}: {error.message}"
+            rule = f"is no Jinja template ({where})"
+            if file is None:
+                rule = f"is not set, and the tokenizer's own is no Jinja template ({where})"
+            raise ConfigError(Problem(option, file, rule, "correct the template")) from error
 
     def _range(self, *bounds: int) -> range:
         numbers = range(*bounds)

@@ -173,6 +173,8 @@ def _conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
         fix = "name the file of a Jinja template, or use the tokenizer of a chat model"
         raise ConfigError(Problem("data.chat_template", None, rule, fix))
     special = tokenizer.special_tokens
+    if data.chat_template is not None:
+        return Conversations(tokenizer, ChatTemplate(template, special, data.chat_template))
     tools = None if tool_template is None else ChatTemplate(tool_template, special)
     return Conversations(tokenizer, ChatTemplate(template, special), tools)
 

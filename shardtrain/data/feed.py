@@ -14,6 +14,7 @@ from shardtrain.data.fitted import pack
 from shardtrain.data.line import Line
 from shardtrain.data.order import sample_at
 from shardtrain.data.pack import Packing, Sequences
+from shardtrain.data.watch import Watch
 from shardtrain.errors import DataError, Problem
 
 Cursor = tuple[int, int, int]
@@ -22,11 +23,12 @@ Cursor = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Moved:
-    """A reader of a stream has given ``rows`` rows and stands at ``cursor``."""
+    """A reader of a stream has given ``rows`` rows and stands at ``cursor``; the last was of an ``epoch``, from 0."""
 
     reader: int
     rows: int
     cursor: Cursor
+    epoch: int = 0
 
 
 class Feed(Protocol):
@@ -37,6 +39,7 @@ class Feed(Protocol):
     num_readers:  cursors that say where the feed stands; 0 where k alone says it.
     fingerprint:  SHA-256 in hex of all that decides the rows and their order.
     files:        name of each file -> fingerprint of its content, to name the one that differs.
+    passes:       passes after which the data end; None repeats them.
     """
 
     mean_targets: float
@@ -44,6 +47,7 @@ class Feed(Protocol):
     ends_without_notice: bool
     fingerprint: str
     files: Mapping[str, str]
+    passes: int | None
 
     @property
     def num_rows(self) -> int | None:
@@ -64,8 +68,8 @@ class Feed(Protocol):
         """
         ...
 
-    def warn_of_shared_work(self, global_batch: int, num_ranks: int) -> None:
-        """Say so where several ranks would read the same."""
+    def epoch_after(self, rows: int) -> int:
+        """The epoch, from 0, of the last of the first ``rows`` rows, at which the feed stands."""
         ...
 
 
@@ -85,7 +89,8 @@ class IndexedFeed:
         option: str,
         files: Mapping[str, str],
     ) -> None:
-        self._line, self._rows, self._seed, self._passes = line, pack(line, packing), seed, passes
+        self._line, self._rows, self._seed, self.passes = line, pack(line, packing), seed, passes
+        self._watch = Watch(line.check_unchanged, len(files))
         self.num_rows: int = self._rows.num_rows
         self.num_tokens = line.num_tokens
         if self.num_rows < 1:
@@ -101,8 +106,13 @@ class IndexedFeed:
         return self._rows.cut, self._rows.dropped
 
     def write(self, k: int, out: Sequences, slot: int) -> tuple[int, Moved | None]:
-        """See Feed."""
-        if self._passes is not None and k >= self._passes * self.num_rows:
+        """See Feed.
+
+        Raises:
+            ConfigError: when a file was changed under the run.
+        """
+        self._watch()
+        if self.passes is not None and k >= self.passes * self.num_rows:
             return -1, None
         sample = k % self.num_rows if self._seed is None else int(sample_at(k, self.num_rows, self._seed))
         self._rows.write(sample, out, slot)
@@ -112,8 +122,9 @@ class IndexedFeed:
         """See Feed; nothing to do but to see that the files are still the same."""
         self._line.check_unchanged()
 
-    def warn_of_shared_work(self, global_batch: int, num_ranks: int) -> None:
-        """See Feed; each rank reads its own rows."""
+    def epoch_after(self, rows: int) -> int:
+        """See Feed."""
+        return max(0, rows - 1) // self.num_rows
 
 
 def digest(*facts: object) -> str:

@@ -7,7 +7,6 @@ exist (see ``mix``, ``feed``), so the batches of a step do not depend on R, and 
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +22,9 @@ from shardtrain.data.opening import Opened, open_data
 from shardtrain.data.order_hash import hash_rows
 from shardtrain.data.pack import Sequences
 from shardtrain.data.places import Places
-from shardtrain.errors import ConfigError, DataError, Problem, ShardtrainError
+from shardtrain.data.shared_work import say_shared_work
+from shardtrain.data.workers import death_of_worker, in_order
+from shardtrain.errors import ConfigError, Problem, ShardtrainError
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +120,16 @@ class Stream:
         self.num_readers = sum(feed.num_readers for feed in opened.feeds)
         self.ends_without_notice = any(feed.ends_without_notice for feed in opened.feeds)
         self.fingerprint = digest([feed.fingerprint for feed in opened.feeds], opened.mixture.fingerprint)
-        self.files = {name: mark for feed in opened.feeds for name, mark in feed.files.items()}
+        several = len(opened.feeds) > 1  # of which two may have files of one name
+        self.files = {
+            f"{source}: {name}" if several else name: mark
+            for source, feed in zip(opened.names, opened.feeds, strict=True)
+            for name, mark in feed.files.items()
+        }
         self._opened, self._share, self._options = opened, share, options
         self._pins = options.pin_memory and torch.cuda.is_available()
         self._places = [Places(feed.num_readers) for feed in opened.feeds]
+        self._batches: Iterator[Made | ShardtrainError] | None = None
         self.seek(samples_consumed)
 
     @property
@@ -131,12 +138,22 @@ class Stream:
         position = self._start + self._handed // self._share.accumulation * self.global_batch
         return position if self.end is None else min(position, self.end)
 
+    @property
+    def steps_left(self) -> int | None:
+        """Steps from here to the end of the data, the last of which may be smaller; None where they repeat.
+
+        Where only reading tells, None too.
+        """
+        return None if self.end is None else -(-(self.end - self.samples_consumed) // self.global_batch)
+
     def seek(self, samples_consumed: int, cursors: npt.NDArray[np.int64] | None = None) -> None:
         """Stand where all ranks together have consumed this many samples.
 
         ``cursors`` are what ``cursors()`` gave there, over all ranks. Without them datasets that are read as training
-        goes on are read anew up to this point; all others are there at once.
+        goes on are read anew up to this point; all others are there at once. Worker processes end, and others begin
+        with the next batch.
         """
+        self._batches = None
         self._start, self._handed, self.step_hash = samples_consumed, 0, 0
         before, first = self._opened.mixture.rows_before(samples_consumed), 0
         for feed, places, rows in zip(self._opened.feeds, self._places, before.tolist(), strict=True):
@@ -144,8 +161,7 @@ class Stream:
             feed.seek(rows, own)
             places.begin(rows, own)
             first += feed.num_readers
-        self._epochs = self._epochs_at(samples_consumed)
-        self._batches: Iterator[Made | ShardtrainError] | None = None  # workers start with the first batch
+        self._epochs = self._epochs_after(before.tolist())
 
     def cursors(self) -> npt.NDArray[np.int64]:
         """Where the readers of all feeds stand now, (readers, 3): -1 for those of which another rank knows."""
@@ -166,58 +182,40 @@ class Stream:
         if self._handed % self._share.accumulation == 0:
             if self.end is not None and self.samples_consumed >= self.end:
                 raise StopIteration
-            self._say_new_epoch()
             self.step_hash = 0
+            after = self._opened.mixture.rows_before(self.samples_consumed + self.global_batch)
+            for source, epoch in enumerate(self._epochs_after(after.tolist())):
+                self._enter(source, epoch)
         batch, moved = self._take()
         self.step_hash += hash_rows(batch, self._share.first_position(self._start, self._handed))
         for source, move in moved:
             self._places[source].move(move)
+            self._enter(source, move.epoch)
         self._handed += 1
         return batch.pin_memory() if self._pins else batch
 
     def _take(self) -> Made:
         if self._batches is None:
-            self._batches = _batches(MicroBatches(self._opened, self._share, self._start), self._options)
+            self._batches = in_order(MicroBatches(self._opened, self._share, self._start), self._options)
         try:
             made = next(self._batches)
         except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+            if (dead := death_of_worker(error)) is None:
                 raise
-            raise DataError(f"a process that prepares batches died: {str(error).splitlines()[0]}") from error
+            raise dead from error
         if isinstance(made, ShardtrainError):
             raise made
         return made
 
-    def _epochs_at(self, samples: int) -> list[int]:
-        before = self._opened.mixture.rows_before(samples).tolist()
-        return [
-            0 if feed.num_rows is None else max(0, rows - 1) // feed.num_rows
-            for feed, rows in zip(self._opened.feeds, before, strict=True)
-        ]
+    def _epochs_after(self, rows: list[int]) -> list[int]:
+        """Epoch from 0 of each source after some rows of it."""
+        return [feed.epoch_after(count) for feed, count in zip(self._opened.feeds, rows, strict=True)]
 
-    def _say_new_epoch(self) -> None:
-        epochs = self._epochs_at(self.samples_consumed + self.global_batch)
-        for name, epoch, old in zip(self._opened.names, epochs, self._epochs, strict=True):
-            if epoch > old and self.end is None:
-                logger.warning("dataset %s is being re-looped (epoch %d)", name, epoch + 1)
-        self._epochs = epochs
-
-
-def _batches(micro_batches: MicroBatches, options: DataLoader) -> Iterator[Made | ShardtrainError]:
-    """Micro-batches 0, 1, 2, ... in this order, made here or by worker processes."""
-    if not options.num_workers:
-        return map(micro_batches.__getitem__, itertools.count())
-    loader = torch.utils.data.DataLoader(
-        micro_batches,
-        batch_size=None,  # an item is a batch already
-        sampler=itertools.count(),
-        num_workers=options.num_workers,
-        prefetch_factor=options.prefetch_factor or 4,
-        persistent_workers=options.persistent_workers,
-        generator=torch.Generator(),  # one of its own, so that the run's random numbers stay as they are
-        in_order=True,
-    )
-    return iter(loader)
+    def _enter(self, source: int, epoch: int) -> None:
+        if epoch > self._epochs[source]:
+            self._epochs[source] = epoch
+            if self._opened.feeds[source].passes is None:
+                logger.warning("dataset %s is being re-looped (epoch %d)", self._opened.names[source], epoch + 1)
 
 
 def open_stream(
@@ -256,15 +254,5 @@ def open_stream(
     share = Share(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
     if section.dataloader.pin_memory and not torch.cuda.is_available():
         logger.warning("%s.dataloader.pin_memory=true has no effect without a CUDA device", word)
-    for feed in opened.feeds:
-        feed.warn_of_shared_work(share.global_batch, num_batch_ranks)
+    say_shared_work(opened, share, max(1, section.dataloader.num_workers))
     return Stream(opened, share, section.dataloader, samples_consumed)
-
-
-def steps_for_epochs(num_samples: int, epochs: int, global_batch: int) -> int:
-    """Optimizer steps in a number of passes over the data; the last one may be smaller than the others.
-
-    >>> steps_for_epochs(num_samples=132 * 8 + 1, epochs=3, global_batch=8)
-    397
-    """
-    return -(-num_samples * epochs // global_batch)

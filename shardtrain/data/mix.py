@@ -31,6 +31,7 @@ class Mixture:
     """Positions 0, 1, 2, ... -> (source, how many rows of that source came before).
 
     fingerprint: text of all that decides it.
+    unread:      (stage, source) of weights above 0 that are too small for a row in a cycle.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -39,6 +40,12 @@ class Mixture:
         self._cycles = [_cycle(stage.weights) for stage in stages]
         # before[i][s]: rows of source i among the first s of a cycle
         self._before = [_counts_before(cycle, self.num_sources) for cycle in self._cycles]
+        self.unread = [
+            (number, source)
+            for number, stage in enumerate(stages)
+            for source, weight in enumerate(stage.weights)
+            if weight > 0 and not self._before[number][source, CYCLE]
+        ]
         self._starts = [0, *(stage.stop or 0 for stage in stages[:-1])]
         self._stops = [*self._starts[1:], None]
         self._given = np.zeros((len(stages), self.num_sources), dtype=np.int64)

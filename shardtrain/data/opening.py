@@ -132,6 +132,9 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
         for named, times in zip(every, passes, strict=True)
     ]
     mixture = Mixture(_stages(config, feeds) if several else [Stage((1.0,))])
+    for stage, index in mixture.unread:
+        text = "dataset %s is not read in stage %d: its weight is not 1 in 65,536 of all"
+        logger.warning(text, every[index].name, stage + 1)
     ends = [
         mixture.first_position_beyond(index, times * feed.num_rows)
         for index, (feed, times) in enumerate(zip(feeds, passes, strict=True))

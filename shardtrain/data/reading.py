@@ -13,7 +13,7 @@ from shardtrain.errors import DataError
 
 ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 * 2**20
 """Rows tokenized together: a tokenizer that works on several cores needs some, and huge ones must not add up."""
-_PLACES_KEPT = 3
+_PLACES_KEPT, _REASONS_IN_A_LINE = 3, 3
 
 
 @dataclass
@@ -60,7 +60,17 @@ class Tally:
     def reasons(self) -> list[str]:
         """One line per reason, the most frequent first: ``3 rows: is no JSON (a.jsonl:7, a.jsonl:9)``."""
         both = Counter(self.bad) + Counter(self.harmless)
-        return [f"{count} rows: {reason} ({', '.join(self.places[reason])})" for reason, count in both.most_common()]
+        return [
+            f"{count} {'row' if count == 1 else 'rows'}: {reason} "
+            f"({', '.join(self.places[reason])}{', ...' if count > len(self.places[reason]) else ''})"
+            for reason, count in both.most_common()
+        ]
+
+    def main_reasons(self) -> str:
+        """The most frequent reasons, in one line that a terminal holds."""
+        reasons = self.reasons()
+        more = f"; and {len(reasons) - _REASONS_IN_A_LINE} more reasons" if len(reasons) > _REASONS_IN_A_LINE else ""
+        return "; ".join(reasons[:_REASONS_IN_A_LINE]) + more
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,8 @@ class BadRows:
             DataError: naming the row's place and what is wrong with it.
         """
         if not self.skip and not row.harmless:
-            raise DataError(f'{place}: {row}; correct or remove the row, or set data.bad_rows="skip"')
+            fix = 'correct or remove the row, name its columns in [data], or set data.bad_rows="skip"'
+            raise DataError(f"{place}: {row}; {fix}")
 
     def judge(self, tally: Tally, dataset: str) -> None:
         """Look at the whole: too many bad rows, or no usable one, is an error.
@@ -91,12 +102,11 @@ class BadRows:
             DataError: with counts, reasons and places.
         """
         if tally.documents == 0:
-            reasons = "; ".join(tally.reasons()) or "there are no rows"
-            raise DataError(f"{dataset} has 0 usable of {tally.rows} rows: {reasons}")
+            raise DataError(f"{dataset} has 0 usable of {tally.rows} rows: {tally.main_reasons() or 'there are none'}")
         if tally.num_bad > self.max_fraction * tally.rows:
             raise DataError(
                 f"{dataset} has {tally.num_bad} bad of {tally.rows} rows, more than data.bad_rows_max_fraction="
-                f"{self.max_fraction:g} allows: {'; '.join(tally.reasons())}; correct them, or raise the fraction"
+                f"{self.max_fraction:g} allows: {tally.main_reasons()}; correct them, or raise the fraction"
             )
 
 

@@ -25,14 +25,13 @@ from shardtrain.data.order import sample_at
 from shardtrain.data.pack import Packing, Sequences
 from shardtrain.data.reading import BadRows
 from shardtrain.data.sources import BadRow, Row, Shards, Table
-from shardtrain.data.stream_pack import Place, packer
+from shardtrain.data.stream_pack import FRUITLESS_PASSES, Place, packer
+from shardtrain.data.watch import Watch
 from shardtrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-_FRUITLESS_PASSES = 16
-_ROWS_AT_ONCE = 16
-_CHECK_EVERY_ROWS = 256
+_ROWS_AT_ONCE = 4
 
 
 class StreamFeed:
@@ -60,8 +59,9 @@ class StreamFeed:
         facts = (sorted(self.files.items()), encoder.fingerprint, asdict(packing), seed, self.num_readers)
         self.fingerprint = digest(*facts)
         self._readers: dict[int, _Reader] = {}
+        self._epoch = 0
         self._rows, self._cursors = 0, np.zeros((self.num_readers, 3), dtype=np.int64)
-        self._until_check = _CHECK_EVERY_ROWS
+        self._watch = Watch(source.check_unchanged, len(self.files))
 
     def write(self, k: int, out: Sequences, slot: int) -> tuple[int, Moved | None]:
         """See Feed.
@@ -70,10 +70,7 @@ class StreamFeed:
             DataError: at a row that cannot be read.
             ConfigError: when a file was changed under the run.
         """
-        self._until_check -= 1
-        if self._until_check <= 0:
-            self.source.check_unchanged()
-            self._until_check = _CHECK_EVERY_ROWS
+        self._watch()
         index = k % self.num_readers
         reader = self._readers.get(index)
         if reader is None or reader.rows > k // self.num_readers:
@@ -81,7 +78,7 @@ class StreamFeed:
         while reader.rows < k // self.num_readers:
             reader.skip()
         given = reader.write(out, slot)
-        return k if given else -1, Moved(index, reader.rows, reader.cursor)
+        return k if given else -1, Moved(index, reader.rows, reader.cursor, reader.epoch)
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """See Feed; without cursors each reader begins at its start and reads up to its place."""
@@ -92,16 +89,16 @@ class StreamFeed:
             self._rows = 0
         else:
             self._cursors = cursors
+        parts = self._cursors[:, 0].tolist()
+        self._epoch = max(part // self.walk(reader).parts_per_epoch for reader, part in enumerate(parts))
 
-    def warn_of_shared_work(self, global_batch: int, num_ranks: int) -> None:
-        """See Feed: a rank runs the readers of its own rows alone where they are dealt alike in each step."""
-        if num_ranks > 1 and self.num_readers % global_batch:
-            logger.warning(
-                "%d virtual readers are no multiple of the %d sequences of a step, so that several ranks tokenize the "
-                "same documents; set data.readers to a multiple",
-                self.num_readers,
-                global_batch,
-            )
+    def epoch_after(self, rows: int) -> int:
+        """See Feed: that of the foremost reader at the last ``seek``; what they give later tells the rest."""
+        return self._epoch
+
+    def walk(self, reader: int) -> _Walk:
+        """The rows of a reader."""
+        return (_TableWalk if isinstance(self.source, Table) else _ShardWalk)(self, reader)
 
     def _reader(self, index: int) -> _Reader:
         taken = rows_of_reader(self._rows, index, self.num_readers)
@@ -130,9 +127,15 @@ class _Reader:
     def __init__(self, feed: StreamFeed, index: int, rows: int, cursor: Cursor) -> None:
         self._feed, self._index = feed, index
         self.rows, self.cursor = rows, cursor
+        self._walk = feed.walk(index)
         documents = self._documents((cursor[0], cursor[1]))
-        self._packer = packer(feed.packing, documents, cursor, feed.vocab_size)
+        self._packer = packer(feed.packing, documents, cursor, feed.vocab_size, self._walk.parts_per_epoch)
         self._scratch: Sequences | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the row that was given last."""
+        return self._packer.part // self._walk.parts_per_epoch
 
     def write(self, out: Sequences, slot: int) -> bool:
         """Fill a row; False, and nothing is written, at the end of the data."""
@@ -150,10 +153,8 @@ class _Reader:
 
     def _documents(self, start: Place) -> Iterator[tuple[Place, Document]]:
         """The reader's documents from a place on, each with the place after it."""
-        walk = _TableWalk if isinstance(self._feed.source, Table) else _ShardWalk
-        walked: _Walk = walk(self._feed, self._index)
         policy, last_found = BadRows(), start[0]
-        rows = walked.rows(start)
+        rows = self._walk.rows(start)
         while chunk := list(islice(rows, _ROWS_AT_ONCE)):
             encoded = iter(self._feed.encoder.encode([row for _, row in chunk if not isinstance(row, BadRow)]))
             for place, row in chunk:
@@ -162,10 +163,12 @@ class _Reader:
                     last_found = place[0]
                     yield (place[0], place[1] + 1), result
                     continue
-                policy.meet(result, walked.where(place))
-                if place[0] > last_found + _FRUITLESS_PASSES * walked.parts_per_epoch:
+                if not result.harmless:
+                    self._feed.source.check_unchanged()  # a file that was changed is what is wrong, not its row
+                policy.meet(result, self._walk.where(place))
+                if place[0] > last_found + FRUITLESS_PASSES * self._walk.parts_per_epoch:
                     text = "reader %d of %d found no document in %d passes, and gives none any more: %s"
-                    logger.warning(text, self._index, self._feed.num_readers, _FRUITLESS_PASSES, result.reason)
+                    logger.warning(text, self._index, self._feed.num_readers, FRUITLESS_PASSES, result.reason)
                     return
 
 

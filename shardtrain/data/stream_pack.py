@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,10 @@ from shardtrain.data.fitted import pack
 from shardtrain.data.line import MemoryLine
 from shardtrain.data.pack import Packing, Rows, Sequences, write_window
 
+logger = logging.getLogger(__name__)
+
+FRUITLESS_PASSES = 16
+"""Passes without a row after which a reader gives none any more."""
 BLOCK_DOCUMENTS = 128
 """Documents that a reader fits into rows together; part of the order of the data, so it never changes."""
 
@@ -26,7 +30,12 @@ Documents = Iterator[tuple[Place, Document]]
 
 
 class Packer(Protocol):
-    """Rows out of documents."""
+    """Rows out of documents.
+
+    part: the epoch, or the epoch and shard, of the last document in the row that was written last.
+    """
+
+    part: int
 
     @property
     def cursor(self) -> Cursor:
@@ -38,18 +47,18 @@ class Packer(Protocol):
         ...
 
 
-def packer(packing: Packing, documents: Documents, cursor: Cursor, vocab_size: int) -> Packer:
+def packer(packing: Packing, documents: Documents, cursor: Cursor, vocab_size: int, parts_per_epoch: int) -> Packer:
     """The rows of documents that begin at a cursor."""
     if packing.kind == "concat":
         return ConcatPacker(packing, documents, cursor)
-    return FittedPacker(packing, documents, cursor, vocab_size)
+    return FittedPacker(packing, documents, cursor, vocab_size, parts_per_epoch)
 
 
 class ConcatPacker:
     """Windows of ``seq_len + 1`` tokens; the last token of one is the first of the next."""
 
     def __init__(self, packing: Packing, documents: Documents, cursor: Cursor) -> None:
-        self._packing, self._documents = packing, documents
+        self._packing, self._documents, self.part = packing, documents, cursor[0]
         self._held: deque[tuple[Place, Document]] = deque()
         self._begin: Place = (cursor[0], cursor[1])  # of the first document held
         self._offset = cursor[2]  # tokens of it that are already given
@@ -83,6 +92,7 @@ class ConcatPacker:
             np.concatenate(masks) if masked_tokens else None,
             np.array(begins, np.int64) if self._packing.masked else None,
         )
+        self.part = self._held[-1][0][0]
         self._pass_over(length - 1)
         return True
 
@@ -106,10 +116,17 @@ class ConcatPacker:
 
 
 class FittedPacker:
-    """Rows of whole documents, a block of documents at a time."""
+    """Rows of whole documents, a block of documents at a time.
 
-    def __init__(self, packing: Packing, documents: Documents, cursor: Cursor, vocab_size: int) -> None:
+    A block never reaches into the next epoch: rows of an epoch are the same whether or not another follows it.
+    """
+
+    def __init__(
+        self, packing: Packing, documents: Documents, cursor: Cursor, vocab_size: int, parts_per_epoch: int
+    ) -> None:
         self._packing, self._documents, self._vocab_size = packing, documents, vocab_size
+        self._parts_per_epoch, self.part = parts_per_epoch, cursor[0]
+        self._ahead: tuple[Place, Document] | None = None  # the first document of the next block
         self._block: Rows | None = None
         self._begin: Place = (cursor[0], cursor[1])  # of the block
         self._after = self._begin
@@ -125,11 +142,32 @@ class FittedPacker:
         while self._block is None or self._given == self._block.num_rows:
             if self._block is not None:
                 self._begin, self._given, self._block = self._after, 0, None
-            block = list(islice(self._documents, BLOCK_DOCUMENTS))
+            block = self._next_block()
             if not block:
                 return False
             self._after = block[-1][0]
             self._block = pack(MemoryLine((document for _, document in block), self._vocab_size), self._packing)
+            if not self._block.num_rows and self._after[0] > self.part + FRUITLESS_PASSES * self._parts_per_epoch:
+                text = "a reader has no document that fits, in %d passes, and gives none any more (data.long_documents)"
+                logger.warning(text, FRUITLESS_PASSES)
+                self._documents, self._ahead = iter(()), None
         self._block.write(self._given, out, slot)
-        self._given += 1
+        self._given, self.part = self._given + 1, self._after[0]
         return True
+
+    def _next_block(self) -> list[tuple[Place, Document]]:
+        """Up to 128 documents of one epoch; none at the end."""
+        block: list[tuple[Place, Document]] = []
+        while len(block) < BLOCK_DOCUMENTS:
+            following = self._ahead or next(self._documents, None)
+            self._ahead = None
+            if following is None:
+                break
+            if block and self._epoch(following) > self._epoch(block[0]):
+                self._ahead = following
+                break
+            block.append(following)
+        return block
+
+    def _epoch(self, document: tuple[Place, Document]) -> int:
+        return document[0][0] // self._parts_per_epoch

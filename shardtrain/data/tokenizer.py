@@ -81,6 +81,9 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
     try:
         if file.is_dir():
             file = next((file / name for name in _NAMES if (file / name).exists()), file / _NAMES[0])
+        if not file.exists() and not Path(path).exists():
+            fix = 'name a tokenizer\'s file or folder, get one with "shardtrain data download", or use "bytes"'
+            raise ConfigError(Problem(option, path, "does not exist", fix))
         if not file.is_file():
             fix = 'name a folder that holds one of them, or use "bytes"'
             raise ConfigError(Problem(option, path, f"holds no {' or '.join(_NAMES)}", fix))

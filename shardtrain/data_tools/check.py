@@ -91,13 +91,13 @@ def examine(config: Config, world_size: int) -> Report:
     batch = derived.global_batch_size(config, world_size)
     for survey in training:
         report.tables[survey.name] = _facts(survey, packing) | _epoch(config, survey, packing, batch)
-        _judge(survey, config, vocab_size, report)
+        _judge(survey, config, vocab_size, packing, report)
     if config.validation.enable:
         packing = opening.packing_of(config, config.validation, tokenizer)
         for survey in surveys(config, config.validation, tokenizer):
             name = f"validation: {survey.name}"
             report.tables[name] = _facts(survey, packing) | {"sequences per pass": survey.num_rows(packing)}
-            _judge(survey, config, vocab_size, report)
+            _judge(survey, config, vocab_size, packing, report)
             _judge_leak(survey, training, report)
     return report
 
@@ -155,22 +155,27 @@ def _facts(survey: Survey, packing: Packing) -> dict[str, Any]:
 
 
 def _epoch(config: Config, survey: Survey, packing: Packing, batch: int) -> dict[str, Any]:
-    """What one pass over a training set is in sequences and steps; in a mixture, of steps that have its share."""
+    """What one pass over a training set is in sequences and steps; in a mixture, of steps that have its share.
+
+    Where the shares change by stages, steps are left out.
+    """
     rows = survey.num_rows(packing)
     weights = {name: source.weight for name, source in config.data.sources.items()}
     share = weights[survey.name] / sum(weights.values()) if weights and sum(weights.values()) else 1.0
     table: dict[str, Any] = {"sequences per epoch": rows, "sequences per step": batch}
-    if share:
+    if share and not config.data.stages:
         table["steps per epoch"] = int(rows / (batch * share))
     return table
 
 
-def _judge(survey: Survey, config: Config, vocab_size: int, report: Report) -> None:
+def _judge(survey: Survey, config: Config, vocab_size: int, packing: Packing, report: Report) -> None:
     """Enter what is wrong with one dataset into the report."""
     tally, policy = survey.tally, BadRows.of(config.data)
     report.bad.extend(survey.damage)
     if not policy.skip and tally.num_bad:
         fix = 'correct or remove them, or set data.bad_rows="skip"'
+        if tally.num_bad == tally.rows:
+            fix = "see whether the dataset, data.format and the names of its columns are right"
         report.bad.append(f"dataset {survey.name} has {tally.num_bad} bad of {tally.rows} rows; {fix}")
     else:
         try:
@@ -179,6 +184,14 @@ def _judge(survey: Survey, config: Config, vocab_size: int, report: Report) -> N
             report.bad.append(str(error))
     if tally.documents and not tally.learned and not survey.damage:
         report.bad.append(f"dataset {survey.name} has no token that is learned; see data.format")
+    elif tally.documents and not survey.damage and not survey.num_rows(packing):
+        rule = f"gives no sequence with packing {packing.kind}, and seq_len {packing.seq_len}"
+        report.bad.append(f"dataset {survey.name} {rule}; see data.long_documents, and documents of one token")
+    num_long = int((survey.lengths - 1 > packing.seq_len).sum())
+    if num_long and packing.kind != "concat" and packing.long_documents != "split":
+        fate = {"cut": f"lose what lies beyond {packing.seq_len + 1} tokens", "drop": "are left out"}
+        which = f"{num_long} of {tally.documents} documents"
+        report.warnings.append(f"dataset {survey.name}: {which} {fate[packing.long_documents]}")
     if survey.max_id >= vocab_size:
         report.problems.append(
             f"dataset {survey.name} has the id {survey.max_id}, and the model's vocabulary is {vocab_size}; set "

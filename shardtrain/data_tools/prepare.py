@@ -143,8 +143,10 @@ def prepare(job: Job, processes: int) -> str:
         # a process of a killed command may still write into it; the index alone says that the folder is whole
         shutil.rmtree(job.folder / UNFINISHED, ignore_errors=True)
     seconds = max(done.seconds, 1e-9)
-    speed = f"{done.megabytes(1.0) / seconds:.2f} MB/s, {work.tokens / seconds:,.0f} tokens/s"
-    lines = [f"prepared {job.folder}: {_contents(index)}, in {format_seconds(seconds)} ({speed})"]
+    speed = f" ({done.megabytes(1.0) / seconds:.2f} MB/s, {work.tokens / seconds:,.0f} tokens/s)"
+    if not work.tokens:
+        speed = ""  # all was tokenized before the command was stopped
+    lines = [f"prepared {job.folder}: {_contents(index)}, in {format_seconds(seconds)}{speed}"]
     return "\n".join(lines + [f"  left out {reason}" for reason in work.tally.reasons()])
 
 
@@ -178,9 +180,11 @@ class _Work:
 
         skip = {*range(self.merged), *self._waiting}
         if not isinstance(job.source, Table) and len(self._units) < processes:
+            count = len(self._units)
+            parts, have = ("1 part", "has") if count == 1 else (f"{count} parts", "have")
             print(
-                f"dataset {job.name} has {len(self._units)} parts that can only be read in sequence, so as many of "
-                f"{processes} processes have work; cut it into more files to use all",
+                f"dataset {job.name} has {parts} (compressed files, row groups) with one reader each, so that {count} "
+                f"of {processes} processes {have} work; cut it into more files to use all",
                 file=sys.stderr,
             )
         rows = 0

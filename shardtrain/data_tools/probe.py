@@ -85,16 +85,25 @@ def main(words: list[str]) -> int:
         raise ConfigError(list(problems))
     model, has_experts = _model(loaded.config)
     batch, tokenizer = _row(loaded.config)
-    report = probe(model, batch, tolerance=EXPERTS_TOLERANCE if has_experts else 0.0)
+    tolerance = EXPERTS_TOLERANCE if has_experts else 0.0
+    report = probe(model, batch, tolerance=tolerance, ends_are_inputs=loaded.config.data.packing == "concat")
     print("\n".join([*show_boundaries(batch, tokenizer), "", *verdicts(report)]))
     return 0 if report.clean else 1
 
 
-def probe(model: nn.Module, batch: Batch, learned_BT: Tensor | None = None, tolerance: float = 0.0) -> ProbeReport:
+def probe(
+    model: nn.Module,
+    batch: Batch,
+    learned_BT: Tensor | None = None,
+    tolerance: float = 0.0,
+    ends_are_inputs: bool = True,
+) -> ProbeReport:
     """Change one token of some documents of the batch's first row, one at a time, and watch all logits of the row.
 
     ``learned_BT`` says of each token whether it may carry loss where it is a target; None is all. ``tolerance`` is the
-    change of a logit, relative to the largest, that is taken for rounding. The model is left as it was.
+    change of a logit, relative to the largest, that is taken for rounding. ``ends_are_inputs`` says that the last token
+    of a document is in the row, as "concat" has it; where documents are fitted it is the target of the one before it
+    alone, and cannot be compared with the row. The model is left as it was.
 
     Raises:
         ValueError: when the batch has no numbers of documents, or its first row fewer than two documents.
@@ -119,7 +128,7 @@ def probe(model: nn.Module, batch: Batch, learned_BT: Tensor | None = None, tole
             moved_T = (model(changed_BT, *inputs[1:])[0] - logits_TV).abs().amax(-1)
             moved_T = ~(moved_T <= tolerance * logits_TV.abs().max())  # so that NaN counts as moved
             changes.append(_change(int(numbers[index]), place, stops[index], moved_T, documents_T))
-    return ProbeReport(changes, _wrong_targets(batch, learned_BT) + _wrong_positions(batch))
+    return ProbeReport(changes, _wrong_targets(batch, learned_BT, ends_are_inputs) + _wrong_positions(batch))
 
 
 def _chosen(count: int) -> list[int]:
@@ -136,7 +145,7 @@ def _change(document: int, place: int, stop: int, moved_T: Tensor, documents_T: 
     return Change(document, place, stop, leaks, blind=not bool(moved_T[place : min(place + 2, stop)].all()))
 
 
-def _wrong_targets(batch: Batch, learned_BT: Tensor | None) -> list[str]:
+def _wrong_targets(batch: Batch, learned_BT: Tensor | None, ends_are_inputs: bool) -> list[str]:
     """Targets of the first row that carry loss and are not the next token of their own document."""
     from shardtrain.data import IGNORE
 
@@ -147,6 +156,8 @@ def _wrong_targets(batch: Batch, learned_BT: Tensor | None) -> list[str]:
         if target == IGNORE:
             continue
         if documents[t] != documents[t + 1]:
+            if not ends_are_inputs:
+                continue
             wrong.append(f"loss across a boundary: place {t} of document {documents[t]} has a target though it is last")
         elif target != tokens[t + 1]:
             wrong.append(f"shifted target: place {t} has the target {target}, and the next token is {tokens[t + 1]}")
@@ -258,6 +269,9 @@ def _row(config: Any) -> tuple[Batch, Tokenizer]:
     """A batch of one row with at least two documents, and the tokenizer of the data."""
     from shardtrain import data
 
+    if config.data.packing == "padded":
+        rule = "gives each document a sequence of its own, so there is nothing to probe"
+        raise ConfigError(Problem("data.packing", "padded", rule, 'probe "first_fit" or "concat"'))
     stream = data.open_stream(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
     for _, batch in zip(range(MAX_BATCHES), stream, strict=False):
         if batch.documents_BT is None:

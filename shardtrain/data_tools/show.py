@@ -81,8 +81,13 @@ def main(words: list[str]) -> int:
     batch_size = derived.global_batch_size(config, world_size)
     first = (taken.own.get("--step", 1) - 1) * batch_size
     color = sys.stdout.isatty() and not config.metrics.disable_color_printing
+    found = False
     for shown, tokenizer in rows(config, first, min(taken.own.get("--rows", 3), batch_size)):
+        found = True
         print(json.dumps(asdict(shown)) if "--json" in taken.own else render(shown, tokenizer, color))
+    if not found:
+        rule = "is beyond the end of the data"
+        raise ConfigError(Problem("--step", taken.own.get("--step", 1), rule, "name an earlier one", COMMAND_LINE))
     return 0
 
 

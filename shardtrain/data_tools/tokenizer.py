@@ -49,12 +49,13 @@ class Texts:
     def __init__(self, paths: list[str], dataset: str | None, text_field: str, skip_bad_rows: bool) -> None:
         self._field, self._skip = text_field, skip_bad_rows
         self._sources = []
-        for path in paths:
-            name = dataset or _guess(path)
-            source = find(name, "--dataset").open_source(
-                Request(path=path, option="--input", max_row_bytes=_LONGEST_TEXT_BYTES)
-            )
-            self._sources.append(source)
+        wanted: list[str | None] = [*paths] or [None]  # some datasets need no path
+        for path in wanted:
+            module = find(dataset or _guess(path), "--dataset")
+            if not hasattr(module, "open_source"):
+                raise ConfigError(Problem("--dataset", dataset, "holds tokens and no text", "name the text itself"))
+            request = Request(path=path, option="--input", max_row_bytes=_LONGEST_TEXT_BYTES)
+            self._sources.append(module.open_source(request))
         self.documents = self.skipped = self.bytes = 0
         self.held_out: list[str] = []
         self.first: list[str] = []
@@ -112,7 +113,7 @@ def main(words: list[str]) -> int:
     texts = Texts(options.input, options.dataset, options.text_field, options.skip_bad_rows)
     trained = train(texts, options.vocab_size, special)
     if texts.bytes == 0:
-        raise DataError(f"--input has no text in the column {options.text_field!r}; name its column with --text_field")
+        raise DataError(f"the input has no text in column {options.text_field!r}; name its column with --text_field")
     save(trained, folder)
     _report(open_tokenizer(str(folder), "--output"), texts, options.vocab_size, folder)
     return 0
@@ -169,7 +170,9 @@ def save(tokenizer: Any, folder: Path) -> None:
 
 def _parser() -> Arguments:
     parser = Arguments(PROGRAM, "Train a byte-level BPE tokenizer on your own files.")
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files or folders of text")
+    parser.add_argument(
+        "--input", nargs="+", default=[], metavar="PATH", help="files or folders of text; some datasets need none"
+    )
     parser.add_argument("--vocab_size", type=int, required=True, metavar="N", help="ids, the special tokens included")
     parser.add_argument("--output", required=True, metavar="FOLDER", help="where tokenizer.json goes")
     parser.add_argument("--dataset", metavar="NAME", help="how files are read; by the ending of their name unless set")
@@ -207,9 +210,14 @@ def _check(options: argparse.Namespace) -> list[str]:
     return special
 
 
-def _guess(path: str) -> str:
+def _guess(path: str | None) -> str:
     """The dataset that reads a path, by the ending of its name; of a folder, by its first file."""
+    if path is None:
+        fix = "name files or folders, or a dataset that needs none, e.g. --dataset python_stdlib"
+        raise ConfigError(Problem("--input", None, "is not given", fix))
     file = Path(path)
+    if not file.exists() and not any(sign in path for sign in "*?["):
+        raise ConfigError(Problem("--input", path, "does not exist", "name files or folders of text"))
     if file.is_dir():
         file = next((name for name in sorted(file.rglob("*")) if name.is_file()), file)
     suffixes = [suffix for suffix in file.suffixes if suffix not in _COMPRESSED]

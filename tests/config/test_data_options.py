@@ -266,6 +266,14 @@ def test_what_cannot_work_is_one_problem_with_its_fix(tmp_path: Path, text: str,
         assert fragment in problems[0], problems[0]
 
 
+def test_a_weight_beside_stages_is_said_to_have_no_effect(tmp_path: Path) -> None:
+    loaded = read(tmp_path, f"{TWO}weight = 0.2\n[[data.stages]]\nweights.code = 1")
+    assert check(loaded) == []
+    assert notes(loaded) == [
+        "data.sources.code.weight: without effect beside [[data.stages]], which have weights of their own"
+    ]
+
+
 def test_all_problems_of_a_mixture_come_at_once(tmp_path: Path) -> None:
     text = (
         "[data.sources.a]\ndataset = 'x'\nweight = -1\n[data.sources.b]\nepochs = 0\n[[data.stages]]\nweights.c = 1\n"
@@ -283,8 +291,7 @@ def test_all_problems_of_a_mixture_come_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        f"{TWO}weight = 0\nepochs = 3\n[[data.stages]]\nuntil_tokens = 5\nweights.web = 1\n"
-        "[[data.stages]]\nweights.code = 1",
+        f"{TWO}epochs = 3\n[[data.stages]]\nuntil_tokens = 5\nweights.web = 1\n[[data.stages]]\nweights.code = 1",
         f"{TWO}format = 'chat'\n[data]\nmessages_field = 'm'\ntext_field = 't'",
         f"{TWO}[[data.stages]]\nuntil_tokens = 5\nweights.web = 1",
         "[data]\nreaders = 65536\nmax_row_bytes = 1024\npacking = 'padded'\nlong_documents = 'cut'",

@@ -283,10 +283,12 @@ def test_text_parts_and_nulls_and_json_tools_mean_the_same(tmp_path):
 
 
 def test_a_template_that_takes_arguments_as_text_gets_them_as_text():
-    template = ChatTemplate("{% for m in messages %}{{ m.tool_calls[0].function.arguments + '!' }}{% endfor %}", {})
+    template = ChatTemplate(
+        "{% for m in messages %}{% set f = m.tool_calls[0].function %}{{ f.arguments + '!' + f.name }}{% endfor %}", {}
+    )
     call = {"function": {"name": "f", "arguments": '{"a":1}'}}
     message = {"role": "assistant", "content": '{"a":1}', "tool_calls": [call]}
-    assert write(template, [message], None).text == '{"a":1}!'
+    assert write(template, [message], None).text == '{"a":1}!f'
 
 
 USER = {"role": "user", "content": "a"}
@@ -346,8 +348,14 @@ def test_no_chat_template_is_an_error_that_names_the_option(tmp_path):
     with pytest.raises(ConfigError, match=r"data.chat_template=.*is no file"):
         open_encoder(open_tokenizer(str(path)), Data(format="chat", chat_template=str(tmp_path / "absent")))
     (tmp_path / "broken.jinja").write_text("{% for x in %}")
-    with pytest.raises(ConfigError, match=r"data.chat_template is no Jinja template \(line 1"):
+    with pytest.raises(ConfigError, match=r'data.chat_template=".*broken.jinja" is no Jinja template \(line 1'):
         open_encoder(open_tokenizer(str(path)), Data(format="chat", chat_template=str(tmp_path / "broken.jinja")))
+
+
+def test_a_template_that_leaves_a_tool_call_out_makes_no_document(tmp_path):
+    told = [{**message, "content": message["content"] or "let me get_weather"} for message in WITH_TOOLS]
+    result = encode(folder_of(tmp_path, ZEPHYR), {"messages": told, "tools": TOOLS})
+    assert isinstance(result, BadRow) and "leaves out the tool call of turn 2" in result.reason
 
 
 def test_a_template_of_one_s_own_counts_before_the_tokenizer_s(tmp_path):

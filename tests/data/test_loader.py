@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardtrain.config.schema import Config, DataLoader, Debug, Model, Training, Validation
-from shardtrain.data import IGNORE, Batch, open_stream, steps_for_epochs
+from shardtrain.config.schema import Config, Data, DataLoader, DataSource, Debug, Model, Training, Validation
+from shardtrain.data import IGNORE, Batch, death_of_worker, open_stream
 from shardtrain.data.order import sample_at
 from shardtrain.errors import ConfigError, DataError
 
@@ -194,8 +194,74 @@ def test_a_row_longer_than_the_data_is_filled_up(config):
     assert (batch.sample_ids_B.tolist(), batch.num_targets) == ([0] + [-1] * 7, 92)
 
 
-def test_epochs_take_as_many_steps_as_hold_every_sample():
-    assert steps_for_epochs(132 * 8, 3, 8) == 396
-    assert steps_for_epochs(132 * 8 + 7, 1, 8) == 133
-    assert steps_for_epochs(5, 3, 8) == 2
-    assert steps_for_epochs(12, 3, 8) == 5  # epochs join without a gap: 36 samples, not three times two steps
+def test_epochs_take_as_many_steps_as_hold_every_sample(config):
+    # epochs join without a gap: 69 samples in steps of 8, not three times three steps
+    assert open_rank(with_training(config, epochs=3)).steps_left == 9
+    assert open_rank(with_training(config, epochs=3), samples_consumed=13).steps_left == 7
+    assert open_rank(with_training(config, epochs=1), samples_consumed=30).steps_left == 0
+    assert open_rank(config).steps_left is None
+
+
+def jsonl_config(config, tmp_path, count=40, **data):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "row {i:02} of all"}}\n' for i in range(count)))
+    options = {"dataset": "jsonl", "dataset_path": str(tmp_path / "rows.jsonl")}
+    return replace(with_training(config, **options), data=Data(mode="stream", **data))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_says_once_that_it_begins_again(config, tmp_path, caplog, workers):
+    # 40 documents of 15 tokens are 150 rows of 4
+    config = with_training(jsonl_config(config, tmp_path, readers=4), dataloader=DataLoader(num_workers=workers))
+    stream = open_rank(config)
+    for _ in range(45):
+        next(stream)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"dataset jsonl is being re-looped (epoch {epoch})" for epoch in (2, 3)]
+    cursors = stream.cursors()
+    stream.seek(stream.samples_consumed, cursors)
+    for _ in range(5):
+        next(stream)
+    assert len(caplog.records) == 2
+
+
+def mixture_of(config, tmp_path, **second):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "a.txt").write_text("x" * 400)
+    path = config.training.dataset_path
+    sources = {
+        "first": DataSource(dataset="text", dataset_path=f"{path}/a.txt"),
+        "second": DataSource(dataset="text", dataset_path=str(tmp_path / "b" / "a.txt"), **second),
+    }
+    return replace(config, data=Data(sources=sources))
+
+
+def test_a_source_that_begins_again_is_named_though_another_ends(config, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        stream = open_rank(mixture_of(config, tmp_path, epochs=1))
+        assert len(list(stream)) == stream.end // GLOBAL_BATCH + 1
+    assert {record.getMessage()[:34] for record in caplog.records} == {"dataset first is being re-looped ("}
+    assert set(stream.files) == {"first: a.txt", "second: a.txt"}
+
+
+def test_a_weight_that_is_too_small_to_be_read_is_said_aloud(config, tmp_path, caplog):
+    open_rank(mixture_of(config, tmp_path, weight=1e-6))
+    assert "dataset second is not read in stage 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("readers", "ranks", "workers", "warns"),
+    [(16, 4, 0, False), (16, 1, 0, False), (12, 4, 0, True), (16, 2, 2, False), (24, 1, 2, True), (8, 1, 2, True)],
+)
+def test_documents_that_several_processes_tokenize_are_said_aloud(
+    config, tmp_path, caplog, readers, ranks, workers, warns
+):
+    config = with_training(jsonl_config(config, tmp_path, 300, readers=readers), dataloader=DataLoader(workers))
+    stream = open_rank(config, ranks=ranks)
+    assert stream.num_readers == readers
+    assert ("each document is tokenized by" in caplog.text) is warns
+
+
+def test_the_death_of_a_worker_is_known_wherever_it_is_reported():
+    dead = death_of_worker(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. \nmore"))
+    assert isinstance(dead, DataError) and dead.exit_code == 3 and "\n" not in str(dead)
+    assert death_of_worker(RuntimeError("shapes differ")) is None

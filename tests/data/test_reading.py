@@ -50,7 +50,9 @@ def read(source, policy):
 
 
 def test_the_first_bad_row_stops_by_its_place_and_its_detail():
-    with pytest.raises(DataError, match=r"^a.jsonl:301: is no JSON \(column 300\); correct or remove the row, or set"):
+    with pytest.raises(
+        DataError, match=r"^a.jsonl:301: is no JSON \(column 300\); correct or remove the row, name its"
+    ):
         read(Rows(1000, bad=[300, 700]), BadRows())
 
 
@@ -63,7 +65,7 @@ def test_an_empty_text_is_counted_and_stops_nothing():
 def test_skipped_rows_are_counted_by_reason_with_their_first_places():
     documents, tally = read(Rows(2000, bad=[0, 7, 900, 1999]), BadRows(skip=True, max_fraction=0.002))
     assert (len(documents), tally.num_bad, tally.rows) == (1996, 4, 2000)
-    assert tally.reasons() == ["4 rows: is no JSON (a.jsonl:1, a.jsonl:8, a.jsonl:901)"]
+    assert tally.reasons() == ["4 rows: is no JSON (a.jsonl:1, a.jsonl:8, a.jsonl:901, ...)"]
     BadRows(skip=True, max_fraction=0.002).judge(tally, "dataset x")
 
 
@@ -76,12 +78,22 @@ def test_more_bad_rows_than_allowed_stop_with_the_count():
         policy.judge(tally, "dataset x")
 
 
+def test_the_line_of_an_error_names_the_main_reasons_and_how_many_more():
+    tally = Tally()
+    for number in range(5):
+        for _ in range(number + 1):
+            tally.add_bad(BadRow(f"reason {number}"), f"a:{number}")
+    line = tally.main_reasons()
+    assert line.startswith("5 rows: reason 4 (a:4, a:4, a:4, ...); ")
+    assert line.endswith("3 rows: reason 2 (a:2, a:2, a:2); and 2 more reasons")
+
+
 def test_a_dataset_without_a_usable_row_says_what_its_rows_are():
     _, tally = read(Rows(3, bad=[0], empty=[1, 2]), BadRows(skip=True, max_fraction=1))
-    expected = r"x has 0 usable of 3 rows: 2 rows: the text is empty \(a.jsonl:2, a.jsonl:3\); 1 rows: is no JSON"
+    expected = r"x has 0 usable of 3 rows: 2 rows: the text is empty \(a.jsonl:2, a.jsonl:3\); 1 row: is no JSON"
     with pytest.raises(DataError, match=expected):
         BadRows(skip=True, max_fraction=1).judge(tally, "x")
-    with pytest.raises(DataError, match="x has 0 usable of 0 rows: there are no rows"):
+    with pytest.raises(DataError, match="x has 0 usable of 0 rows: there are none"):
         BadRows().judge(Tally(), "x")
 
 

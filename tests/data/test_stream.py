@@ -13,7 +13,7 @@ from shardtrain.data.document import Document
 from shardtrain.data.pack import Packing, Sequences
 from shardtrain.data.sources import BadRow
 from shardtrain.data.stream import StreamFeed, rows_of_reader
-from shardtrain.errors import DataError
+from shardtrain.errors import ConfigError, DataError
 from shardtrain.loss import IGNORE
 
 
@@ -191,7 +191,51 @@ def test_a_reader_without_documents_does_not_stop_the_others():
 def test_a_bad_row_names_its_place():
     rows = rows_with([9, 9, 9])
     rows[1] = BadRow("is no JSON")
-    with pytest.raises(DataError, match='list:2: is no JSON; correct or remove the row, or set data.bad_rows="skip"'):
+    with pytest.raises(DataError, match='list:2: is no JSON; correct or remove the row.* or set data.bad_rows="skip"'):
         take(feed_of(ListTable(rows), readers=1), 0, 4)
     with pytest.raises(DataError, match="shard1:1: is no JSON"):
         take(feed_of(ListShards([[rows[0]], [rows[1]]]), readers=2), 0, 2)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(2, 9), min_size=6, max_size=40), st.sampled_from([0, 3]), st.integers(0, 30))
+def test_rows_of_an_epoch_are_the_same_whether_or_not_another_follows(lengths, count, stop):
+    packing = Packing(9, kind="first_fit", masked=True)
+    source = shards(lengths, count) if count else table(lengths)
+    ending, repeating = (feed_of(source, packing, readers=2, passes=passes) for passes in (1, None))
+    once = take(ending, 0, 60)
+    own = {row[0] for row in once if row[0] >= 0}
+    again = {row[0]: row[:3] for row in take(repeating, 0, 60)}
+    assert [row[:3] for row in once if row[0] in own] == [again[k] for k in sorted(own)]
+    # a run that ended and is told to repeat goes on from cursors of rows that were made without a next epoch
+    cursors = np.zeros((2, 3), dtype=np.int64)
+    for *_, moved in once[:stop]:
+        cursors[moved.reader] = moved.cursor
+    resumed = feed_of(source, packing, readers=2, passes=None)
+    resumed.seek(stop, cursors)
+    assert all(row[:3] == again[row[0]] for row in take(resumed, stop, 60) if row[0] in own)
+
+
+def test_a_reader_whose_documents_never_fit_ends_with_a_warning_and_stops_no_other(caplog):
+    source = ListShards([rows_with([40]), rows_with([5, 5])])
+    packing = Packing(8, kind="first_fit", masked=True, long_documents="drop")
+    rows = take(feed_of(source, packing, readers=2, passes=None), 0, 6)
+    assert [row[0] for row in rows] == [-1, 1, -1, 3, -1, 5]
+    assert caplog.text.count("has no document that fits") == 1
+
+
+def test_a_row_that_is_bad_since_its_file_changed_names_the_file():
+    class Changed(ListTable):
+        def check_unchanged(self):
+            raise ConfigError("a.jsonl was changed")
+
+    with pytest.raises(ConfigError, match=r"a\.jsonl was changed"):
+        take(feed_of(Changed([BadRow("is no JSON")]), readers=1), 0, 1)
+
+
+@pytest.mark.parametrize("packing", [Packing(8), Packing(8, kind="padded")])
+def test_a_row_says_its_epoch(packing):
+    rows = take(feed_of(table([9] * 6), packing, readers=2, passes=None), 0, 24)
+    epochs = [row[3].epoch for row in rows]
+    assert (epochs[0], sorted(set(epochs)), sorted(epochs)) == (0, list(range(max(epochs) + 1)), epochs)
+    assert max(epochs) == 3

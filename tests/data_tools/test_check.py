@@ -228,3 +228,19 @@ def test_a_survey_of_nothing_has_no_rows() -> None:
     survey = Survey("empty")
     assert survey.num_rows(Packing(8)) == 0
     assert survey.duplicates() == (0, []) and survey.shared_with([]) == (0, [])
+
+
+def test_documents_that_are_all_left_out_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fitted = ["--data.packing", "first_fit", "--data.long_documents", "drop"]
+    words = words_for(jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}] * 2 + [{"text": "y" * 70}]), *fitted)
+    code, report = run(capsys, *words)
+    assert code == 3 and "gives no sequence with packing first_fit" in report["problems"][0]
+    assert "3 of 3 documents are left out" in " ".join(report["warnings"])
+
+
+def test_where_no_row_can_be_read_skipping_is_no_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run(capsys, *words_for(jsonl(tmp_path / "a.jsonl", [{"content": "x"}] * 3)))
+    assert code == 3
+    assert report["problems"] == [
+        "dataset jsonl has 3 bad of 3 rows; see whether the dataset, data.format and the names of its columns are right"
+    ]

@@ -115,7 +115,8 @@ def test_compressed_files_are_units_of_their_own(tmp_path: Path, capsys: pytest.
     words = words_for(folder)
     prepare.main(["--output", str(tmp_path / "o"), "--processes", "4", *words])
     assert_same(ShardLine(tmp_path / "o"), in_memory(words))
-    assert "has 3 parts that can only be read in sequence, so as many of 4 processes" in capsys.readouterr().err
+    told = "has 3 parts (compressed files, row groups) with one reader each, so that 3 of 4 processes have work"
+    assert told in capsys.readouterr().err
 
 
 def test_every_source_of_a_mixture_gets_a_folder(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_the_last_line_says_what_was_written(tmp_path: Path, capsys: pytest.Capt
     prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *words_for(path)])
     lines = capsys.readouterr().out.splitlines()
     assert "30 documents" in lines[0] and "MB/s" in lines[0] and "tokens/s" in lines[0]
-    assert "left out 1 rows" in lines[1] and "a.jsonl:31" in lines[1]
+    assert "left out 1 row:" in lines[1] and "a.jsonl:31" in lines[1]
 
 
 def test_a_finished_folder_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

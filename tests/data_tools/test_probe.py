@@ -200,6 +200,11 @@ def test_the_verb_refuses_data_whose_documents_are_not_kept_apart(words: list[st
         main([*words[:-1], "off"])
 
 
+def test_the_verb_refuses_sequences_of_one_document(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match='data.packing="padded" gives each document a sequence of its own'):
+        main([*words, "--data.packing", "padded"])
+
+
 def test_the_verb_refuses_a_model_too_large_to_run_here(words: list[str]) -> None:
     with pytest.raises(ConfigError, match='model.flavor="8B" has 8.0 billion parameters.*give a smaller flavor'):
         main([*words[2:], "--model.flavor", "8B"])
@@ -208,3 +213,12 @@ def test_the_verb_refuses_a_model_too_large_to_run_here(words: list[str]) -> Non
 def test_the_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "shardtrain data probe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("long_documents", ["split", "cut"])
+def test_documents_that_are_fitted_end_in_a_target_that_is_no_input(
+    words: list[str], capsys: pytest.CaptureFixture[str], long_documents: str
+) -> None:
+    words = ["256" if word == "128" else word for word in words]
+    assert main([*words, "--data.packing", "first_fit", "--data.long_documents", long_documents]) == 0
+    assert "verdict: no leak" in capsys.readouterr().out

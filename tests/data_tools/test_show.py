@@ -89,3 +89,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 def test_help_explains_the_marks(capsys):
     assert show.main(["--help"]) == 0
     assert "«double angles»" in capsys.readouterr().out
+
+
+def test_a_step_beyond_the_end_of_the_data_is_an_error(pairs):
+    with pytest.raises(ConfigError, match="--step=1000 is beyond the end of the data"):
+        show.main([*pairs, "--training.seq_len=24", "--step", "1000"])

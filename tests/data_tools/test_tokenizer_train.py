@@ -164,3 +164,25 @@ def test_help_names_every_option(capsys):
     assert tool.main(["--help"]) == 0 == tool.main(["train", "--help"])
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("--input", "--vocab_size", "--output", "--special", "--force"))
+
+
+def test_a_dataset_of_its_own_needs_no_input(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(
+        "from shardtrain.data.sources.jsonl import open_source as read\n"
+        "from dataclasses import replace\n"
+        f"def open_source(request): return read(replace(request, path={str(tmp_path / 'a.jsonl')!r}))\n"
+    )
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines(50)))
+    words = ["train", "--vocab_size", "300", "--output", str(tmp_path / "out")]
+    assert tool.main([*words, "--dataset", str(tmp_path / "own.py")]) == 0
+    assert open_tokenizer(str(tmp_path / "out")).vocab_size == 300
+
+
+def test_what_cannot_be_read_is_told_apart(tmp_path):
+    words = ["train", "--vocab_size", "300", "--output", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match="--input is not given"):
+        tool.main(words)
+    with pytest.raises(ConfigError, match="--input=.*absent.* does not exist"):
+        tool.main([*words, "--input", str(tmp_path / "absent")])
+    with pytest.raises(ConfigError, match='--dataset="tokens" holds tokens and no text'):
+        tool.main([*words, "--input", str(tmp_path), "--dataset", "tokens"])

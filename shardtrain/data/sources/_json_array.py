@@ -53,9 +53,9 @@ class ArrayPart:
         num_bytes = len(piece) if piece.isascii() else len(piece.encode())
         return too_long(num_bytes) if num_bytes > self.max_row_bytes else parse_text(piece)
 
-    def line(self, index: int) -> int:
-        """See Part."""
-        return self.lines[index]
+    def place(self, index: int) -> str:
+        """See Part; a whole array often stands in one line."""
+        return f"{self.lines[index]} (element {index + 1})"
 
 
 def open_array(file: File, max_row_bytes: int) -> ArrayPart:

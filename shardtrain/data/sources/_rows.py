@@ -30,8 +30,8 @@ class Part(Protocol):
         """Row ``index`` of the file."""
         ...
 
-    def line(self, index: int) -> int:
-        """Line at which it begins, from 1."""
+    def place(self, index: int) -> str:
+        """Where it is in the file: the line at which it begins, from 1."""
         ...
 
 
@@ -54,9 +54,9 @@ class RecordsPart:
         data = self.index.read(index + self.skipped, self.max_row_bytes)
         return data if isinstance(data, BadRow) else self.parse(data)
 
-    def line(self, index: int) -> int:
+    def place(self, index: int) -> str:
         """See Part."""
-        return self.index.line(index + self.skipped)
+        return str(self.index.line(index + self.skipped))
 
 
 @dataclass
@@ -81,7 +81,7 @@ class FileTable(FileSource):
     def place(self, index: int) -> str:
         """See Table: ``data/a.jsonl:17``."""
         file, number = self._find(index)
-        return f"{self.members[file].path}:{self.parts[file].line(number)}"
+        return f"{self.members[file].path}:{self.parts[file].place(number)}"
 
     def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self.num_rows:
@@ -123,7 +123,7 @@ class FileShards(FileSource):
         """See Shards; a place that was not read yet is searched for from the beginning of its file."""
         part = self.parts.get(shard)
         if part is not None:
-            return f"{self.members[shard].path}:{part.line(number)}"
+            return f"{self.members[shard].path}:{part.place(number)}"
         if shard not in self._lines or self._lines[shard].num_rows <= number:
             for found, _ in self._records(shard):
                 if found == number:

@@ -34,7 +34,7 @@ def rows_and_lines(source):
     """Each row with its line, or its reason and line where it is bad."""
     found = []
     for key, row in every_row(source):
-        line = int(place_of(source, key).rpartition(":")[2])
+        line = int(place_of(source, key).rpartition(":")[2].partition(" (element")[0])
         found.append((line, str(row) if isinstance(row, BadRow) else dict(row)))
     return found
 
@@ -225,6 +225,7 @@ def test_elements_of_an_array_that_are_no_rows_are_bad_rows_with_their_lines(tmp
         (6, "is longer than data.max_row_bytes (108 bytes)"),
         (7, {"b": 2}),
     ]
+    assert place_of(source, (0, 3)) == f"{tmp_path}/a.json:5 (element 4)"
     assert pickle.loads(pickle.dumps(source)).row(5) == {"b": 2}
 
 

@@ -1,0 +1,42 @@
+"""Items by number from a dataset, in order, made here or by worker processes."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+
+from shardtrain.config.schema import DataLoader
+from shardtrain.errors import DataError
+
+T = TypeVar("T")
+
+
+def in_order(items: torch.utils.data.Dataset[T], options: DataLoader) -> Iterator[T]:
+    """Items 0, 1, 2, ... without end; worker processes live as long as the iterator."""
+    if not options.num_workers:
+        return map(items.__getitem__, itertools.count())
+    loader = torch.utils.data.DataLoader(
+        items,
+        batch_size=None,  # an item is a batch already
+        sampler=itertools.count(),
+        num_workers=options.num_workers,
+        prefetch_factor=options.prefetch_factor or 4,
+        persistent_workers=options.persistent_workers,
+        # forked, they have datasets and tokenizers at once; what of these is open may be shared (see ``shards``)
+        multiprocessing_context=multiprocessing.get_context("fork") if sys.platform == "linux" else None,
+        generator=torch.Generator(),  # one of its own, so that the run's random numbers stay as they are
+        in_order=True,
+    )
+    return iter(loader)
+
+
+def death_of_worker(error: RuntimeError) -> DataError | None:
+    """What to say where a process that prepares batches died, which PyTorch may report from anywhere; else None."""
+    if "DataLoader worker" not in str(error):
+        return None
+    return DataError(f"a process that prepares batches died: {str(error).splitlines()[0]}")

@@ -1,0 +1,76 @@
+"""Files that are changed, replaced or removed while a run reads them stop it, and are named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from shardtrain.config.schema import Config, Data, DataLoader, Training
+from shardtrain.data import open_stream
+from shardtrain.data_tools import prepare
+from shardtrain.errors import ConfigError
+
+TEXTS = [f"{number} bottles on the wall, " * 8 for number in range(200)]
+
+
+def as_jsonl():
+    return "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+
+
+def make(kind, folder):
+    """The options of a dataset, and one of its files."""
+    plain = folder / "a.jsonl"
+    plain.write_bytes(as_jsonl())
+    if kind == "stream":
+        return {"dataset": "jsonl", "dataset_path": str(plain)}, Data(mode="stream", readers=4), plain
+    if kind == "compressed stream":
+        packed = folder / "b.jsonl.gz"
+        packed.write_bytes(gzip.compress(as_jsonl()))
+        return {"dataset": "jsonl", "dataset_path": str(packed)}, Data(mode="stream"), packed
+    words = ["--training.dataset", "jsonl", "--training.dataset_path", str(plain), "--shard_tokens", "20000"]
+    assert prepare.main([*words, "--model.hf_assets_path", "bytes", "--output", str(folder / "shards")]) == 0
+    tokens = {"dataset": "tokens", "dataset_path": str(folder / "shards")}
+    return tokens, Data(), folder / "shards" / "tokens-00001.bin"
+
+
+def edit(file):
+    data = bytearray(file.read_bytes())
+    data[1000:1004] = b"....".translate(bytes(255 - i for i in range(256)))
+    with file.open("r+b") as there:  # in place, so that open descriptors see it
+        there.write(data)
+    os.utime(file, ns=(1, file.stat().st_mtime_ns + 1_000_000))  # as the clock does between a run's start and an edit
+
+
+def replace_by_a_copy(file):
+    copy = file.with_suffix(".copy")
+    copy.write_bytes(file.read_bytes())
+    copy.replace(file)
+
+
+def rename(file):
+    file.rename(file.with_suffix(".gone"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("change", [edit, replace_by_a_copy, rename, os.remove])
+@pytest.mark.parametrize("kind", ["stream", "compressed stream", "tokens"])
+def test_a_file_that_changes_under_a_run_stops_it(kind, change, workers, tmp_path):
+    options, data, file = make(kind, tmp_path)
+    loader = DataLoader(num_workers=workers)
+    training = Training(seq_len=32, local_batch_size=4, on_data_end="repeat", dataloader=loader, **options)
+    stream = open_stream(Config(training=training, data=data), batch_rank=0, num_batch_ranks=1, accumulation=1)
+    next(stream)
+    change(file)
+    with pytest.raises(ConfigError) as caught:
+        for _ in range(40):
+            next(stream)
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+    reopened = replace(training, dataloader=DataLoader())
+    if change is not replace_by_a_copy and change is not edit:
+        with pytest.raises(ConfigError):  # nor does a run begin or go on without it
+            open_stream(Config(training=reopened, data=data), batch_rank=0, num_batch_ranks=1, accumulation=1)
