@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import optim
-from shardtrain.checkpoint import Checkpoints
+from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.errors import ConfigError
 from shardtrain.log import logger
 from shardtrain.parallel import BATCH_AXES
