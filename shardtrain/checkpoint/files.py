@@ -1,7 +1,7 @@
 """Bytes that are on disk when a function returns: hashed while written, flushed, and renamed as one.
 
-All writing of a checkpoint goes through ``os.open``, ``os.write``, ``os.fsync``, ``os.rename`` and ``os.mkdir`` here; an
-OSError of any of them is raised as it is, with the path in it.
+All bytes of a checkpoint go through ``os.open``, ``os.write``, ``os.fsync`` and ``os.rename`` here; an OSError of any
+of them is raised as it is, with the path in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEEN_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Put the path into an OSError that does not name one: those of write and fsync do not."""
     try:
         yield
@@ -39,7 +39,7 @@ def _naming(path: Path) -> Iterator[None]:
 def write_hashed(path: Path, blocks: Iterable[memoryview]) -> StoredFile:
     """Write a new file from blocks of bytes; when this returns it is on disk. Gives its name, size and SHA-256."""
     digest, size = hashlib.sha256(), 0
-    with _naming(path), ThreadPoolExecutor(1, "checkpoint-hash") as pool:
+    with naming(path), ThreadPoolExecutor(1, "checkpoint-hash") as pool:
         descriptor = _create(path)
         try:
             for block in blocks:
@@ -59,7 +59,7 @@ def write_hashed(path: Path, blocks: Iterable[memoryview]) -> StoredFile:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a new small file; when this returns it is on disk."""
-    with _naming(path):
+    with naming(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             _write_all(descriptor, memoryview(data))
@@ -88,7 +88,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 def sync_folder(path: Path) -> None:
     """Put the names in a folder on disk: a file or rename is durable only after this."""
-    with _naming(path):
+    with naming(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)

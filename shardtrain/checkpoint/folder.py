@@ -101,7 +101,8 @@ class Checkpoints:
         temporary = final.with_name(f"{final.name}.tmp-{exchange(self._lease.nonce)[0]}")
         shares = tensor_files.plan(tensors)
         try:
-            together(lambda: self._prepare(temporary, sum(shares.bytes_of)), only_first=True)
+            planned = sum(shares.bytes_of)
+            together(lambda: self._prepare(temporary, planned), only_first=True)
             written = together(lambda: _fields(tensor_files.write(tensors, shares, temporary)))
             stored = Manifest(
                 step=step,
@@ -189,6 +190,8 @@ class Checkpoints:
             stored = manifest.parse(text.encode("latin-1"), path)
         except CheckpointError as error:
             return str(error)  # the same bytes on every rank: the same refusal
+        if retention.step_of(path) not in (None, stored.step):
+            return f"checkpoint {path}: {MANIFEST} is of step {stored.step}"
         damages = exchange(tensor_files.find_damaged_file(stored, path))
         damage = next((f"checkpoint {path}: {found}" for found in damages if found), "")
         if not damage:
@@ -203,16 +206,19 @@ class Checkpoints:
         retention.sweep(self._folder, self._lease.nonce, (self._folder / "lease.json").stat().st_mtime)
 
     def _prepare(self, temporary: Path, planned: int) -> None:
-        self._lease.acquire()
-        self._lease.check()
-        free, needed = files.free_bytes(self._folder), int(SPARE * planned)
+        with files.naming(temporary):
+            self._lease.acquire()
+            self._lease.check()
+            free = files.free_bytes(self._folder)
+        needed = int(SPARE * planned)
         if free < needed:
             raise StorageError(
                 f"cannot write checkpoint {temporary}: {free} bytes are free and {needed} are needed; nothing was "
                 "touched: free space, or keep fewer with checkpoint.keep_latest_k"
             )
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        with files.naming(temporary):
+            temporary.mkdir()
 
     def _commit(self, temporary: Path, final: Path, stored: Manifest) -> None:
         for file in stored.files:
@@ -223,9 +229,10 @@ class Checkpoints:
         files.write_whole(temporary / MANIFEST, text)
         files.sync_folder(temporary)
         self._lease.check()
-        if final.exists():  # a run that went back to an older step writes its own history
-            retention.discard(final)
-        files.rename(temporary, final)
+        with files.naming(final):
+            if final.exists():  # a run that went back to an older step writes its own history
+                retention.discard(final)
+            files.rename(temporary, final)
         with contextlib.suppress(OSError):
             files.sync_folder(self._folder.parent)
 

@@ -1,7 +1,7 @@
 """Who may write a folder of checkpoints: one run at a time holds ``lease.json``, and keeps saying that it lives.
 
-The holder touches the file every ten seconds. A lease is free when its process is dead (seen from the same host) or when
-nobody has touched it for a minute. Ages are counted in the filesystem's own time, so clocks of hosts do not matter.
+The holder touches the file every ten seconds. A lease is free when its process is dead (seen from the same host) or
+when nobody has touched it for a minute. Ages are counted in the filesystem's own time, so clocks of hosts do not matter.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Lease:
         holder = _read(self._path)
         if not self._held or holder.get("nonce") != self.nonce:
             raise ConfigError(
-                f"the lease {self._path} of this run was taken over by {_describe(holder)}; nothing is written: give each "
-                "run a job.dump_folder of its own"
+                f"the lease {self._path} of this run was taken over by {_describe(holder)}; nothing is written: give "
+                "each run a job.dump_folder of its own"
             )
 
     def release(self) -> None:

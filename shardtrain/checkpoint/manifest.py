@@ -8,6 +8,7 @@ manifest's own included. Nothing in it is a path, and every number is checked ag
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -227,7 +228,7 @@ def _check_places(files: tuple[StoredFile, ...], tensors: Mapping[str, StoredTen
                 _refuse(f"has a piece of {name} that lies outside its file")
             places.append((chunk.file, chunk.begin, end))
     places.sort()
-    for (file, _, end), (next_file, begin, _) in zip(places, places[1:], strict=False):
+    for (file, _, end), (next_file, begin, _) in itertools.pairwise(places):
         if file == next_file and begin < end:
             _refuse("has two pieces that share bytes")
 

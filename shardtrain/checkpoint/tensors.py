@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardtrain.checkpoint import files
 from shardtrain.checkpoint.agree import exchange
-from shardtrain.checkpoint.files import find_damage, open_stored, write_hashed
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, StoredFile, StoredTensor
 from shardtrain.checkpoint.tiling import Box, overlap
 from shardtrain.errors import CheckpointError
@@ -81,7 +81,7 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Path) -> StoredFi
     names = shares.names_of(rank)
     if not names:
         return None
-    return write_hashed(folder / f"rank-{rank:05d}.bin", (_bytes(tensors[name]) for name in names))
+    return files.write_hashed(folder / f"rank-{rank:05d}.bin", (_bytes(tensors[name]) for name in names))
 
 
 def find_damaged_file(manifest: Manifest, folder: Path) -> str:
@@ -90,7 +90,7 @@ def find_damaged_file(manifest: Manifest, folder: Path) -> str:
     Rank r takes every n-th file from the r-th: on the mesh that wrote them its own, which it reads next.
     """
     share = manifest.files[dist.get_rank() :: dist.get_world_size()]
-    return next((damage for file in share if (damage := find_damage(folder, file))), "")
+    return next((damage for file in share if (damage := files.find_damage(folder, file))), "")
 
 
 def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Path) -> None:
@@ -136,7 +136,7 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Path) -> Non
                 if shared is None:
                     continue
                 if chunk.file not in descriptors:
-                    descriptors[chunk.file] = open_stored(folder / manifest.files[chunk.file].name)
+                    descriptors[chunk.file] = files.open_stored(folder / manifest.files[chunk.file].name)
                 found = _read_box(descriptors[chunk.file], chunk, stored.dtype, shared)
                 _part(into, shared, offsets).copy_(found)
     finally:
