@@ -14,7 +14,7 @@ from shardtrain.units import format_bytes
 USAGE = """\
 usage: shardtrain checkpoint VERB ...
 
-  ls      FOLDER            list the checkpoints of a run: step, size, ranks, tensors, what is wrong with names and sizes
+  ls      FOLDER            list the checkpoints of a run: step, size, ranks, tensors, files missing or cut
   verify  DIR               read every byte of step-N, or of all steps of a folder; exit 5 names each bad file
   diff    A B               compare two checkpoints tensor by tensor; exit 1 where they differ
   weights DIR FILE          write the weights as one safetensors file

@@ -1,7 +1,7 @@
 """Who may write a folder of checkpoints: one run at a time holds ``lease.json``, and keeps saying that it lives.
 
 The holder touches the file every ten seconds. A lease is free when its process is dead (seen from the same host) or
-when nobody has touched it for a minute. Ages are counted in the filesystem's own time, so clocks of hosts do not matter.
+when nobody has touched it for a minute. Ages are counted in the filesystem's own time, so no host's clock matters.
 """
 
 from __future__ import annotations

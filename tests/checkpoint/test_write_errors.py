@@ -24,7 +24,7 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.ESTALE, errn
 
 
 class Faults:
-    """Counts calls of ``os`` that write, and fails the n-th of a name; ``close`` closes before it fails, as Linux does."""
+    """Counts calls of ``os`` that write, and fails the n-th of a name; ``close`` closes before it fails."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.counts: dict[str, int] = {}
