@@ -36,11 +36,14 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_hashed(path: Path, blocks: Iterable[memoryview]) -> StoredFile:
-    """Write a new file from blocks of bytes; when this returns it is on disk. Gives its name, size and SHA-256."""
+def write_hashed(path: Path, blocks: Iterable[memoryview], wait_seconds: float = 0.0) -> StoredFile:
+    """Write a new file from blocks of bytes; when this returns it is on disk. Gives its name, size and SHA-256.
+
+    ``wait_seconds`` is how long its folder, which another node may have made, may take to be seen from here.
+    """
     digest, size = hashlib.sha256(), 0
     with naming(path), ThreadPoolExecutor(1, "checkpoint-hash") as pool:
-        descriptor = _create(path)
+        descriptor = _create(path, wait_seconds)
         try:
             for block in blocks:
                 for start in range(0, len(block), PIECE_BYTES):
@@ -68,9 +71,9 @@ def write_whole(path: Path, data: bytes) -> None:
             os.close(descriptor)
 
 
-def _create(path: Path) -> int:
+def _create(path: Path, wait_seconds: float) -> int:
     """Open a new file in a folder that another node may have made a moment ago."""
-    deadline = time.monotonic() + SEEN_SECONDS
+    deadline = time.monotonic() + wait_seconds
     while True:
         try:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

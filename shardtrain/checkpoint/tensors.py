@@ -81,7 +81,8 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Path) -> StoredFi
     names = shares.names_of(rank)
     if not names:
         return None
-    return files.write_hashed(folder / f"rank-{rank:05d}.bin", (_bytes(tensors[name]) for name in names))
+    wait = files.SEEN_SECONDS if dist.get_world_size() > 1 else 0.0
+    return files.write_hashed(folder / f"rank-{rank:05d}.bin", (_bytes(tensors[name]) for name in names), wait)
 
 
 def find_damaged_file(manifest: Manifest, folder: Path) -> str:

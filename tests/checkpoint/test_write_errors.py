@@ -50,8 +50,7 @@ class Faults:
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(files, "SEEN_SECONDS", 0.0)
+def group() -> Iterator[None]:
     with world_of_one():
         yield
 
