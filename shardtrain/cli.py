@@ -30,6 +30,7 @@ usage: shardtrain VERB ...
   config check [CONFIG.toml] [--section.key VALUE ...]        report every problem; starts nothing
   config help  [SECTION[.KEY]]                                explain the options
   data VERB ...                                               prepare, check, show and probe data (data --help: all)
+  checkpoint VERB ...                                         list, verify and compare checkpoints
   help, --help                                                this text
   --version                                                   print the version
 
@@ -290,6 +291,13 @@ def _data(words: list[str]) -> int:
     return int(tool.main(rest))
 
 
+def _checkpoint(words: list[str]) -> int:
+    """Look at checkpoints."""
+    from shardtrain.checkpoint import command
+
+    return command.main(words)
+
+
 def _help(_words: list[str]) -> int:
     print(USAGE, end="")
     return 0
@@ -313,6 +321,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "verify": _verify,
     "config": _config,
     "data": _data,
+    "checkpoint": _checkpoint,
     "help": _help,
     "--help": _help,
     "-h": _help,

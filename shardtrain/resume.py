@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardtrain import optim
-from shardtrain.checkpoint import Checkpoints
-from shardtrain.errors import ConfigError
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.log import logger
 from shardtrain.parallel import BATCH_AXES
 
@@ -55,16 +55,16 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     if "train_state" not in excluded:
         run.state.load(facts.get("state", {}))
         if run.scaler:
-            run.scaler.load(facts.get("scaler", {}))
+            run.scaler.load(_scaler_state(path, facts))
     if "lr_scheduler" in excluded:
         run.state.updates = 0  # the schedule begins anew: it is a function of this count alone
-    cursors = None
+    cursors: np.ndarray | None = None
     if "dataloader" in excluded:
         run.state.samples_consumed = run.state.order_hash = 0
     elif "train_state" not in excluded:
         _check_same_data(run, path, facts)
-        cursors = facts.get("data_cursors")
-    run.stream.seek(run.state.samples_consumed, None if cursors is None else np.array(cursors, np.int64).reshape(-1, 3))
+        cursors = _saved_cursors(path, facts)
+    run.stream.seek(run.state.samples_consumed, cursors)
     logger.info(f"continuing from {path} at step {run.state.step}")
 
 
@@ -90,10 +90,28 @@ def _cursors(run: Run) -> list[list[int]] | None:
     return None if bool((everyone < 0).any()) else everyone.tolist()
 
 
+def _saved_cursors(path: Path, facts: Mapping[str, Any]) -> np.ndarray | None:
+    cursors = facts.get("data_cursors")
+    try:
+        return None if cursors is None else np.array(cursors, np.int64).reshape(-1, 3)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: data_cursors are no rows of three counts; use another one"
+        ) from error
+
+
+def _scaler_state(path: Path, facts: Mapping[str, Any]) -> dict[str, float]:
+    state = facts.get("scaler", {})
+    if not isinstance(state, dict) or not all(isinstance(value, int | float) for value in state.values()):
+        raise CheckpointError(f"checkpoint {path}: the loss scaler's state is no table of numbers; use another one")
+    return state
+
+
 def _check_same_data(run: Run, path: Path, facts: Mapping[str, Any]) -> None:
     if facts.get("data_fingerprint") == run.stream.fingerprint:
         return
     old, new = facts.get("data_files", {}), run.stream.files
+    old = old if isinstance(old, dict) else {}
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:
         what = f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} differ"

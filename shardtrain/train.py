@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardtrain import config as configs
 from shardtrain import data, init, log, models, optim, parallel, profiling, schedule
-from shardtrain.checkpoint import Checkpoints
+from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.data import order_hash
@@ -137,6 +137,7 @@ def train(loaded: Loaded, here: World) -> TrainState:
                 world.set_timeout(config.comm.train_timeout_seconds)
     if run.state.step < run.total_steps:
         _end_of_data(run, checkpoints, saved_step)
+    checkpoints.close()
     return run.state
 
 

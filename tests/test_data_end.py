@@ -73,7 +73,7 @@ def test_all_ranks_stop_at_the_same_step_and_the_last_state_is_saved(
         ended = [rank[f"{kind} {policy}"] for rank in runs]
         step = ended[0].state["step"]
         assert step == ended[1].state["step"] > 3
-        facts = json.loads((root / f"{kind}-{policy}/checkpoint/step-{step}/train_state.json").read_text())
+        facts = json.loads((root / f"{kind}-{policy}/checkpoint/step-{step}/manifest.json").read_text())["facts"]
         assert facts["state"] == ended[0].state
         for end in ended:
             if policy == "stop":

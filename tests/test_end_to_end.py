@@ -77,7 +77,7 @@ def test_a_run_writes_these_files_and_no_others(folder: Path, runs: list[Any]) -
     checkpoints = {
         f"checkpoint/step-{step}/{name}"
         for step in (1, 4, 8, 10)
-        for name in (".metadata", "__0_0.distcp", "__1_0.distcp", "train_state.json")
+        for name in ("manifest.json", "rank-00000.bin", "rank-00001.bin")
     }
     traces = {f"profile_traces/iteration_{k}/rank{rank}_trace.json" for k in (5, 10) for rank in (0, 1)}
     logs = {"logs/rank-0.log", "logs/rank-1.log"}
@@ -151,7 +151,7 @@ def test_traces_are_valid_and_hold_the_work_of_the_rank(folder: Path, runs: list
 
 
 def test_a_checkpoint_tells_its_place_and_its_data(folder: Path, runs: list[Any]) -> None:
-    facts = json.loads((folder / "checkpoint/step-4/train_state.json").read_text())
+    facts = json.loads((folder / "checkpoint/step-4/manifest.json").read_text())["facts"]
     counts = {"step": 4, "updates": 4, "samples_consumed": 32, "tokens_seen": 32 * 64, "nonfinite_skips": 0}
     order_hash = facts["state"].pop("order_hash")
     assert facts["state"] == counts and facts["weights_only"] is False

@@ -38,7 +38,7 @@ def test_a_run_writes_no_secret_anywhere(tmp_path: Path) -> None:
     done = shardtrain("train", "--nproc", "2", *words, *(f"--{flag}" for flag in flags))
     assert done.returncode == 0, done.stderr
     kinds = {path.suffix for path in folder.rglob("*") if path.is_file()}
-    assert {".log", ".jsonl", ".toml", ".json", ".distcp"} <= kinds
+    assert {".log", ".jsonl", ".toml", ".json", ".bin"} <= kinds
     assert "loss" in done.stderr and "print_config = true" in done.stderr
     assert_silent(done, folder)
 

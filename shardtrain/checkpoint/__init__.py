@@ -1,7 +1,6 @@
-"""Saving a run and continuing it on any mesh: see ``folder.py`` (which checkpoint) and ``tensors.py`` (its bytes)."""
+"""Saving a run and continuing it on any mesh.
 
-from __future__ import annotations
-
-from shardtrain.checkpoint.folder import Checkpoints
-
-__all__ = ["Checkpoints"]
+``folder.py`` decides which checkpoint; ``manifest.py`` is the format; ``tensors.py`` moves bytes between tensors and
+files; ``files.py``, ``lease.py`` and ``retention.py`` hold what must be right on disk. None of them but ``folder``,
+``tensors`` and ``agree`` imports torch, so that a folder can be listed and verified at once.
+"""

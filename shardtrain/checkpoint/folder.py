@@ -1,15 +1,14 @@
-"""The folder of checkpoints: ``step-N/`` each, complete or not there at all.
+"""The folder of checkpoints: ``step-N/`` each, whole or not there at all, and verified before it is used.
 
-A checkpoint is written as ``step-N.tmp`` and renamed when every rank has written, so a save cut short is never found.
-Counters are JSON; tensors are DCP shards.
+A checkpoint is written as ``step-N.tmp-<run>``, put on disk, and renamed when every rank has written; what is then in
+``step-N`` never changes. ``manifest.py`` says what is in it.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import contextlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardtrain import __version__
+from shardtrain.checkpoint import files, manifest, retention
 from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint.agree import exchange, together
+from shardtrain.checkpoint.lease import Lease
+from shardtrain.checkpoint.manifest import MANIFEST, Manifest, StoredFile
 from shardtrain.config.schema import Checkpoint, Config
 from shardtrain.errors import CheckpointError, StorageError
 from shardtrain.log import logger
 
-FACTS = "train_state.json"
-_STEP = re.compile(r"step-(\d+)")
+SPARE = 1.2
+"""A save begins only where this many times its size is free."""
 
 
 class Checkpoints:
@@ -33,33 +37,45 @@ class Checkpoints:
         self._options: Checkpoint = config.checkpoint
         self._folder = Path(config.job.dump_folder) / config.checkpoint.folder
         self._is_first = dist.get_rank() == 0
+        self._lease = Lease(self._folder)
+        self._verified: tuple[Path, Manifest] | None = None
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
-        found = [path for path in self._folder.glob("step-*") if _STEP.fullmatch(path.name)]
-        return sorted(int(path.name[5:]) for path in found if (path / tensor_files.METADATA).is_file())
+        """Steps with a checkpoint, oldest first."""
+        return retention.steps(self._folder)
 
     def to_continue(self) -> Path | None:
-        """The checkpoint to continue from, or None for a fresh start; raises CheckpointError for a missing one."""
+        """The checkpoint to continue from, its bytes verified, or None for a fresh start.
+
+        Without ``checkpoint.load_step`` it is the newest that is good: what is damaged is passed over, and said aloud.
+
+        Raises:
+            CheckpointError: when the step asked for is missing or damaged, or none of those that are there is good.
+            ConfigError: when another run is writing this folder.
+        """
         if not self._options.enable:
             return None
-        steps, wanted = self.steps(), self._options.load_step
-        if wanted == -1:
-            newest = self._same_on_all_ranks(steps[-1] if steps else -1)
-            return self._folder / f"step-{newest}" if newest != -1 else None
-        if wanted not in steps:
-            known = ", ".join(map(str, steps)) or "none"
+        if not self._options.load_only:
+            together(self._begin_to_write, only_first=True)
+        # the first rank decides: where a shared folder lags, ranks would start from different steps
+        found, without = exchange([self.steps(), self._without_manifest()])[0]
+        if self._options.load_step != -1:
+            return self._chosen(found)
+        damages = [f"step-{step} has no {MANIFEST}" for step in without]
+        for step in reversed(found):
+            path = self._folder / f"step-{step}"
+            damage = self._verify(path)
+            if not damage:
+                for passed in damages:
+                    logger.warning(f"{passed}: passed over, continuing from step-{step} in {self._folder}")
+                return path
+            damages.append(damage)
+        if damages:
             raise CheckpointError(
-                f"checkpoint.load_step={wanted}: {self._folder} has no such step; it has {known}; use one of those, "
-                "or -1 for the newest"
+                f"no checkpoint in {self._folder} can be used: {'; '.join(damages[:3])}; mend it, or move the folder "
+                "away to begin anew"
             )
-        later = [step for step in steps if step > wanted]
-        if later:
-            logger.warning(
-                f"checkpoint.load_step={wanted} is not the newest: steps {', '.join(map(str, later))} stay in "
-                f"{self._folder}, and a start with load_step=-1 would take the newest of them until this run passes it"
-            )
-        return self._folder / f"step-{wanted}"
+        return None
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Whether a checkpoint is to be saved after this step."""
@@ -72,69 +88,174 @@ class Checkpoints:
     def save(
         self, step: int, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor], facts: Mapping[str, Any], last: bool
     ) -> None:
-        """Save weights, the rest of the tensors and the facts, and delete what is older than keep_latest_k."""
+        """Save weights, the rest of the tensors and the facts, and delete what is older than keep_latest_k.
+
+        Raises:
+            StorageError: on all ranks, when one could not write; older checkpoints are as they were.
+            ConfigError: when another run has taken over the folder.
+        """
         weights_only = last and self._options.last_save_model_only
         if weights_only:
             weights, rest = tensor_files.cast(weights, self._options.export_dtype), {}
-        final = self._folder / f"step-{step}"
-        temporary = final.with_suffix(".tmp")
-        self._on_first(lambda: self._prepare(temporary))
-        tensor_files.write({**weights, **rest}, temporary)
-        self._on_first(lambda: self._commit(temporary, final, {**facts, "weights_only": weights_only}))
+        tensors, final = {**weights, **rest}, self._folder / f"step-{step}"
+        temporary = final.with_name(f"{final.name}.tmp-{exchange(self._lease.nonce)[0]}")
+        shares = tensor_files.plan(tensors)
+        try:
+            planned = sum(shares.bytes_of)
+            together(lambda: self._prepare(temporary, planned), only_first=True)
+            written = together(lambda: _fields(tensor_files.write(tensors, shares, temporary)))
+            stored = Manifest(
+                step=step,
+                world_size=dist.get_world_size(),
+                run=self._lease.nonce,
+                created_by=f"shardtrain {__version__}, torch {torch.__version__}",
+                files=tuple(StoredFile(*fields) for fields in written if fields),
+                tensors=shares.tensors,
+                facts={**facts, "weights_only": weights_only},
+            )
+            together(lambda: self._commit(temporary, final, stored), only_first=True)
+        except BaseException:
+            if self._is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
         logger.info(f"saved checkpoint {final}")
+        together(lambda: self._delete_old(step), only_first=True)
 
     def load(self, path: Path, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Fill weights and the rest in place and give the facts; raises CheckpointError where they are not there."""
-        facts = read_facts(path)
-        if facts.get("weights_only") and rest:
+        """Fill weights and the rest in place and give the facts.
+
+        Raises:
+            CheckpointError: on all ranks, before a tensor is touched, when the checkpoint is damaged or does not fit.
+        """
+        if self._verified is None or self._verified[0] != path:
+            damage = self._verify(path)
+            if damage:
+                raise CheckpointError(f"checkpoint {path} cannot be used: {damage}; use another one")
+        assert self._verified is not None
+        stored = self._verified[1]
+        if stored.facts.get("weights_only") and rest:
             raise CheckpointError(
                 f"checkpoint {path} holds weights only, so the run cannot be continued from it; start another run with "
                 "checkpoint.initial_load_path, or save with checkpoint.last_save_model_only=false"
             )
-        tensor_files.read({**weights, **rest}, path)
-        return facts
+        tensors = {**weights, **rest}
+        tensor_files.check_names(tensors, stored, path)
 
-    def _prepare(self, temporary: Path) -> None:
-        shutil.rmtree(temporary, ignore_errors=True)  # what a save cut short has left
-        temporary.mkdir(parents=True)
+        def read() -> None:
+            try:
+                tensor_files.read(tensors, stored, path)
+            except OSError as error:
+                raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 
-    def _commit(self, temporary: Path, final: Path, facts: Mapping[str, Any]) -> None:
-        (temporary / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
-        if final.exists():  # a run that went back to an older step writes its own history
-            shutil.rmtree(final)
-        temporary.rename(final)
-        keep, saved = self._options.keep_latest_k, int(final.name[5:])
+        together(read)
+        return dict(stored.facts)
+
+    def close(self) -> None:
+        """Let other runs write the folder."""
+        if self._is_first:
+            self._lease.release()
+
+    def _chosen(self, found: list[int]) -> Path:
+        wanted = self._options.load_step
+        if wanted not in found:
+            known = ", ".join(map(str, found)) or "none"
+            raise CheckpointError(
+                f"checkpoint.load_step={wanted}: {self._folder} has no such step; it has {known}; use one of those, "
+                "or -1 for the newest"
+            )
+        damage = self._verify(self._folder / f"step-{wanted}")
+        if damage:
+            raise CheckpointError(
+                f"checkpoint.load_step={wanted}: {damage}; choose another step, or -1 for the newest that is good"
+            )
+        later = [step for step in found if step > wanted]
+        if later:
+            logger.warning(
+                f"checkpoint.load_step={wanted} is not the newest: steps {', '.join(map(str, later))} stay in "
+                f"{self._folder}, and a start with load_step=-1 would take the newest of them until this run passes it"
+            )
+        return self._folder / f"step-{wanted}"
+
+    def _verify(self, path: Path) -> str:
+        """What is wrong with a checkpoint's bytes, all read, shared out over the ranks; empty when nothing is."""
+        problem, text = "", None
+        try:
+            text = manifest.read_bytes(path).decode("latin-1") if self._is_first else None
+        except CheckpointError as error:
+            problem = str(error)
+        problem, text = exchange([problem, text])[0]
+        if problem:
+            return str(problem)
+        try:
+            stored = manifest.parse(text.encode("latin-1"), path)
+        except CheckpointError as error:
+            return str(error)  # the same bytes on every rank: the same refusal
+        if retention.step_of(path) not in (None, stored.step):
+            return f"checkpoint {path}: {MANIFEST} is of step {stored.step}"
+        damages = exchange(tensor_files.find_damaged_file(stored, path))
+        damage = next((f"checkpoint {path}: {found}" for found in damages if found), "")
+        if not damage:
+            self._verified = path, stored
+        return damage
+
+    def _without_manifest(self) -> list[int]:
+        return sorted({*retention.step_folders(self._folder)} - {*self.steps()})
+
+    def _begin_to_write(self) -> None:
+        self._lease.acquire()
+        retention.sweep(self._folder, self._lease.nonce, (self._folder / "lease.json").stat().st_mtime)
+
+    def _prepare(self, temporary: Path, planned: int) -> None:
+        with files.naming(temporary):
+            self._lease.acquire()
+            self._lease.check()
+            free = files.free_bytes(self._folder)
+        needed = int(SPARE * planned)
+        if free < needed:
+            raise StorageError(
+                f"cannot write checkpoint {temporary}: {free} bytes are free and {needed} are needed; nothing was "
+                "touched: free space, or keep fewer with checkpoint.keep_latest_k"
+            )
+        shutil.rmtree(temporary, ignore_errors=True)
+        with files.naming(temporary):
+            temporary.mkdir()
+
+    def _commit(self, temporary: Path, final: Path, stored: Manifest) -> None:
+        for file in stored.files:
+            if (temporary / file.name).stat().st_size != file.bytes:
+                raise StorageError(f"cannot write checkpoint {temporary / file.name}: its size is not what was written")
+        text = stored.to_bytes()
+        manifest.parse(text, temporary)  # what could not be read is not called saved
+        files.write_whole(temporary / MANIFEST, text)
+        files.sync_folder(temporary)
+        self._lease.check()
+        with files.naming(final):
+            if final.exists():  # a run that went back to an older step writes its own history
+                retention.discard(final)
+            files.rename(temporary, final)
+        with contextlib.suppress(OSError):
+            files.sync_folder(self._folder.parent)
+
+    def _delete_old(self, saved: int) -> None:
+        keep = self._options.keep_latest_k
         # steps after this one are another history, which the user went back from: no part of what is counted here
         own = [step for step in self.steps() if step <= saved]
-        for step in own[:-keep] if keep else []:
-            shutil.rmtree(self._folder / f"step-{step}")
-
-    def _on_first(self, action: Callable[[], None]) -> None:
-        if self._is_first:
+        if not keep or len(own) <= keep:
+            return
+        whole = {step for step in own[-keep:] if retention.is_whole(self._folder / f"step-{step}")}
+        if len(whole) < keep:
+            whole = {step for step in own if retention.is_whole(self._folder / f"step-{step}")}
+        for step in retention.to_delete(own, keep, whole):
             try:
-                action()
-            except OSError as error:
-                reason = error.strerror or str(error)
-                raise StorageError(
-                    f"cannot write checkpoint {error.filename or self._folder}: {reason}; free space or mend "
-                    "job.dump_folder, then start again"
-                ) from error
-        dist.barrier()
+                retention.discard(self._folder / f"step-{step}")
+            except OSError as error:  # the new one is safe, and the next save tries again
+                logger.warning(f"cannot delete the old checkpoint {self._folder / f'step-{step}'}: {error.strerror}")
 
-    @staticmethod
-    def _same_on_all_ranks(value: int) -> int:
-        """What the first rank says: where a shared folder lags, ranks would start from different steps."""
-        said = torch.tensor(value)
-        dist.broadcast(said, src=0)
-        return int(said)
+
+def _fields(file: StoredFile | None) -> list[Any] | None:
+    return None if file is None else [file.name, file.bytes, file.sha256]
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The counters beside a checkpoint's tensors; raises CheckpointError when they cannot be read."""
-    try:
-        facts = json.loads((path / FACTS).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path}: {FACTS} cannot be read: {error}") from error
-    if not (isinstance(facts, dict) and isinstance(facts.get("state"), dict)):
-        raise CheckpointError(f"checkpoint {path}: {FACTS} holds no counters of a run; use another checkpoint")
-    return facts
+    """The counters of a run in a checkpoint; raises CheckpointError when they cannot be read."""
+    return dict(manifest.read(path).facts)

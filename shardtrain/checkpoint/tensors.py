@@ -1,67 +1,156 @@
-"""Tensors to and from a folder, through PyTorch's distributed checkpoint (DCP): each rank writes and reads its shards.
+"""Tensors to and from the files of a checkpoint: each rank writes its share, and reads what it holds.
 
-Tensors are found by name and global shape, so a checkpoint loads onto any mesh.
+A tensor is found by name and global shape, so a checkpoint loads onto any mesh: what a rank reads of a stored piece is
+the overlap of two boxes. A piece that several ranks hold is written once, by the one with the least to write.
 """
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from shardtrain.errors import CheckpointError, StorageError
-
-METADATA = ".metadata"
-"""DCP writes this file last: without it a folder is no checkpoint."""
-
-
-def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write every rank's shards into an existing, empty folder (a collective)."""
-    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-    try:
-        dcp.save(dict(tensors), checkpoint_id=str(folder))
-    except CheckpointException as error:  # a BaseException: "except Exception" would miss it
-        raise StorageError(f"checkpoint {folder} could not be written: {_first_cause(error)}") from error
+from shardtrain.checkpoint import files
+from shardtrain.checkpoint.agree import exchange
+from shardtrain.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, StoredFile, StoredTensor
+from shardtrain.checkpoint.tiling import Box, overlap
+from shardtrain.errors import CheckpointError
+from shardtrain.shards import local_slices, local_tensor
 
 
-def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill the tensors in place (a collective).
+@dataclass(frozen=True)
+class Plan:
+    """What goes where, equal on all ranks: the stored tensors, and the bytes that each rank writes."""
+
+    tensors: Mapping[str, StoredTensor]
+    bytes_of: list[int]
+
+    def names_of(self, rank: int) -> list[str]:
+        """Tensors of which a rank writes a piece, in the order of its file."""
+        number = self.file_number(rank)
+        begins = [(c.begin, name) for name, t in self.tensors.items() for c in t.chunks if c.file == number]
+        return [name for _, name in sorted(begins)]
+
+    def file_number(self, rank: int) -> int:
+        """Place of a rank's file in the manifest: ranks with nothing to write have none."""
+        return sum(size > 0 for size in self.bytes_of[:rank]) if self.bytes_of[rank] else -1
+
+
+def plan(tensors: Mapping[str, Tensor]) -> Plan:
+    """Share out the writing of all ranks' tensors (a collective)."""
+    own = {
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *map(list, _box(tensor))]
+        for name, tensor in tensors.items()
+    }
+    holders: dict[tuple[str, Box], list[int]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for rank, said in enumerate(exchange(own)):
+        for name, (dtype, shape, offsets, sizes) in said.items():
+            kind = (dtype, tuple(shape))
+            if kinds.setdefault(name, kind) != kind or dtype not in ITEM_BYTES:
+                raise CheckpointError(f"{name} cannot be saved: it is {kind} on rank {rank}, and {kinds[name]} before")
+            if all(sizes):
+                holders.setdefault((name, (tuple(offsets), tuple(sizes))), []).append(rank)
+    return _share_out(holders, kinds)
+
+
+def _share_out(holders: Mapping[tuple[str, Box], list[int]], kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Plan:
+    load = [0] * dist.get_world_size()
+    places: list[tuple[str, Box, int, int]] = []
+    # what one rank alone holds is decided; then what several hold evens out the rest
+    for (name, box), ranks in sorted(holders.items(), key=lambda item: (len(item[1]), item[0])):
+        writer = min(ranks, key=lambda rank: (load[rank], rank))
+        places.append((name, box, writer, load[writer]))
+        load[writer] += torch.Size(box[1]).numel() * ITEM_BYTES[kinds[name][0]]
+    empty = Plan({}, load)
+    chunks: dict[str, list[Chunk]] = {name: [] for name in kinds}
+    for name, (offsets, sizes), writer, begin in places:
+        chunks[name].append(Chunk(offsets, sizes, empty.file_number(writer), begin))
+    return Plan({name: StoredTensor(*kinds[name], tuple(chunks[name])) for name in sorted(kinds)}, load)
+
+
+def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Path) -> StoredFile | None:
+    """Write this rank's file into an existing folder; None where it has nothing to write. Raises OSError."""
+    rank = dist.get_rank()
+    names = shares.names_of(rank)
+    if not names:
+        return None
+    wait = files.SEEN_SECONDS if dist.get_world_size() > 1 else 0.0
+    return files.write_hashed(folder / f"rank-{rank:05d}.bin", (_bytes(tensors[name]) for name in names), wait)
+
+
+def find_damaged_file(manifest: Manifest, folder: Path) -> str:
+    """What is wrong with this rank's share of the files, read whole; empty when nothing is.
+
+    Rank r takes every n-th file from the r-th: on the mesh that wrote them its own, which it reads next.
+    """
+    share = manifest.files[dist.get_rank() :: dist.get_world_size()]
+    return next((damage for file in share if (damage := files.find_damage(folder, file))), "")
+
+
+def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Path) -> None:
+    """Refuse a checkpoint that has not what this run has (a collective).
 
     Raises:
-        CheckpointError: for a missing name, another shape, unreadable bytes, or a name that the checkpoint has and the
-            run has not, where the run has others of the same section ("model", "optimizer").
+        CheckpointError: for a missing name, another shape, a type that would lose what numbers mean, or a name that the
+            checkpoint has and the run has not, where the run has others of the same section ("model", "optimizer").
     """
-    _refuse_surplus(tensors, folder)
-    try:
-        dcp.load(dict(tensors), checkpoint_id=str(folder))
-    except CheckpointException as error:  # what a rank meets comes as this; any other error is a lost peer
-        raise CheckpointError(f"checkpoint {folder} cannot be loaded: {_first_cause(error)}") from error
-
-
-def _refuse_surplus(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    # DCP reads what it is asked for and says nothing of the rest: a deeper model would lose its last layers in silence
-    try:
-        saved = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    except Exception as error:  # a file of DCP's that is cut short fails in as many ways as pickle has
-        raise CheckpointError(f"checkpoint {folder}: {METADATA} cannot be read: {_first_cause(error)}") from error
-    names, sections = sorted(saved), {name.partition(".")[0] for name in tensors}
-    wanted = torch.tensor(
-        [name in tensors or name.partition(".")[0] not in sections for name in names], dtype=torch.int32
-    )
-    if dist.is_initialized():  # a pipeline stage holds some of the names only
-        dist.all_reduce(wanted, dist.ReduceOp.MAX)
-    surplus = [name for name, is_wanted in zip(names, wanted.tolist(), strict=True) if not is_wanted]
+    asked = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    everyone: dict[str, list[Any]] = {}
+    for said in exchange(asked):  # a pipeline stage holds some of the names only
+        everyone.update(said)
+    for name, (dtype, shape) in sorted(everyone.items()):
+        stored = manifest.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"checkpoint {folder} has no {name}; use the model that it was saved from")
+        if list(stored.shape) != shape:
+            raise CheckpointError(
+                f"checkpoint {folder} holds {name} of shape {list(stored.shape)}, and this run has {shape}; use the "
+                "model that it was saved from"
+            )
+        if stored.dtype != dtype and not (_is_float(stored.dtype) and _is_float(dtype)):
+            raise CheckpointError(f"checkpoint {folder} holds {name} as {stored.dtype}, and this run has {dtype}")
+    sections = {name.partition(".")[0] for name in everyone}
+    surplus = [name for name in manifest.tensors if name not in everyone and name.partition(".")[0] in sections]
     if surplus:
         raise CheckpointError(
-            f"checkpoint {folder} holds {len(surplus)} tensors that this run has not, such as {surplus[0]}; use the "
+            f"checkpoint {folder} holds {len(surplus)} tensors that this run has not, such as {min(surplus)}; use the "
             "model that it was saved from"
         )
+
+
+def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Path) -> None:
+    """Fill this rank's part of the tensors in place, converting floating-point types. Raises OSError."""
+    descriptors: dict[int, int] = {}
+    try:
+        for name, tensor in tensors.items():
+            stored, (offsets, _) = manifest.tensors[name], _box(tensor)
+            into = local_tensor(tensor).detach()
+            for chunk in stored.chunks:
+                shared = overlap((chunk.offsets, chunk.sizes), _box(tensor))
+                if shared is None:
+                    continue
+                if chunk.file not in descriptors:
+                    descriptors[chunk.file] = files.open_stored(folder / manifest.files[chunk.file].name)
+                found = _read_box(descriptors[chunk.file], chunk, stored.dtype, shared)
+                _part(into, shared, offsets).copy_(found)
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+
+def read_whole(manifest: Manifest, folder: Path, name: str) -> Tensor:
+    """One tensor, whole, on the CPU; needs no process group. Hashes are not checked here."""
+    stored = manifest.tensors[name]
+    tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    read({name: tensor}, manifest, folder)
+    return tensor
 
 
 def cast(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
@@ -69,8 +158,46 @@ def cast(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
     return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in tensors.items()}
 
 
-def _first_cause(error: BaseException) -> str:
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (cause, _) = sorted(error.failures.items())[0]
-        return f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _box(tensor: Tensor) -> Box:
+    """Where this rank's part lies in the whole tensor; sizes hold a 0 where it has none."""
+    slices = local_slices(tensor)
+    box = tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)
+    own = tuple(local_tensor(tensor).shape)
+    if own != box[1] and not (0 in own and 0 in box[1]):
+        raise CheckpointError(f"a rank's part has shape {own} and should have {box[1]}: the split is none of ours")
+    return box
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    local = local_tensor(tensor).detach().cpu().contiguous()
+    return memoryview(local.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _read_box(descriptor: int, chunk: Chunk, dtype: str, wanted: Box) -> Tensor:
+    """The wanted box of a stored piece: only the rows that it touches are read."""
+    item = ITEM_BYTES[dtype]
+    rows, first, shape = 1, 0, chunk.sizes
+    if shape:
+        first, rows = wanted[0][0] - chunk.offsets[0], wanted[1][0]
+    row_bytes = item * torch.Size(shape[1:]).numel()
+    data = bytearray(rows * row_bytes)
+    view, position = memoryview(data), chunk.begin + first * row_bytes
+    while view:
+        count = os.preadv(descriptor, [view], position)
+        if count == 0:
+            raise CheckpointError("a file of the checkpoint became shorter while it was read; start again")
+        view, position = view[count:], position + count
+    read_rows = torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape((rows, *shape[1:]) if shape else ())
+    begin = (wanted[0][0], *chunk.offsets[1:]) if shape else ()
+    return _part(read_rows, wanted, begin)
+
+
+def _part(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
+    """A view of a box of a tensor whose first element lies at ``origin`` of the whole."""
+    for dim, (offset, size, start) in enumerate(zip(box[0], box[1], origin, strict=True)):
+        tensor = tensor.narrow(dim, offset - start, size)
+    return tensor
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype

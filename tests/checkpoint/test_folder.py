@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardtrain.checkpoint import Checkpoints
+from shardtrain.checkpoint import files, manifest, weights_file
+from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config, Job
 from shardtrain.errors import CheckpointError, StorageError
 
@@ -34,11 +35,11 @@ def checkpoints(root: Path, **options: Any) -> Checkpoints:
 
 
 def weights(value: float = 0.0, rows: int = 6) -> dict[str, Tensor]:
-    return {"model.a": torch.full((rows, 4), value), "model.b": torch.full((3,), value + 0.1)}
+    return {"model.a": torch.full((rows, 4), float(value)), "model.b": torch.full((3,), value + 0.1)}
 
 
 def rest(value: float = 0.0) -> dict[str, Tensor]:
-    return {"optimizer.a.exp_avg": torch.full((6, 4), value), "optimizer.a.step": torch.tensor(value)}
+    return {"optimizer.a.exp_avg": torch.full((6, 4), float(value)), "optimizer.a.step": torch.tensor(float(value))}
 
 
 def save(root: Path, *steps: int, last: bool = False, **options: Any) -> Checkpoints:
@@ -49,7 +50,7 @@ def save(root: Path, *steps: int, last: bool = False, **options: Any) -> Checkpo
 
 
 def folder(root: Path) -> list[str]:
-    return sorted(path.name for path in (root / "checkpoint").iterdir())
+    return sorted(path.name for path in (root / "checkpoint").iterdir() if path.name != "lease.json")
 
 
 def refusal(root: Path, into: dict[str, Tensor] | None = None, other: dict[str, Tensor] | None = None) -> str:
@@ -92,7 +93,7 @@ def test_a_save_is_due_at_intervals_at_the_end_and_where_asked_for() -> None:
 
 def test_a_fresh_run_has_nothing_to_continue_from(tmp_path: Path) -> None:
     assert checkpoints(tmp_path).to_continue() is None
-    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint").mkdir(exist_ok=True)
     assert checkpoints(tmp_path).to_continue() is None
 
 
@@ -106,8 +107,8 @@ def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path) -> None:
     kept = save(tmp_path, 20)
     for name in ("step-30", "step-40.tmp", "step-50", "step-x", "step-60-old"):
         (tmp_path / "checkpoint" / name).mkdir()
-    (tmp_path / "checkpoint/step-50/__0_0.distcp").write_bytes(b"a part")
-    (tmp_path / "checkpoint/step-40.tmp/.metadata").touch()
+    (tmp_path / "checkpoint/step-50/rank-00000.bin").write_bytes(b"a part")
+    (tmp_path / "checkpoint/step-40.tmp/manifest.json").touch()
     (tmp_path / "checkpoint/step-70").write_text("a file")
     assert kept.steps() == [20]
     assert kept.to_continue() == tmp_path / "checkpoint/step-20"
@@ -162,12 +163,18 @@ def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
 
 
 def test_what_a_save_cut_short_has_left_does_not_matter(tmp_path: Path) -> None:
-    left = tmp_path / "checkpoint/step-3.tmp"
+    left = tmp_path / "checkpoint/step-3.tmp-0123"
     left.mkdir(parents=True)
-    (left / "__7_0.distcp").write_bytes(b"of eight ranks")
+    (left / "rank-00007.bin").write_bytes(b"of eight ranks")
     save(tmp_path, 3)
-    assert folder(tmp_path) == ["step-3"]
-    assert not (tmp_path / "checkpoint/step-3/__7_0.distcp").exists()
+    assert sorted(p.name for p in (tmp_path / "checkpoint/step-3").iterdir()) == ["manifest.json", "rank-00000.bin"]
+    assert folder(tmp_path) == ["step-3", "step-3.tmp-0123"], "another run may be writing it"
+    checkpoints(tmp_path).to_continue()
+    assert folder(tmp_path) == ["step-3", "step-3.tmp-0123"]
+    for path in (left, *left.iterdir()):
+        os.utime(path, (path.stat().st_mtime - 3700,) * 2)
+    checkpoints(tmp_path).to_continue()
+    assert folder(tmp_path) == ["step-3"], "after an hour nobody is"
 
 
 def test_a_save_that_fails_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +183,10 @@ def test_a_save_that_fails_leaves_the_older_checkpoint(tmp_path: Path, monkeypat
     def full_disk(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(json, "dumps", full_disk)
-    with pytest.raises(StorageError, match=r"^cannot write checkpoint .*No space left on device; free space") as caught:
+    monkeypatch.setattr(files, "write_whole", full_disk)
+    with pytest.raises(
+        StorageError, match=r"^cannot write checkpoint.* No space left on device .*; free space"
+    ) as caught:
         kept.save(6, weights(), rest(), FACTS, False)
     assert caught.value.exit_code == 8
     assert kept.steps() == [3]
@@ -193,19 +202,18 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_the_last_save_can_be_weights_alone_in_a_type_that_pytorch_opens(tmp_path: Path, dtype: str) -> None:
+def test_the_last_save_can_be_weights_alone_in_a_file_that_every_program_opens(tmp_path: Path, dtype: str) -> None:
     kept = save(tmp_path, 1, last_save_model_only=True, export_dtype=dtype)
     kept.save(3, weights(1 / 3), rest(3), FACTS, True)
-    dcp_to_torch_save(tmp_path / "checkpoint/step-3", tmp_path / "weights.pt")
-    opened = torch.load(tmp_path / "weights.pt", weights_only=True)
-    # a checkpoint that was not flattened opens as it was saved: one table of names
-    expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights(1 / 3).items()}
+    weights_file.write(tmp_path / "checkpoint/step-3", tmp_path / "weights.safetensors")
+    opened = load_file(tmp_path / "weights.safetensors")
+    expected = {name.removeprefix("model."): t.to(getattr(torch, dtype)) for name, t in weights(1 / 3).items()}
     assert opened.keys() == expected.keys()
     for name, tensor in expected.items():
         assert opened[name].dtype == tensor.dtype and torch.equal(opened[name], tensor)
-    assert json.loads((tmp_path / "checkpoint/step-3/train_state.json").read_text())["weights_only"] is True
+    assert manifest.read(tmp_path / "checkpoint/step-3").facts["weights_only"] is True
     # steps before the last are whole
-    assert json.loads((tmp_path / "checkpoint/step-1/train_state.json").read_text())["weights_only"] is False
+    assert manifest.read(tmp_path / "checkpoint/step-1").facts["weights_only"] is False
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -227,35 +235,35 @@ def test_weights_alone_cannot_be_continued(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    assert "train_state.json cannot be read" in refusal(tmp_path)
+    assert "manifest.json cannot be read" in refusal(tmp_path)
 
 
-def test_missing_counters_are_refused(tmp_path: Path) -> None:
+def test_a_missing_manifest_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 3)
-    (tmp_path / "checkpoint/step-3/train_state.json").unlink()
-    assert "train_state.json cannot be read" in refusal(tmp_path)
+    (tmp_path / "checkpoint/step-3/manifest.json").unlink()
+    assert "manifest.json cannot be read" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"state": 3}', "\xff"])
-def test_counters_that_are_no_counters_are_refused(tmp_path: Path, text: str) -> None:
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     save(tmp_path, 3)
-    (tmp_path / "checkpoint/step-3/train_state.json").write_bytes(text.encode("latin-1"))
-    assert "train_state.json" in refusal(tmp_path)
+    (tmp_path / "checkpoint/step-3/manifest.json").write_bytes(text.encode("latin-1"))
+    assert "manifest.json" in refusal(tmp_path)
 
 
 def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 3)
-    (tmp_path / "checkpoint/step-3/__0_0.distcp").unlink()
-    assert "cannot be loaded" in refusal(tmp_path)
+    (tmp_path / "checkpoint/step-3/rank-00000.bin").unlink()
+    assert "rank-00000.bin cannot be read" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("name", ["rank-00000.bin", "manifest.json"])
 def test_a_file_cut_short_is_refused(tmp_path: Path, name: str, share: float) -> None:
     save(tmp_path, 3)
     path = tmp_path / "checkpoint/step-3" / name
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    assert "cannot be" in refusal(tmp_path)
+    assert name in refusal(tmp_path)
 
 
 def test_another_shape_is_refused_by_name(tmp_path: Path) -> None:

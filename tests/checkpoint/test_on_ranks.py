@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from safetensors.torch import load_file
 from tiny import Ended, text_file, tiny_config, train_whole
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from shardtrain.checkpoint import weights_file
 from shardtrain.errors import CheckpointError, ConfigError
 
 
@@ -50,11 +51,13 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
 
     found = {"good": run(rank, root / "good")}
     for name, how in {
-        "shard cut": lambda path: cut(path / "__1_0.distcp"),
-        "shard missing": lambda path: (path / "__1_0.distcp").unlink(),
-        "counters missing": lambda path: (path / "train_state.json").unlink(),
+        "shard cut": lambda path: cut(path / "rank-00001.bin"),
+        "shard missing": lambda path: (path / "rank-00001.bin").unlink(),
+        "manifest missing": lambda path: (path / "manifest.json").unlink(),
     }.items():
-        found[name] = run(rank, spoil(rank, root, name, how), **four)
+        spoilt = spoil(rank, root, name, how)
+        found[name] = run(rank, spoilt, {"load_step": 3}, **four)
+        found[f"{name}, any step"] = run(rank, spoilt)
     same = spoil(rank, root, "same", nothing)
     found["other data"] = run(rank, same, training={"steps": 4, "dataset_path": str(longer)})
     found["other seed"] = run(rank, same, debug={"seed": 1}, **four)
@@ -81,14 +84,14 @@ def runs(root: Path) -> list[dict[str, Ended]]:
 
 
 REFUSED = {
-    "shard cut": "cannot be loaded: rank",
-    "shard missing": "__1_0.distcp",
-    "counters missing": "train_state.json cannot be read",
+    "shard cut": "rank-00001.bin has 1000 bytes instead of",
+    "shard missing": "rank-00001.bin cannot be read",
+    "manifest missing": "has no such step; it has 2;",
     "other data": "was trained on other data",
     "other seed": "was trained on other data",
-    "other width": "Size mismatch",
+    "other width": "of shape [128, 64], and this run has [64, 64]",
     "fewer layers": "tensors that this run has not, such as model.layers.2.",
-    "more layers": "Missing key in checkpoint state_dict: model.layers.4.",
+    "more layers": "has no model.layers.4.",
     "no such step": "checkpoint.load_step=1: ",
     "export continued": "holds weights only",
     "scaler missing": "loss scaler",
@@ -99,11 +102,22 @@ REFUSED = {
 def test_every_rank_refuses_in_one_line_and_before_a_step(runs: list[dict[str, Ended]], name: str) -> None:
     for rank in runs:
         error = rank[name].error
-        # other data are a wrong configuration of this run; all else is the checkpoint
-        kind, code = (ConfigError, 2) if name in ("other data", "other seed") else (CheckpointError, 5)
-        assert isinstance(error, kind) and error.exit_code == code, error
+        kind = ConfigError if name in ("other data", "other seed") else CheckpointError
+        assert isinstance(error, kind) and error.exit_code == kind.exit_code, error
         assert REFUSED[name] in str(error) and "\n" not in str(error)
         assert rank[name].losses == []
+
+
+@pytest.mark.parametrize("name", ["shard cut", "shard missing", "manifest missing"])
+def test_a_run_that_was_told_no_step_falls_back_to_the_newest_good_one_and_says_so(
+    root: Path, runs: list[dict[str, Ended]], name: str
+) -> None:
+    for rank in runs:
+        assert rank[f"{name}, any step"].error is None
+        assert rank[f"{name}, any step"].losses == rank["good"].losses[2:]
+    log = (root / name / "logs/rank-0.log").read_text()
+    damaged = "step-3 has no manifest.json" if name == "manifest missing" else "rank-00001.bin"
+    assert damaged in log and "passed over, continuing from step-2" in log
 
 
 def test_a_run_goes_back_to_an_older_step(runs: list[dict[str, Ended]]) -> None:
@@ -119,11 +133,11 @@ def test_a_finished_run_that_is_started_again_has_nothing_to_do(runs: list[dict[
 
 
 def test_an_export_holds_the_weights_of_the_run(root: Path, runs: list[dict[str, Ended]]) -> None:
-    dcp_to_torch_save(root / "export/checkpoint/step-3", root / "weights.pt")
-    opened = torch.load(root / "weights.pt", weights_only=True)
+    weights_file.write(root / "export/checkpoint/step-3", root / "weights.safetensors")
+    opened = load_file(root / "weights.safetensors")
     weights = runs[0]["export"].weights
-    assert sorted(opened) == sorted(f"model.{name}" for name in weights)
+    assert sorted(opened) == sorted(weights)
     for name, weight in weights.items():
-        assert torch.equal(opened[f"model.{name}"], weight.to(torch.bfloat16)), name
+        assert torch.equal(opened[name], weight.to(torch.bfloat16)), name
     # the other checkpoint of that run can still be continued
-    assert (root / "export/checkpoint/step-2/.metadata").is_file()
+    assert (root / "export/checkpoint/step-2/manifest.json").is_file()

@@ -1,0 +1,159 @@
+"""``shardtrain checkpoint``: list, verify, compare and export checkpoints, in one process; torch for ``diff`` alone."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shardtrain.checkpoint import files, manifest, retention, weights_file
+from shardtrain.checkpoint.manifest import MANIFEST, Manifest
+from shardtrain.errors import CheckpointError, ConfigError, Problem, StorageError
+from shardtrain.units import format_bytes
+
+USAGE = """\
+usage: shardtrain checkpoint VERB ...
+
+  ls      FOLDER            list the checkpoints of a run: step, size, ranks, tensors, files missing or cut
+  verify  DIR               read every byte of step-N, or of all steps of a folder; exit 5 names each bad file
+  diff    A B               compare two checkpoints tensor by tensor; exit 1 where they differ
+  weights DIR FILE          write the weights as one safetensors file
+
+FOLDER is the run's checkpoint folder, such as outputs/checkpoint; DIR, A and B are step-N folders in one.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one verb; gives the exit status."""
+    verb, rest = (words[0], words[1:]) if words else ("help", [])
+    if verb in ("help", "--help", "-h") or "--help" in rest or "-h" in rest:
+        print(USAGE, end="")
+        return 0
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, 1)
+        fix = (f"did you mean {near[0]}? " if near else "") + f"verbs are {', '.join(VERBS)}"
+        raise ConfigError(Problem("shardtrain checkpoint", verb, "is no verb", fix, "command line"))
+    function, number = VERBS[verb]
+    if len(rest) != number or any(word.startswith("-") for word in rest):
+        rule = f"needs {number} path{'s' if number > 1 else ''} and no more"
+        raise ConfigError(Problem(f"shardtrain checkpoint {verb}", " ".join(rest), rule, "see --help", "command line"))
+    return function(*map(Path, rest))
+
+
+def _list(folder: Path) -> int:
+    steps = retention.step_folders(folder)
+    if not steps:
+        raise CheckpointError(f"{folder} has no checkpoint: no folder in it is named step-N")
+    for step in steps:
+        path = folder / f"step-{step}"
+        try:
+            print(_line(path, manifest.read(path)))
+        except CheckpointError as error:
+            print(f"step-{step}  cannot be used: {error}")
+    return 0
+
+
+def _line(path: Path, stored: Manifest) -> str:
+    kind = "weights only" if stored.facts.get("weights_only") else "whole"
+    ranks = f"{stored.world_size} rank{'s' if stored.world_size != 1 else ''}"
+    line = f"{path.name}  {format_bytes(stored.total_bytes)}  {ranks}  {len(stored.tensors)} tensors  {kind}"
+    sizes = {file.name: file.bytes for file in stored.files}
+    wrong = [name for name, size in sizes.items() if _size(path / name) != size]
+    return f"{line}  missing or cut: {', '.join(wrong)}" if wrong else line
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _verify(path: Path) -> int:
+    paths = [path]
+    if not (path / MANIFEST).exists() and retention.step_folders(path):
+        paths = [path / f"step-{step}" for step in retention.step_folders(path)]
+    bad = [damage for each in paths for damage in _damages(each)]
+    if bad:
+        raise CheckpointError("; ".join(bad))
+    return 0
+
+
+def _damages(path: Path) -> list[str]:
+    """Everything wrong with a checkpoint; what is good is printed."""
+    try:
+        stored = manifest.read(path)
+    except CheckpointError as error:
+        return [str(error)]
+    bad = [f"checkpoint {path}: {damage}" for file in stored.files if (damage := files.find_damage(path, file))]
+    if retention.step_of(path) not in (None, stored.step):
+        bad.append(f"checkpoint {path}: its manifest is of step {stored.step}")
+    known = {MANIFEST, *(file.name for file in stored.files)}
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
+    if not bad:
+        print(f"{path}: good, {len(stored.files)} files, {format_bytes(stored.total_bytes)}")
+        for name in foreign:
+            print(f"{path}: {name} is no part of it and is never read")
+    return bad
+
+
+def _diff(one: Path, other: Path) -> int:
+    stored = []
+    for path in (one, other):
+        stored.append(manifest.read(path))
+        damage = next((d for file in stored[-1].files if (d := files.find_damage(path, file))), "")
+        if damage:
+            raise CheckpointError(f"checkpoint {path}: {damage}")
+    a, b = (found.tensors for found in stored)
+    different = 0
+    for name in sorted({*a, *b}):
+        if name not in a or name not in b:
+            text = f"only in {one if name in a else other}"
+        elif (a[name].dtype, a[name].shape) != (b[name].dtype, b[name].shape):
+            text = f"{a[name].dtype} {list(a[name].shape)} and {b[name].dtype} {list(b[name].shape)}"
+        else:
+            text = _difference(name, stored[0], one, stored[1], other)
+        different += text != "equal"
+        print(f"{name}: {text}")
+    facts = sorted(
+        key for key in {*stored[0].facts, *stored[1].facts} if stored[0].facts.get(key) != stored[1].facts.get(key)
+    )
+    for key in facts:
+        print(f"{key}: differs")
+    print(f"{different} of {len({*a, *b})} tensors differ")
+    return 1 if different or facts else 0
+
+
+def _difference(name: str, a: Manifest, one: Path, b: Manifest, other: Path) -> str:
+    mine = weights_file.whole_bytes(a, one, a.tensors[name])
+    theirs = weights_file.whole_bytes(b, other, b.tensors[name])
+    if mine == theirs:
+        return "equal"
+    import torch
+
+    dtype = getattr(torch, a.tensors[name].dtype)
+    pair = [torch.frombuffer(data, dtype=dtype).double() for data in (mine, theirs)]
+    gaps = (pair[0] - pair[1]).abs()
+    count = int((gaps != 0).sum())
+    if bool(gaps.isnan().any()):
+        return f"{count} of {gaps.numel()} elements differ, some are not finite"
+    return f"{count} of {gaps.numel()} elements differ, by at most {gaps.max().item():.3g}"
+
+
+def _weights(path: Path, output: Path) -> int:
+    try:
+        number = weights_file.write(path, output)
+    except FileExistsError:
+        raise ConfigError(Problem("FILE", str(output), "exists", "name another file", "command line")) from None
+    except OSError as error:
+        raise StorageError(f"cannot write {output}: {error.strerror or error}") from error
+    print(f"{output}: {number} tensors")
+    return 0
+
+
+VERBS: dict[str, tuple[Callable[..., int], int]] = {
+    "ls": (_list, 1),
+    "verify": (_verify, 1),
+    "diff": (_diff, 2),
+    "weights": (_weights, 2),
+}

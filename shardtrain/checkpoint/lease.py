@@ -1,0 +1,194 @@
+"""Who may write a folder of checkpoints: one run at a time holds ``lease.json``, and keeps saying that it lives.
+
+The holder touches the file every ten seconds. A lease is free when its process is dead (seen from the same host) or
+when nobody has touched it for a minute. Ages are counted in the filesystem's own time, so no host's clock matters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from shardtrain.checkpoint import files
+from shardtrain.errors import ConfigError
+from shardtrain.log import logger
+
+LEASE = "lease.json"
+BEAT_SECONDS = 10.0
+STALE_SECONDS = 60.0
+"""Six missed beats."""
+
+
+class Lease:
+    """The right to write below ``folder``; ``nonce`` names this holder and no other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nonce = secrets.token_hex(6)
+        self._path = folder / LEASE
+        self._held, self._pid = False, 0
+        self._ended = threading.Event()
+
+    def acquire(self) -> None:
+        """Take the lease, or do nothing when it is held already.
+
+        Raises:
+            ConfigError: when another run holds it; names its host, process and start.
+            OSError: when the folder cannot be written.
+        """
+        if self._held:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        own = self._path.with_name(f"{LEASE}.{self.nonce}")
+        fields = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process_start": _process_start(os.getpid()),
+            "nonce": self.nonce,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        files.write_whole(own, (json.dumps(fields) + "\n").encode())
+        try:
+            while not self._take(own):
+                self._free_or_refuse(own)
+        finally:
+            own.unlink(missing_ok=True)
+        self._held, self._pid = True, os.getpid()
+        atexit.register(self.release)  # after an error too; a killed holder is found dead
+        threading.Thread(target=self._beat, name="checkpoint-lease", daemon=True).start()
+
+    def check(self) -> None:
+        """Stop a writer that lost the lease: ConfigError names the new holder."""
+        holder = _read(self._path)
+        if not self._held or holder.get("nonce") != self.nonce:
+            raise ConfigError(
+                f"the lease {self._path} of this run was taken over by {_describe(holder)}; nothing is written: give "
+                "each run a job.dump_folder of its own"
+            )
+
+    def release(self) -> None:
+        """Give the lease back, so that the next run need not wait."""
+        atexit.unregister(self.release)
+        self._ended.set()
+        if self._held and self._pid == os.getpid() and _read(self._path).get("nonce") == self.nonce:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        self._held = False
+
+    def _take(self, own: Path) -> bool:
+        try:
+            os.link(own, self._path)  # fails where the name exists, on network filesystems too
+        except FileExistsError:
+            return False
+        return True
+
+    def _free_or_refuse(self, own: Path) -> None:
+        holder, age = _read(self._path), _age_seconds(self._path, own)
+        if age is None:
+            return  # it was given back a moment ago
+        reason = _why_free(holder, age)
+        if not reason and holder.get("host") != socket.gethostname():
+            reason = self._wait_for_a_beat(own)
+        if not reason:
+            raise ConfigError(
+                f"job.dump_folder: {self._path.parent} is being written by {_describe(holder)}; stop that run, or give "
+                "this one another job.dump_folder"
+            )
+        say = logger.info if holder.get("pid") == os.getpid() else logger.warning
+        say(f"took over {self._path} of {_describe(holder)}: {reason}")
+        away = own.with_name(f"{own.name}.old")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self._path, away)
+            if _read(away).get("nonce") != holder.get("nonce"):  # a third run was faster: give it back what is its own
+                with contextlib.suppress(FileExistsError):
+                    os.link(away, self._path)
+        away.unlink(missing_ok=True)
+
+    def _wait_for_a_beat(self, own: Path) -> str:
+        """Watch a lease of another host, whose process nobody here can see: empty when its holder lives."""
+        logger.info(f"{self._path} belongs to another host: waiting up to {STALE_SECONDS:.0f} s for a sign of life")
+        seen, deadline = _modified(self._path), time.monotonic() + STALE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, BEAT_SECONDS))
+            if _modified(self._path) != seen:
+                return ""
+            if (age := _age_seconds(self._path, own)) is not None and age > STALE_SECONDS:
+                break
+        return f"no sign of life for {STALE_SECONDS:.0f} s"
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            if _read(self._path).get("nonce") != self.nonce:
+                return  # lost: the next save says so
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+
+def _why_free(holder: dict[str, Any], age: float) -> str:
+    if holder.get("host") == socket.gethostname():
+        pid = holder.get("pid")
+        if not isinstance(pid, int) or not _is_alive(pid) or _process_start(pid) != holder.get("process_start"):
+            return "its process is no more"
+        if pid == os.getpid():
+            return "an earlier run of this process did not give it back"
+    return f"no sign of life for {age:.0f} s" if age > STALE_SECONDS else ""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(4096))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _describe(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "an unknown run"
+    text = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('started')}"
+    return "".join(c for c in text[:200] if c.isprintable())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    # a process that ended and whose parent has not looked yet is dead
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _process_start(pid: int) -> int:
+    """When a process started, in ticks since boot; 0 where the system does not say. A number used again has another."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _modified(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _age_seconds(path: Path, own: Path) -> float | None:
+    """Seconds since a file was touched, by the clock of its filesystem; None when it is gone."""
+    os.utime(own)
+    now, then = _modified(own), _modified(path)
+    return None if now is None or then is None else (now - then) / 1e9

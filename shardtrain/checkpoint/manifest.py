@@ -1,0 +1,261 @@
+"""The manifest of a checkpoint: which bytes of which files are which tensor, as JSON that is checked before it is used.
+
+``manifest.json`` is one JSON object. Its first line holds the SHA-256 of all bytes after that line; the body holds size
+and SHA-256 of every file and the place of every piece of every tensor. So any changed bit of a checkpoint is seen, the
+manifest's own included. Nothing in it is a path, and every number is checked against what it must fit into.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardtrain.checkpoint.tiling import check_tiling
+from shardtrain.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = "shardtrain checkpoint"
+VERSION = 1
+MAX_BYTES = 2**30
+"""A manifest above 1 GiB is refused unread: a run of 10,000 ranks writes less."""
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Types that a tensor may have, and bytes per element."""
+
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.bin")
+_HEX = re.compile(r"[0-9a-f]{64}")
+_FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",')
+_MAX_DIMS, _MAX_SIZE, _MAX_NAME = 16, 2**48, 1000
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of tensor bytes."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and where its bytes begin in a file; rows are stored one after the other, little-endian."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: int
+    begin: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor: its type, its whole shape, and boxes that cover it exactly once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``manifest.json`` says. ``facts`` are the counters of the run, as ``resume.py`` wrote them."""
+
+    step: int
+    world_size: int
+    run: str
+    created_by: str
+    files: tuple[StoredFile, ...]
+    tensors: Mapping[str, StoredTensor]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files of tensors."""
+        return sum(file.bytes for file in self.files)
+
+    def to_bytes(self) -> bytes:
+        """The bytes of ``manifest.json``."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "created_by": self.created_by,
+            "run": self.run,
+            "step": self.step,
+            "world_size": self.world_size,
+            "files": [[file.name, file.bytes, file.sha256] for file in self.files],
+            "tensors": {
+                name: [t.dtype, t.shape, [[c.offsets, c.sizes, c.file, c.begin] for c in t.chunks]]
+                for name, t in self.tensors.items()
+            },
+            "facts": dict(self.facts),
+        }
+        rest = ("\n" + json.dumps(body, allow_nan=False)[1:] + "\n").encode()
+        return b'{"sha256": "%s",' % hashlib.sha256(rest).hexdigest().encode() + rest
+
+
+def read(path: Path) -> Manifest:
+    """The manifest of the checkpoint in the folder ``path``; raises CheckpointError when it cannot be trusted."""
+    return parse(read_bytes(path), path)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a manifest, no more than a manifest may have; raises CheckpointError."""
+    file = path / MANIFEST
+    try:
+        if file.stat().st_size > MAX_BYTES or not file.is_file():
+            raise CheckpointError(f"checkpoint {path}: {MANIFEST} is no file of less than {MAX_BYTES} bytes")
+        return file.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"checkpoint {path}: {MANIFEST} cannot be read: {reason}; use another one") from error
+
+
+def parse(data: bytes, path: Path) -> Manifest:
+    """Check and read the bytes of a manifest; raises CheckpointError, one line that names ``path``."""
+    try:
+        return _parse(data)
+    except _Refused as error:
+        raise CheckpointError(f"checkpoint {path}: {MANIFEST} {error}; use another checkpoint") from None
+
+
+class _Refused(Exception):
+    pass
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise _Refused(reason)
+
+
+def _parse(data: bytes) -> Manifest:
+    found = _FIRST_LINE.match(data)
+    if not found or hashlib.sha256(data[found.end() :]).hexdigest().encode() != found.group(1):
+        _refuse("is damaged: its bytes are not those that were written")
+    try:
+        body = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        _refuse(f"is no JSON of ours: {str(error)[:100]}")
+    if body.get("format") != FORMAT:
+        _refuse("is of another program")
+    if body.get("version") != VERSION:
+        _refuse(f"has format version {str(body.get('version'))[:20]}, and this program reads {VERSION}")
+    files = tuple(_file(entry) for entry in _list(body.get("files"), "files"))
+    if len({file.name for file in files}) != len(files):
+        _refuse("names a file twice")
+    tensors = {name: _tensor(name, entry) for name, entry in _dict(body.get("tensors"), "tensors").items()}
+    _check_places(files, tensors)
+    facts = _dict(body.get("facts"), "facts")
+    if not isinstance(facts.get("state"), dict):
+        _refuse("holds no counters of a run")
+    return Manifest(
+        step=_count(body.get("step"), "step"),
+        world_size=_count(body.get("world_size"), "world_size"),
+        run=_text(body.get("run"), "run"),
+        created_by=_text(body.get("created_by"), "created_by"),
+        files=files,
+        tensors=tensors,
+        facts=facts,
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return table
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number is too large")
+    return number
+
+
+def _file(entry: Any) -> StoredFile:
+    name, size, digest = _list(entry, "files", 3)
+    if not isinstance(name, str) or not _FILE.fullmatch(name):
+        _refuse("names a file that is none of a checkpoint")
+    if not isinstance(digest, str) or not _HEX.fullmatch(digest):
+        _refuse("has a hash that is none")
+    return StoredFile(name, _count(size, "files"), digest)
+
+
+def _tensor(name: str, entry: Any) -> StoredTensor:
+    dtype, shape, chunks = _list(entry, "tensors", 3)
+    if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+        _refuse("has a name of a tensor that is none")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        _refuse(f"has a type of {name} that is none of {', '.join(ITEM_BYTES)}")
+    whole = _counts(shape, name)
+    if math.prod(whole) * ITEM_BYTES[dtype] > _MAX_SIZE:
+        _refuse(f"has a shape of {name} that is too large")
+    found = []
+    for chunk in _list(chunks, name):
+        offsets, sizes, file, begin = _list(chunk, name, 4)
+        found.append(Chunk(_counts(offsets, name), _counts(sizes, name), _count(file, name), _count(begin, name)))
+    problem = check_tiling(whole, [(chunk.offsets, chunk.sizes) for chunk in found])
+    if problem:
+        _refuse(f"has pieces of {name} that {problem}")
+    return StoredTensor(dtype, whole, tuple(found))
+
+
+def _check_places(files: tuple[StoredFile, ...], tensors: Mapping[str, StoredTensor]) -> None:
+    """Every piece lies inside its file, and no two share a byte."""
+    places: list[tuple[int, int, int]] = []
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            end = chunk.begin + chunk.numel * ITEM_BYTES[tensor.dtype]
+            if chunk.file >= len(files) or end > files[chunk.file].bytes:
+                _refuse(f"has a piece of {name} that lies outside its file")
+            places.append((chunk.file, chunk.begin, end))
+    places.sort()
+    for (file, _, end), (next_file, begin, _) in itertools.pairwise(places):
+        if file == next_file and begin < end:
+            _refuse("has two pieces that share bytes")
+
+
+def _dict(value: Any, what: str) -> dict[str, Any]:
+    return value if isinstance(value, dict) else _refuse(f"has {what} that are no table")
+
+
+def _list(value: Any, what: str, length: int | None = None) -> list[Any]:
+    if not isinstance(value, list) or (length is not None and len(value) != length):
+        _refuse(f"has an entry of {what} that is no list of the right length")
+    return value
+
+
+def _counts(value: Any, what: str) -> tuple[int, ...]:
+    if len(_list(value, what)) > _MAX_DIMS:
+        _refuse(f"has too many dimensions in {what}")
+    return tuple(_count(number, what) for number in value)
+
+
+def _count(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_SIZE:
+        _refuse(f"has a number in {what} that is no count")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_NAME or not value.isprintable():
+        _refuse(f"has a {what} that is no short text")
+    return value

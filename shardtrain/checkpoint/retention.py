@@ -1,0 +1,93 @@
+"""Which checkpoints stay, and how the others go: renamed to trash first, so that none is ever half there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from shardtrain.checkpoint import files
+from shardtrain.checkpoint.manifest import MANIFEST, Manifest, read
+from shardtrain.errors import CheckpointError
+
+_STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
+_LEFT = re.compile(r"step-\d+\.tmp(?:-([0-9a-f]+))?")
+_TRASH = re.compile(r"step-\d+\.trash-[0-9a-f]+")
+LEFTOVER_SECONDS = 3600.0
+"""A save cut short is swept away when nothing in it changed for an hour."""
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a folder of a checkpoint by its name, or None."""
+    found = _STEP.fullmatch(path.name)
+    return int(found[1]) if found else None
+
+
+def step_folders(folder: Path) -> list[int]:
+    """Steps with a folder, oldest first, whatever is in it."""
+    return sorted(s for path in folder.glob("step-*") if (s := step_of(path)) is not None and path.is_dir())
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps with a manifest, oldest first. A folder gets its name when all in it is on disk."""
+    return [step for step in step_folders(folder) if (folder / f"step-{step}" / MANIFEST).is_file()]
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint has a good manifest and every file at its size; contents are not read."""
+    try:
+        manifest: Manifest = read(path)
+        return all((path / file.name).stat().st_size == file.bytes for file in manifest.files)
+    except (CheckpointError, OSError):
+        return False
+
+
+def to_delete(own: Sequence[int], keep: int, whole: Collection[int]) -> list[int]:
+    """Of a run's steps, oldest first, those to delete: all that are older than the ``keep`` newest whole ones.
+
+    A damaged one does not count, and protects nothing, but is deleted only with age: it may be looked into.
+
+    >>> to_delete([1, 2, 3, 4], keep=2, whole={1, 2, 3})
+    [1]
+    """
+    good = [step for step in own if step in whole]
+    if not keep or len(good) < keep:
+        return []
+    oldest_kept = good[-keep]
+    return [step for step in own if step < oldest_kept]
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint: from the rename on it is none. Raises OSError when it cannot be renamed."""
+    trash = path.with_name(f"{path.name}.trash-{secrets.token_hex(4)}")
+    files.rename(path, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sweep(folder: Path, own_nonce: str, now: float) -> list[Path]:
+    """Remove trash, and what saves cut short have left for an hour; ``now`` is the filesystem's time. Gives what went.
+
+    Only the holder of the lease may call this.
+    """
+    gone = []
+    for path in sorted(folder.glob("step-*")):
+        left = _LEFT.fullmatch(path.name)
+        if left and (left[1] == own_nonce or now - _touched(path) < LEFTOVER_SECONDS):
+            continue
+        if left or _TRASH.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+            gone.append(path)
+    return gone
+
+
+def _touched(path: Path) -> float:
+    """When something in a folder last changed."""
+    times = [0.0]
+    with contextlib.suppress(OSError):
+        times.append(path.stat().st_mtime)
+        times += [entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path)]
+    return max(times)

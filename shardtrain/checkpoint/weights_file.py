@@ -1,0 +1,95 @@
+"""The weights of a checkpoint as one safetensors file, a format that other programs open; streamed, without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardtrain.checkpoint import files, manifest
+from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredTensor
+from shardtrain.errors import CheckpointError
+
+_TYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL",
+}  # fmt: skip
+PREFIX = "model."
+
+
+def write(checkpoint: Path, output: Path) -> int:
+    """Write all weights, whole and verified, under the model's own names; gives their number.
+
+    Raises:
+        CheckpointError: when the checkpoint is damaged.
+        OSError: when ``output`` exists or cannot be written.
+    """
+    stored = manifest.read(checkpoint)
+    for file in stored.files:
+        damage = files.find_damage(checkpoint, file)
+        if damage:
+            raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")
+    weights = {name: tensor for name, tensor in stored.tensors.items() if name.startswith(PREFIX)}
+    header, begin = {}, 0
+    for name, tensor in weights.items():
+        end = begin + math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+        header[name.removeprefix(PREFIX)] = {
+            "dtype": _TYPES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+
+    def blocks() -> Iterator[memoryview]:
+        yield memoryview(len(text).to_bytes(8, "little") + text)
+        for tensor in weights.values():
+            yield memoryview(whole_bytes(stored, checkpoint, tensor))
+
+    temporary = output.with_name(f"{output.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    files.write_hashed(temporary, blocks())
+    os.link(temporary, output)  # an existing file is never replaced
+    temporary.unlink()
+    files.sync_folder(output.parent)
+    return len(weights)
+
+
+def whole_bytes(stored: Manifest, checkpoint: Path, tensor: StoredTensor) -> bytearray:
+    """The bytes of a whole tensor, row after row, put together from its pieces."""
+    item = ITEM_BYTES[tensor.dtype]
+    whole = bytearray(math.prod(tensor.shape) * item)
+    for chunk in tensor.chunks:
+        descriptor = files.open_stored(checkpoint / stored.files[chunk.file].name)
+        try:
+            # the last dimensions that a piece holds whole are one run of bytes in both
+            dims = len(tensor.shape)
+            while dims and chunk.sizes[dims - 1] == tensor.shape[dims - 1]:
+                dims -= 1
+            run_dims = max(dims - 1, 0)
+            run_bytes = math.prod(chunk.sizes[run_dims:]) * item
+            for number in range(math.prod(chunk.sizes[:run_dims])):
+                start = _place(number, chunk.offsets, chunk.sizes, tensor.shape, run_dims) * item
+                data = os.pread(descriptor, run_bytes, chunk.begin + number * run_bytes)
+                if len(data) != run_bytes:
+                    raise CheckpointError(f"checkpoint {checkpoint}: a file became shorter while it was read")
+                whole[start : start + run_bytes] = data
+        finally:
+            os.close(descriptor)
+    return whole
+
+
+def _place(number: int, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...], run_dims: int) -> int:
+    """Element of the whole tensor at which the ``number``-th run of a piece begins."""
+    at = list(offsets)
+    for dim in reversed(range(run_dims)):
+        number, inside = divmod(number, sizes[dim])
+        at[dim] += inside
+    place = 0
+    for coordinate, size in zip(at, shape, strict=True):
+        place = place * size + coordinate
+    return place

@@ -1,0 +1,132 @@
+"""``shardtrain checkpoint``: what each verb says, its exit status, and that it answers without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_checkpoint import checkpoints, facts, save, world_of_one
+
+from shardtrain import cli
+from shardtrain.checkpoint.manifest import Chunk, StoredTensor
+from shardtrain.checkpoint.tensors import read_whole
+from shardtrain.checkpoint.weights_file import whole_bytes
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    with world_of_one():
+        kept = checkpoints(tmp_path)
+        save(kept, 2)
+        save(kept, 4)
+        kept.save(6, {"model.a": torch.zeros(24)}, {}, facts(6), last=False)
+        kept.close()
+    yield tmp_path / "checkpoint"
+
+
+def run(*words: object) -> int:
+    return cli.main(["checkpoint", *map(str, words)])
+
+
+def test_ls_tells_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "step-4/rank-00000.bin").unlink()
+    (folder / "step-5").mkdir()
+    assert run("ls", folder) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step-2", "step-4", "step-5", "step-6"]
+    assert "1 rank  4 tensors  whole" in lines[0] and "missing or cut: rank-00000.bin" in lines[1]
+    assert "cannot be used" in lines[2]
+
+
+def test_verify_reads_every_byte_and_names_each_bad_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "step-6/notes.txt").touch()
+    assert run("verify", folder / "step-2") == 0 and run("verify", folder) == 0
+    assert "notes.txt is no part of it" in capsys.readouterr().out
+    for step in (2, 4):
+        file = folder / f"step-{step}/rank-00000.bin"
+        content = bytearray(file.read_bytes())
+        content[3] ^= 16
+        file.write_bytes(content)
+    assert run("verify", folder) == 5
+    found = capsys.readouterr()
+    assert "step-2: rank-00000.bin is damaged" in found.err and "step-4: rank-00000.bin is damaged" in found.err
+    assert "step-6: good" in found.out and found.err.startswith("error[5]: ") and found.err.count("\n") == 1
+    assert run("verify", folder / "step-9") == 5
+
+
+def test_diff_tells_equal_and_the_largest_difference(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("diff", folder / "step-2", folder / "step-2") == 0
+    assert "0 of 4 tensors differ" in capsys.readouterr().out
+    assert run("diff", folder / "step-2", folder / "step-4") == 1
+    out = capsys.readouterr().out
+    assert "model.a: 24 of 24 elements differ, by at most 2\n" in out and "state: differs" in out
+    assert run("diff", folder / "step-2", folder / "step-6") == 1
+    out = capsys.readouterr().out
+    assert f"model.b: only in {folder / 'step-2'}" in out and "data_cursors: differs" in out
+
+
+def test_weights_are_written_once_and_whole(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "weights.safetensors"
+    assert run("weights", folder / "step-4", output) == 0
+    opened = load_file(output)
+    assert sorted(opened) == ["a", "b"] and opened["b"] == 4 and torch.equal(opened["a"], torch.arange(24.0) + 4)
+    assert run("weights", folder / "step-2", output) == 2 and "exists" in capsys.readouterr().err
+    assert load_file(output)["b"] == 4
+    assert run("weights", folder / "step-2", tmp_path / "no/such/folder") == 8
+    (folder / "step-2/rank-00000.bin").write_bytes(b"")
+    assert run("weights", folder / "step-2", tmp_path / "other.safetensors") == 5
+    assert not (tmp_path / "other.safetensors").exists()
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 6), (2, 3, 4), (3, 1, 4)])
+def test_pieces_are_put_together_whatever_their_cut(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
+    boxes = [((), ())]
+    for size in shape:  # cut every dimension in two
+        half = (size + 1) // 2
+        halves = [(0, half), (half, size - half)]
+        boxes = [((*o, start), (*s, length)) for o, s in boxes for start, length in halves if length]
+    data, chunks = b"", []
+    for offsets, sizes in boxes:
+        part = whole
+        for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
+            part = part.narrow(dim, start, length)
+        chunks.append(Chunk(offsets, sizes, 0, len(data)))
+        data += part.contiguous().numpy().tobytes()
+    (tmp_path / "rank-00000.bin").write_bytes(data)
+    from shardtrain.checkpoint.manifest import Manifest, StoredFile
+
+    tensor = StoredTensor("int32", shape, tuple(chunks))
+    stored = Manifest(1, 1, "r", "x", (StoredFile("rank-00000.bin", len(data), ""),), {"a": tensor}, {})
+    assert bytes(whole_bytes(stored, tmp_path, tensor)) == whole.numpy().tobytes()
+    assert torch.equal(read_whole(stored, tmp_path, "a"), whole)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["verfy", "x"], "did you mean verify?"),
+        (["verify"], "needs 1 path and no more"),
+        (["diff", "a"], "needs 2 paths and no more"),
+        (["ls", "--all"], "needs 1 path and no more"),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words) == 2
+    assert text in capsys.readouterr().err
+    assert run() == 0 and "usage: shardtrain checkpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify", "weights"])
+def test_looking_at_a_folder_needs_no_torch(folder: Path, tmp_path: Path, verb: str) -> None:
+    words = ["checkpoint", verb, str(folder / "step-2" if verb == "weights" else folder)]
+    words += [str(tmp_path / "w")] if verb == "weights" else []
+    program = f"import sys; from shardtrain import cli; assert cli.main({words!r}) == 0; "
+    program += "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr or "torch was imported"

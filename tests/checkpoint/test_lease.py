@@ -1,0 +1,167 @@
+"""One writer of a folder at a time: who holds the lease, who may take it over, and who must stop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_checkpoint import checkpoints, save, world_of_one
+
+from shardtrain.checkpoint import lease, retention
+from shardtrain.checkpoint.lease import Lease
+from shardtrain.errors import ConfigError
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+def write(folder: Path, **fields: Any) -> None:
+    """A lease of somebody else."""
+    held = {"host": "another.host", "pid": 1, "process_start": 5, "nonce": "aa", "started": "2026-01-01T00:00:00Z"}
+    (folder / "lease.json").write_text(json.dumps({**held, **fields}))
+
+
+def hold(folder: Path, ready: Any) -> None:
+    Lease(folder).acquire()
+    ready.send_bytes(b"held")
+    signal.pause()
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Any]:
+    """Another process that holds the lease of tmp_path."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=hold, args=(tmp_path, sender), daemon=True)
+    process.start()
+    assert receiver.recv_bytes() == b"held"
+    yield process
+    process.kill()
+    process.join(10)
+
+
+def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path, holder: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"being written by process {holder.pid} on .* since 20") as caught:
+        Lease(tmp_path).acquire()
+    assert caught.value.exit_code == 2 and "job.dump_folder" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["lease.json"], "nothing is left beside it"
+
+
+def test_the_lease_of_a_killed_process_is_taken_over_and_logged(
+    tmp_path: Path, holder: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.join(10)
+    taken = Lease(tmp_path)
+    taken.acquire()
+    assert "took over" in caplog.text and f"process {holder.pid}" in caplog.text and "is no more" in caplog.text
+    taken.check()
+    taken.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_number_used_again_is_not_the_holder(tmp_path: Path) -> None:
+    import socket
+
+    write(tmp_path, host=socket.gethostname(), pid=os.getppid(), process_start=1)
+    Lease(tmp_path).acquire()
+
+
+def test_a_lease_of_another_host_is_watched_and_respected_while_it_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
+    beats = iter(range(100, 200))
+    monkeypatch.setattr(lease, "_modified", lambda path: next(beats))
+    with pytest.raises(ConfigError, match="process 1 on another.host"):
+        Lease(tmp_path).acquire()
+
+
+def test_a_lease_of_another_host_is_free_after_a_minute_of_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path)
+    then = (tmp_path / "lease.json").stat().st_mtime - 61
+    os.utime(tmp_path / "lease.json", (then, then))
+    Lease(tmp_path).acquire()
+    assert "no sign of life for 61 s" in caplog.text
+    # and one that stopped a moment ago is watched first
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.2)
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "b")
+    Lease(tmp_path / "b").acquire()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"pid": "x", "host": []}', "[" * 10_000, "\xff\xfe"])
+def test_a_lease_that_is_none_is_respected_until_it_is_stale(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "lease.json"
+    path.write_bytes(text.encode("latin-1"))
+    os.utime(path, (path.stat().st_mtime - 61,) * 2)
+    Lease(tmp_path).acquire()
+
+
+def test_the_holder_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
+    held = Lease(tmp_path)
+    held.acquire()
+    path = tmp_path / "lease.json"
+    os.utime(path, (0, 0))
+    for _ in range(1000):
+        if path.stat().st_mtime > 0:
+            break
+        held._ended.wait(0.01)
+    assert path.stat().st_mtime > 0
+    held.release()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_writer_that_lost_its_lease_stops_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = checkpoints(tmp_path)
+    save(kept, 2)
+    rename = os.rename
+
+    def taken_over() -> None:
+        write(tmp_path / "checkpoint", nonce="bb")
+
+    prepare = kept._prepare
+    monkeypatch.setattr(kept, "_prepare", lambda *a: (prepare(*a), taken_over())[0])
+    with pytest.raises(ConfigError, match="was taken over by process 1 on another.host"):
+        save(kept, 4)
+    assert os.rename is rename
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["lease.json", "step-2"]
+    kept.close()
+    assert (tmp_path / "checkpoint/lease.json").exists(), "it is not ours to give back"
+
+
+@pytest.mark.usefixtures("group")
+def test_a_run_that_only_loads_needs_no_lease(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = checkpoints(tmp_path)
+    save(kept, 2)
+    write(tmp_path / "checkpoint")
+    with caplog.at_level(logging.WARNING):
+        assert checkpoints(tmp_path, load_only=True).to_continue() is not None
+    assert not caplog.text
+
+
+def test_a_sweep_leaves_what_is_young_and_what_is_of_the_holder(tmp_path: Path) -> None:
+    for name in ("step-1.tmp-aa", "step-2.tmp-bb", "step-3.trash-cc", "step-4", "step-5.tmp-dd", "other"):
+        (tmp_path / name).mkdir()
+    now = (tmp_path / "step-1.tmp-aa").stat().st_mtime
+    young = tmp_path / "step-5.tmp-dd/rank-00000.bin"
+    young.touch()
+    os.utime(young, (now + 3000, now + 3000))
+    gone = retention.sweep(tmp_path, "aa", now + 3700)
+    assert sorted(path.name for path in gone) == ["step-2.tmp-bb", "step-3.trash-cc"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step-1.tmp-aa", "step-4", "step-5.tmp-dd"]
