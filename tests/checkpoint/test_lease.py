@@ -74,7 +74,9 @@ def test_a_process_number_used_again_is_not_the_holder(tmp_path: Path) -> None:
     import socket
 
     write(tmp_path, host=socket.gethostname(), pid=os.getppid(), process_start=1)
-    Lease(tmp_path).acquire()
+    taken = Lease(tmp_path)
+    taken.acquire()
+    taken.check()  # raises unless the file is this holder's
 
 
 def test_a_lease_of_another_host_is_watched_and_respected_while_it_beats(
@@ -109,7 +111,9 @@ def test_a_lease_that_is_none_is_respected_until_it_is_stale(tmp_path: Path, tex
     path = tmp_path / "lease.json"
     path.write_bytes(text.encode("latin-1"))
     os.utime(path, (path.stat().st_mtime - 61,) * 2)
-    Lease(tmp_path).acquire()
+    taken = Lease(tmp_path)
+    taken.acquire()
+    taken.check()  # raises unless the file is this holder's
 
 
 def test_the_holder_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
