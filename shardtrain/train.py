@@ -10,19 +10,19 @@ import math
 import os
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shardtrain import config as configs
-from shardtrain import data, init, log, models, optim, parallel, profiling, schedule
+from shardtrain import data, ending, init, log, models, optim, parallel, profiling, schedule, stopping
 from shardtrain.checkpoint import Checkpoints
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.data import order_hash
-from shardtrain.errors import ConfigError, DataError, NumericalError, PeerError, Problem
+from shardtrain.errors import ConfigError, NumericalError, PeerError, Problem
 from shardtrain.evaluate import Validator
 from shardtrain.log import logger
 from shardtrain.metrics import Metrics
@@ -30,7 +30,7 @@ from shardtrain.metrics.flight_recorder import flight_recorder_environment
 from shardtrain.metrics.flops import count_model
 from shardtrain.parallel import BATCH_AXES, LOSS_AXES, Mesh, Runner, clip, world
 from shardtrain.parallel.world import World
-from shardtrain.resume import resume, save
+from shardtrain.resume import resume
 from shardtrain.run_facts import ReduceOverMesh, run_facts
 from shardtrain.run_folder import describe, write_resolved_config
 from shardtrain.seeding import seed_step, set_determinism
@@ -51,6 +51,9 @@ class Run:
     total_steps: int
     num_params: int
     flops_per_token: float
+    stop: stopping.Stop = field(default_factory=stopping.current)
+    stop_word: float = 0.0
+    """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,12 @@ def train(loaded: Loaded, here: World) -> TrainState:
     run = build(config, here)
     checkpoints = Checkpoints(config)
     resume(run, checkpoints)
+    ending.expect(run)
     if here.rank == 0:
         write_resolved_config(loaded, folder, here.size)
     for line in describe(loaded, run.mesh, run.num_params, run.total_steps, run.stream.num_samples):
         logger.info(line)
-    validator = Validator(config, run.runner, run.mesh)
+    validator = Validator(config, run.runner, run.mesh, run.stop)
     facts = run_facts(
         config,
         here,
@@ -109,48 +113,47 @@ def train(loaded: Loaded, here: World) -> TrainState:
     first_step, saved_step = run.state.step + 1, run.state.step
     with metrics, collector, profiler as trace:
         while run.state.step < run.total_steps:
+            started = time.perf_counter()
             try:
                 outcome = step(run)
             except RuntimeError as error:
                 raise _name_collective(error, run.state.step + 1) from error
             if outcome is None:
-                if run.state.step >= first_step and validator.is_due(run.state.step, run.state.step):
+                if (
+                    run.state.step >= first_step
+                    and not run.stop_word
+                    and validator.is_due(run.state.step, run.state.step)
+                ):
                     _validate(run, validator, metrics)
                 break
+            step_seconds = time.perf_counter() - started
             extra = run.runner.measures() if metrics.is_log_step(run.state.step) else {}
             metrics.update(run.state.step, **vars(outcome), extra=extra, order_hash=run.state.order_hash)
             if checkpoints.is_due(run.state.step, run.total_steps):
                 with metrics.pause():
-                    save(run, checkpoints, last=run.state.step == run.total_steps)
-                saved_step = run.state.step
+                    saved_step = ending.timed_save(run, checkpoints, last=run.state.step == run.total_steps)
             if validator.is_due(run.state.step, run.total_steps):
                 _validate(run, validator, metrics)
             collector.step(run.state.step)
             trace.step()
-            if run.state.step == first_step:
+            if run.state.step > first_step:  # the first one compiles and warms up
+                run.stop.steps.add(step_seconds)
+            else:
                 world.set_timeout(config.comm.train_timeout_seconds)
+    if run.stop_word:
+        ending.leave(run, checkpoints, saved_step)
     if run.state.step < run.total_steps:
-        _end_of_data(run, checkpoints, saved_step)
+        ending.data_ended(run, checkpoints, saved_step)
     return run.state
 
 
 def _validate(run: Run, validator: Validator, metrics: Metrics) -> None:
     with metrics.pause():
         found = validator.run(run.state.step)
-    metrics.validation(run.state.step, {"loss": found.loss, "perplexity": found.perplexity})
-
-
-def _end_of_data(run: Run, checkpoints: Checkpoints, saved_step: int) -> None:
-    """The data ended before the last step, on all ranks at the same one: save, and say so."""
-    if run.state.step > saved_step and checkpoints.is_due(run.state.step, run.state.step):
-        save(run, checkpoints, last=False)
-    if run.config.training.on_data_end == "repeat":
-        raise DataError("the training data have no document in whole passes; the log says why")
-    message = f"the training data ended after step {run.state.step} of {run.total_steps}"
-    if run.config.training.on_data_end == "stop":
-        logger.warning(message)
+    if found is None:
+        logger.warning(f"validation after step {run.state.step} was given up: the run was asked to stop")
         return
-    raise DataError(f'{message}; use more, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)')
+    metrics.validation(run.state.step, {"loss": found.loss, "perplexity": found.perplexity})
 
 
 def build(config: Config, here: World) -> Run:
@@ -193,7 +196,7 @@ def build(config: Config, here: World) -> Run:
 
 
 def step(run: Run) -> Outcome | None:
-    """One optimizer step on all ranks together; None, on all of them, where the data have ended."""
+    """One optimizer step on all ranks together; None, on all, where the data have ended or one was asked to stop."""
     config, mesh, state = run.config, run.mesh, run.state
     found = _read(run)
     if found is None:
@@ -230,20 +233,29 @@ def step(run: Run) -> Outcome | None:
 def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
     """This rank's batches of a step; over all ranks targets, rows, and what the rows add to the order hash; seconds.
 
-    None, on all ranks, where the data have ended. A dataset that is read as training goes on ends without notice, and
-    its readers one by one: a step without rows is passed over, and when no reader has any, it is the end.
+    None, on all ranks, where the data have ended or one rank was asked to stop. A dataset that is read as training goes
+    on ends without notice, its readers one by one: a step without rows is passed over, and when none has any, it ends.
     """
     empty, data_seconds = 0, 0.0
     while True:
         started = time.perf_counter()
         try:
-            local = [next(run.stream) for _ in range(run.stream.accumulation)]
+            read = run.stop.read(lambda: [next(run.stream) for _ in range(run.stream.accumulation)])
         except StopIteration:
             return None
+        if read is None and run.stream.has_ended:
+            return None
         data_seconds += time.perf_counter() - started
+        local = read or []
         counts = [sum(batch.num_targets for batch in local), sum(batch.num_rows for batch in local)]
-        own = torch.tensor([*counts, *order_hash.split(run.stream.step_hash)], dtype=torch.float64)
-        sums = run.mesh.sum(own.to(run.mesh.device), over=BATCH_AXES)
+        # all ranks in one sum, so that they stop together; of those that hold the same rows the first one counts them
+        is_first = run.mesh.rank("pp", "cp", "tp") == 0
+        own = [*counts, *order_hash.split(run.stream.step_hash)] if is_first else [0.0] * 6
+        whole = torch.tensor([*own, run.stop.word()], dtype=torch.float64)
+        *_, run.stop_word = (sums := run.mesh.sum_of_all(whole.to(run.mesh.device))).tolist()
+        if run.stop_word:
+            return None
+        sums = sums[:-1]
         if not run.stream.ends_without_notice or sums[1] > 0:
             return local, sums, data_seconds
         empty += run.stream.global_batch
