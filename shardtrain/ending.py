@@ -1,14 +1,15 @@
-"""The end of a run before its last step: it was asked to stop, or the data have ended; all ranks together."""
+"""The end of a run before its last step: it was asked to stop, the data have ended, or a rank is missing."""
 
 from __future__ import annotations
 
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain import stopping
 from shardtrain.checkpoint import Checkpoints
-from shardtrain.errors import DataError, NotSaved, Preempted
+from shardtrain.errors import DataError, NotSaved, PeerError, Preempted
 from shardtrain.log import logger
 from shardtrain.resume import optimizer_state, save, weights
 from shardtrain.shards import local_tensor
@@ -72,3 +73,14 @@ def data_ended(run: Run, checkpoints: Checkpoints, saved_step: int) -> None:
         logger.warning(message)
         return
     raise DataError(f'{message}; use more, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)')
+
+
+def name_collective(error: RuntimeError, step: int) -> Exception:
+    """An error that names the collective, where gloo names only a "recv"; every other error as it is."""
+    calls = [f for f in traceback.extract_tb(error.__traceback__) if "torch/distributed" in f.filename]
+    if "gloo/transport" not in str(error) or not calls:
+        return error
+    return PeerError(
+        f"step {step}: {calls[-1].name} did not complete: {str(error).splitlines()[0].rpartition('] ')[2]}; "
+        "another rank failed or is late: see the other logs, or raise comm.train_timeout_seconds"
+    )

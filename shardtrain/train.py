@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor
 
 from shardtrain import config as configs
-from shardtrain import data, ending, init, log, models, optim, parallel, profiling, schedule, stopping
+from shardtrain import data, ending, init, log, models, nonfinite, optim, parallel, profiling, schedule, stopping
 from shardtrain.checkpoint import Checkpoints
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.data import order_hash
-from shardtrain.errors import ConfigError, NumericalError, PeerError, Problem
+from shardtrain.errors import ConfigError, Problem
 from shardtrain.evaluate import Validator
 from shardtrain.log import logger
 from shardtrain.metrics import Metrics
@@ -117,7 +116,7 @@ def train(loaded: Loaded, here: World) -> TrainState:
             try:
                 outcome = step(run)
             except RuntimeError as error:
-                raise _name_collective(error, run.state.step + 1) from error
+                raise ending.name_collective(error, run.state.step + 1) from error
             if outcome is None:
                 if (
                     run.state.step >= first_step
@@ -218,7 +217,7 @@ def step(run: Run) -> Outcome | None:
     lr = schedule.learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates)
     finite = math.isfinite(grad_norm) and math.isfinite(global_loss)
     if not finite:
-        _stop_or_skip(run, loss, local)
+        nonfinite.stop_or_skip(run, loss, local)
     apply = run.scaler.update(finite) if run.scaler else finite
     if apply:
         max_norm = config.training.max_norm
@@ -262,37 +261,3 @@ def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
         run.state.samples_consumed = run.stream.samples_consumed
         if empty >= run.stream.num_readers:
             return None
-
-
-def _stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
-    """Say which rank's numbers went wrong, and stop the run unless it may skip; the same on all ranks."""
-    own = [] if bool(torch.isfinite(loss)) else [run.mesh.device_mesh.get_rank()]
-    ranks = world.gather_flags(bool(own), run.mesh.device)
-    if own:
-        ids = [int(i) for batch in local for i in batch.sample_ids_B]
-        logger.error(f"step {run.state.step + 1}: the loss of this rank is not finite; sample ids {ids}")
-    culprits = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient"
-    policy, skips = run.config.training.nonfinite_policy, run.state.nonfinite_skips
-    if run.scaler and run.scaler.can_shrink:
-        logger.warning(f"step {run.state.step + 1}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}")
-    elif policy == "skip" and skips < run.config.training.nonfinite_max_skips:
-        logger.warning(
-            f"step {run.state.step + 1}: {culprits} is not finite; the update is skipped ({skips + 1} in a row)"
-        )
-    else:
-        raise NumericalError(
-            f"step {run.state.step + 1}: {culprits} is not finite; the weights are still those of step "
-            f"{run.state.step}; lower optimizer.lr, look at the samples named in the rank's log, or set "
-            "training.nonfinite_policy=skip"
-        )
-
-
-def _name_collective(error: RuntimeError, step: int) -> Exception:
-    """An error that names the collective, where gloo names only a "recv"; every other error as it is."""
-    calls = [f for f in traceback.extract_tb(error.__traceback__) if "torch/distributed" in f.filename]
-    if "gloo/transport" not in str(error) or not calls:
-        return error
-    return PeerError(
-        f"step {step}: {calls[-1].name} did not complete: {str(error).splitlines()[0].rpartition('] ')[2]}; "
-        "another rank failed or is late: see the other logs, or raise comm.train_timeout_seconds"
-    )
