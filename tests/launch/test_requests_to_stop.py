@@ -23,7 +23,9 @@ from tiny import text_file, tiny_config
 from shardtrain import evaluate, stopping, train
 from shardtrain.checkpoint import Checkpoints
 from shardtrain.config import Loaded
+from shardtrain.config.schema import DataLoader
 from shardtrain.data import Stream
+from shardtrain.data.loader import MicroBatches
 from shardtrain.launch import environment, local
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
@@ -76,7 +78,7 @@ def patch(folder: Path, phase: str) -> None:
     held = lambda: hold(folder)  # noqa: E731
     in_step = lambda number: lambda calls: calls == number  # noqa: E731
     if phase in ("step", "warm-up"):
-        before(torch.Tensor, "backward", in_step(HELD if phase == "step" else 1), held)
+        before(train.optim, "set_learning_rate", in_step(HELD if phase == "step" else 1), held)
     elif phase == "evaluation":
         generator = evaluate._batches
 
@@ -91,13 +93,17 @@ def patch(folder: Path, phase: str) -> None:
         before(Checkpoints, "save", in_step(1), held)
     elif phase == "data":
         before(Stream, "__next__", in_step(HELD), lambda: ((folder / "ready").touch(), time.sleep(10 * TIMEOUT)))
+    elif phase == "worker":
+        pid = folder / "pid-worker"
+        stall = lambda: ((folder / "ready").touch(), pid.write_text(str(os.getpid())), time.sleep(10 * TIMEOUT))  # noqa: E731
+        before(MicroBatches, "__getitem__", in_step(HELD), stall)
     elif phase == "slow save":
         before(Checkpoints, "save", lambda _: True, lambda: time.sleep(4))
-        before(torch.Tensor, "backward", in_step(HELD), held)
+        before(train.optim, "set_learning_rate", in_step(HELD), held)
     elif phase == "slow second save":
         before(Checkpoints, "save", in_step(2), lambda: ((folder / "ready").touch(), time.sleep(TIMEOUT)))
     elif phase == "slow steps":
-        before(torch.Tensor, "backward", lambda _: True, lambda: time.sleep(0.2))
+        before(train.optim, "set_learning_rate", lambda _: True, lambda: time.sleep(0.2))
 
 
 def trainer(folder: Path, phase: str, held_rank: int):
@@ -216,6 +222,21 @@ def test_a_run_that_is_asked_in_any_phase_saves_and_loses_no_step(tmp_path, stra
         assert go_on(tmp_path, one) == straight
 
 
+@pytest.mark.parametrize("whom", ["launcher", "all"])
+def test_a_process_that_prepares_data_and_hangs_does_not_keep_its_rank(tmp_path, whom):
+    """As Slurm does it, the signal may go to every process there is."""
+    process = run(config(tmp_path, dataloader=DataLoader(num_workers=1, prefetch_factor=1)), "worker", 0)
+    wait_for((tmp_path / "pid-worker").exists)
+    wait_for(lambda: len(losses(tmp_path)) == HELD - 1 if (tmp_path / "metrics.jsonl").exists() else False)
+    if whom == "all":
+        for path in tmp_path.glob("pid-*"):
+            os.kill(int(path.read_text()), signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
+    assert end(process) == 75
+    assert newest(tmp_path) == HELD - 1
+    wait_for(lambda: no_orphans(tmp_path))
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
 def test_every_signal_that_asks_for_an_end_is_the_same(tmp_path, number):
     process = run(config(tmp_path), "data", 0)
@@ -298,7 +319,7 @@ def test_two_interrupts_end_a_rank_without_our_launcher_at_once(tmp_path):
 
 @pytest.mark.parametrize("phase", ["slow steps", "data"])
 def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, phase):
-    finish = time.time() + 20
+    finish = time.time() + 12
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(finish)))
     process = run(config(tmp_path, steps=100_000), phase, 0)
     assert end(process) == 75
