@@ -247,4 +247,13 @@ def end_time_of(environment: Mapping[str, str]) -> float | None:
 def newest_checkpoint(folder: Path) -> Path | None:
     """The committed checkpoint with the highest step below ``folder``; folders get their name when they are whole."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return max(found, key=lambda path: int(path.name[5:]), default=None)
+    return max(found, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The step of a checkpoint by its name, and -1 of none.
+
+    >>> step_of(Path("outputs/checkpoint/step-40")), step_of(None)
+    (40, -1)
+    """
+    return int(checkpoint.name[5:]) if checkpoint else -1

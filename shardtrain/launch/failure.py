@@ -87,6 +87,13 @@ def stopped(rank: int, reason: str, newest: Path | None = None) -> Failure:
     return Failure(rank, socket.gethostname(), "", message, "", time.time(), NOT_SAVED)
 
 
+def crash_loop(restarts: int, code: int, newest: Path | None) -> Failure:
+    """The end of a run that was started again and again and saved nothing new."""
+    kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
+    message = f"{restarts} restarts in a row gained nothing ({kept}), and each ended with the error above ({code})"
+    return Failure(0, socket.gethostname(), "CrashLoop", message, "", time.time(), 93)
+
+
 def culprit(failures: Iterable[Failure]) -> Failure:
     """The rank to blame: first by time among those with a cause of their own, before those that lost a peer."""
     return min(failures, key=lambda failure: (failure.is_peer, failure.time_seconds))

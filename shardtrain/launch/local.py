@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardtrain import log, stopping
 from shardtrain.errors import StorageError
 from shardtrain.launch import environment, failure
+from shardtrain.launch.restart import CRASH_LOOP, FRUITLESS, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 
 if TYPE_CHECKING:
@@ -118,13 +119,35 @@ def launch(
     num_processes: int,
     main: Main | None = None,
     command: Sequence[str] = (),
+    max_restarts: int = 0,
 ) -> int:
     """Start ``num_processes`` ranks here, wait for them, and give the exit status of the run.
 
     With ``main`` the ranks are forked from this process, which should have imported all that they need: no rank pays
     for the imports again. With ``command`` they are fresh processes, as CUDA demands. The first failing rank is
-    named in one line, ``exit.json`` is written, and nothing is left running.
+    named in one line, ``exit.json`` is written, and nothing is left running. A run that failed is started again up to
+    ``max_restarts`` times, and goes on from its last checkpoint; see ``restart``.
     """
+    watch = Watch(loaded.config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS)
+    restarts = Restarts(max_restarts, lambda: stopping.step_of(_newest_checkpoint(loaded)))
+    with watch.signals():
+        while True:
+            code = _attempt(loaded, num_processes, main, command, watch, restarts.used)
+            status = code if watch.signal_number else restarts.after(code)
+            if status is None:
+                print(f"restart {restarts.used} of {max_restarts}", file=sys.stderr, flush=True)
+                continue
+            if status == CRASH_LOOP:
+                told = failure.crash_loop(FRUITLESS, code, _newest_checkpoint(loaded))
+                print(*failure.lines(told, log_path(loaded, 0), 1), sep="\n", file=sys.stderr)
+                failure.write_exit(Path(loaded.config.job.dump_folder), told, status)
+            return status
+
+
+def _attempt(
+    loaded: Loaded, num_processes: int, main: Main | None, command: Sequence[str], watch: Watch, restarts: int
+) -> int:
+    """Start the ranks and wait for them, with a store of their own: keys of an earlier attempt would mislead them."""
     run_folder = Path(loaded.config.job.dump_folder)
     prepare(run_folder)
     # not a TemporaryDirectory: forks inherit its finalizer, and the first rank to end would remove it for all
@@ -132,19 +155,26 @@ def launch(
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, records, ignore_errors=True)
         listener = stack.enter_context(socket.create_server((environment.LOCAL_ADDRESS, 0), backlog=1024))
-        watch = Watch(loaded.config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS)
-        with watch.signals():
-            processes = _start(loaded, num_processes, main, command, listener, records)
-            watch.begin(processes.pids())
+        processes = _start(loaded, num_processes, main, command, listener, records, restarts)
+        watch.begin(processes.pids())
+        try:
             store = _host_store(listener)
             statuses = watch.wait()
+        finally:
+            watch.send(signal.SIGKILL)
         del store
         processes.close(timeout=1)
         return _tell(loaded, run_folder, statuses, watch, records)
 
 
 def _start(
-    loaded: Loaded, count: int, main: Main | None, command: Sequence[str], listener: socket.socket, records: Path
+    loaded: Loaded,
+    count: int,
+    main: Main | None,
+    command: Sequence[str],
+    listener: socket.socket,
+    records: Path,
+    restarts: int,
 ) -> PContext:
     from torch.distributed.elastic.multiprocessing import start_processes
 
@@ -153,6 +183,7 @@ def _start(
     ranks = range(count)
     envs = {rank: environment.rank_environment(rank, count, port, run_id) for rank in ranks}
     for rank in ranks:
+        envs[rank]["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
         envs[rank]["TORCHELASTIC_ERROR_FILE"] = str(_record_path(records, rank))
     entrypoint: Any = _forked if main else command[0]
     arguments = {rank: (loaded, main, os.getpid(), listener) if main else tuple(command[1:]) for rank in ranks}

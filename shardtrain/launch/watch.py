@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -12,10 +13,9 @@ from types import FrameType
 from shardtrain.stopping import GRACEFUL
 
 POLL_SECONDS = 0.05
-PEERS_SPEAK_SECONDS = 1.0
-"""After a first failure: how long the other ranks have to notice it, so that their logs say what they saw."""
-PEERS_STOP_SECONDS = 4.0
-"""After that: from SIGTERM to SIGKILL. Together they keep the promise that all have stopped within 10 s."""
+PEERS_SPEAK_SECONDS = 2.0
+"""After a first failure: how long the other ranks have to notice it, so that their logs say what they saw. Then they
+are killed: SIGTERM would ask them to save, and a rank is missing."""
 NOTHING_TO_SAVE_SECONDS = 5.0
 """From a request to stop to SIGKILL, in a run without checkpoints."""
 FINE = (0, 75)
@@ -56,7 +56,7 @@ class Watch:
 
     def begin(self, pids: dict[int, int]) -> None:
         """Watch these processes, by rank; a request that came before they were there reaches them now."""
-        self.pids = pids
+        self.pids, self.statuses, self.ended_at, self.stopped_by_us = pids, {}, {}, set()
         if self.signal_number:
             self.send(signal.Signals(self.signal_number))
 
@@ -69,22 +69,15 @@ class Watch:
 
     def wait(self) -> dict[int, int]:
         """Wait for all ranks; gives rank -> exit status, minus the number of the signal for one that was killed."""
-        failed_at = 0.0
-        sent: signal.Signals | None = None
+        failed_at = math.inf
         while len(self.statuses) < len(self.pids):
             self._poll()
             now = time.monotonic()
-            if not failed_at and any(status not in FINE for status in self.statuses.values()):
-                failed_at = now
-            elapsed = now - failed_at if failed_at else 0.0
-            if self.signal_number and now - self._asked_at > self._grace_seconds:
+            if any(status not in FINE for status in self.statuses.values()):
+                failed_at = min(failed_at, now)
+            no_time = self.signal_number and now - self._asked_at > self._grace_seconds
+            if now - failed_at > PEERS_SPEAK_SECONDS or no_time:
                 self.send(signal.SIGKILL)
-            if sent is None and elapsed > PEERS_SPEAK_SECONDS:
-                sent = signal.SIGTERM
-                self.send(sent)
-            elif sent is signal.SIGTERM and elapsed > PEERS_SPEAK_SECONDS + PEERS_STOP_SECONDS:
-                sent = signal.SIGKILL
-                self.send(sent)
             time.sleep(POLL_SECONDS)
         return self.statuses
 

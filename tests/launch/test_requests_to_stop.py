@@ -6,8 +6,6 @@ touches ``ready`` and waits for ``go``, so that a signal always arrives in it.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,9 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import text_file, tiny_config
+from launched import HELD, STEPS, TIMEOUT, config, end, fork, losses, newest, no_orphans, record, wait_for
+from tiny import text_file
 
-from shardtrain import evaluate, stopping, train
+from shardtrain import evaluate, train
 from shardtrain.checkpoint import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.config.schema import DataLoader
@@ -29,28 +28,6 @@ from shardtrain.data.loader import MicroBatches
 from shardtrain.launch import environment, local
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
-
-STEPS, HELD = 6, 3
-"""Steps of the run, and the one in which it is held."""
-TIMEOUT = 120
-VALIDATION = {"enable": True, "freq": HELD, "steps": 3, "dataset": "text", "dataset_path": text_file(), "seq_len": 64}
-
-
-def config(folder: Path, grace: int = 60, enable: bool = True, parallelism: dict | None = None, **training):
-    return tiny_config(
-        job={"dump_folder": str(folder)},
-        training={"steps": STEPS, "local_batch_size": 4, **training},
-        parallelism=parallelism or {},
-        checkpoint={"enable": enable, "interval": 2, "grace_seconds": grace},
-        validation={**VALIDATION, "local_batch_size": 2},
-    )
-
-
-def wait_for(condition, seconds=TIMEOUT):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def hold(folder: Path, seconds: float = TIMEOUT) -> None:
@@ -133,12 +110,6 @@ def _rank(one, phase, held_rank, rank, port):
     local.leave(local.run_rank(Loaded(one), trainer(folder, phase, held_rank), 2))
 
 
-def fork(target, *arguments):
-    process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
-    process.start()
-    return process
-
-
 def run(one, phase="none", held_rank=-1):
     Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
     return fork(_launch, one, phase, held_rank)
@@ -149,41 +120,6 @@ def run_foreign(one, phase="none", held_rank=-1):
         port = free.getsockname()[1]
     Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
     return [fork(_rank, one, phase, held_rank, rank, port) for rank in range(2)]
-
-
-def end(process) -> int:
-    process.join(TIMEOUT)
-    try:
-        assert not process.is_alive(), "does not end"
-    finally:
-        process.kill()
-    return process.exitcode
-
-
-def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def no_orphans(folder: Path) -> bool:
-    return not any(alive(int(path.read_text())) for path in folder.glob("pid-*"))
-
-
-def record(folder: Path) -> dict:
-    return json.loads((folder / "exit.json").read_text())
-
-
-def newest(folder: Path) -> int:
-    found = stopping.newest_checkpoint(folder / "checkpoint")
-    return int(found.name[5:]) if found else 0
-
-
-def losses(folder: Path) -> dict[int, tuple[float, str]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: (line["loss"], line["order_hash"]) for line in lines if "loss" in line}
 
 
 def go_on(folder: Path, one) -> dict[int, tuple[float, str]]:
