@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: shardtrain VERB ...
 
-  train [CONFIG.toml] [--nproc N] [--section.key VALUE ...]   train on the devices of this machine
+  train [CONFIG.toml] [--nproc N] [--max_restarts N] [--section.key VALUE ...]
+                                                              train on the devices of this machine
   verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...]    prove that meshes change no number (--help: all options)
   config show  [CONFIG.toml] [--section.key VALUE ...]        print every option with its origin
   config check [CONFIG.toml] [--section.key VALUE ...]        report every problem; starts nothing
@@ -57,12 +58,13 @@ Each verb explains itself with --help.
 
 @dataclass(frozen=True)
 class Arguments:
-    """What follows a verb: the configuration file, ``--nproc``, and overrides left for the configuration to read."""
+    """What follows a verb: the configuration file, options of ours, and overrides for the configuration to read."""
 
     path: str | None
     nproc: int | None
     overrides: tuple[str, ...]
     help: bool = False
+    max_restarts: int = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,15 +101,16 @@ def _complain(code: int, problems: Sequence[str]) -> int:
 
 
 def _split(words: Sequence[str]) -> Arguments:
-    """Take the file, ``--nproc`` and ``--help`` out of the words; all others are overrides.
+    """Take the file, ``--nproc``, ``--max_restarts`` and ``--help`` out of the words; all others are overrides.
 
     The file stands before the first override, because an override may take several values.
 
     Raises:
-        ConfigError: ``--nproc`` has no whole number above 0.
+        ConfigError: ``--nproc`` has no whole number above 0, or ``--max_restarts`` none.
     """
     path: str | None = None
     nproc: int | None = None
+    max_restarts = 0
     overrides: list[str] = []
     remaining = list(words)
     while remaining:
@@ -115,7 +118,15 @@ def _split(words: Sequence[str]) -> Arguments:
         name, equals, value = word.partition("=")
         if word in ("--help", "-h"):
             return Arguments(path, nproc, (), help=True)
-        if name == "--nproc":
+        if name == "--max_restarts":
+            text = value if equals else (remaining.pop(0) if remaining else "")
+            if not text.isdecimal():
+                rule = "must be a whole number of restarts"
+                raise ConfigError(
+                    Problem("--max_restarts", text, rule, "write it like --max_restarts 3", "command line")
+                )
+            max_restarts = int(text)
+        elif name == "--nproc":
             text = value if equals else (remaining.pop(0) if remaining else "")
             if not text.isdecimal() or int(text) < 1:
                 rule = "must be a whole number of processes above 0"
@@ -125,7 +136,7 @@ def _split(words: Sequence[str]) -> Arguments:
             path = word
         else:
             overrides.append(word)
-    return Arguments(path, nproc, tuple(overrides))
+    return Arguments(path, nproc, tuple(overrides), max_restarts=max_restarts)
 
 
 def _load(arguments: Arguments) -> Loaded:
@@ -146,9 +157,14 @@ def _train(words: list[str]) -> int:
     if loaded.config.comm.mode == "fake_backend":
         return _train_nothing(loaded, arguments.nproc)
     if environment.is_rank(os.environ):
+        if arguments.max_restarts and "SHARDTRAIN_PARENT" not in os.environ:
+            rule = "is for ranks that this command starts, and a launcher has started this one"
+            raise ConfigError(
+                Problem("--max_restarts", arguments.max_restarts, rule, "use the launcher's own", "command line")
+            )
         _train_rank(loaded)
     environment.refuse_one_of_several_nodes(os.environ)
-    return _train_here(loaded, arguments.nproc, words)
+    return _train_here(loaded, arguments, words)
 
 
 def _train_rank(loaded: Loaded) -> NoReturn:
@@ -168,26 +184,28 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     local.leave(local.run_rank(loaded, _trainer(), world_size))
 
 
-def _train_here(loaded: Loaded, nproc: int | None, words: list[str]) -> int:
+def _train_here(loaded: Loaded, arguments: Arguments, words: list[str]) -> int:
     """Check the configuration, choose the number of ranks, and run them from this process."""
     from shardtrain.launch import environment, local
 
     environment.set_allocator_default(os.environ)
     accelerators = environment.count_accelerators(loaded.config.training.device)
     cores = environment.usable_cores()
-    choice = environment.choose_processes(loaded.config, nproc, os.environ, accelerators, cores)
+    choice = environment.choose_processes(loaded.config, arguments.nproc, os.environ, accelerators, cores)
     _require(loaded, choice.count)  # what it has to tell without stopping is in the rank's log
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
-    if choice.count == 1:
+    restarts = arguments.max_restarts
+    if choice.count == 1 and not restarts:
         local.prepare(Path(loaded.config.job.dump_folder))
         return local.run_rank(loaded, _trainer())
     # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves
     # each rank the import of torch: measured in docs/launch.md.
     if accelerators == 0 and sys.platform == "linux":
-        return local.launch(loaded, choice.count, main=_trainer())
-    return local.launch(loaded, choice.count, command=(sys.executable, "-m", "shardtrain", "train", *words))
+        return local.launch(loaded, choice.count, main=_trainer(), max_restarts=restarts)
+    command = (sys.executable, "-m", "shardtrain", "train", *words)
+    return local.launch(loaded, choice.count, command=command, max_restarts=restarts)
 
 
 def _train_nothing(loaded: Loaded, nproc: int | None) -> int:

@@ -8,7 +8,8 @@ ShardtrainError
 ├── PeerError          exit 6   another rank or a collective failed; a retry may help
 ├── OutOfMemoryError   exit 7   host or device memory ran out
 ├── StorageError       exit 8   files could not be written; retry later
-└── Preempted          exit 75  asked to stop, and the run is saved
+├── Preempted          exit 75  asked to stop, and the run is saved
+└── NotSaved           exit 76  asked to stop, and what came after the last checkpoint is lost
 """
 
 from __future__ import annotations
@@ -96,6 +97,12 @@ class Preempted(ShardtrainError):
     """The run was asked to stop and has saved its state."""
 
     exit_code = 75
+
+
+class NotSaved(ShardtrainError):
+    """The run was asked to stop and had no time to save."""
+
+    exit_code = 76
 
 
 def _toml_like(value: Any) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
@@ -22,6 +22,7 @@ from shardtrain.errors import DataError
 from shardtrain.log import logger
 from shardtrain.parallel import BATCH_AXES, LOSS_AXES, Mesh, Runner, world
 from shardtrain.parallel.shard import free_gathered
+from shardtrain.stopping import Interrupted, Stop
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,13 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 709 else self.loss * math.inf  # nan stays nan
 
 
-def evaluate(runner: Runner, stream: data.Stream, mesh: Mesh, max_batches: int = -1) -> Evaluation:
+def evaluate(
+    runner: Runner, stream: data.Stream, mesh: Mesh, max_batches: int = -1, stop: Stop | None = None
+) -> Evaluation | None:
     """Read a stream that ends from its beginning, and measure the loss (a collective: every rank calls it).
 
-    ``max_batches`` ends it early; -1 reads all. Weights, gradients and random numbers stay as they are.
+    ``max_batches`` ends it early; -1 reads all. Weights, gradients and random numbers stay as they are. Gives None, on
+    all ranks, where ``stop`` of one of them says that it was asked to stop.
 
     Raises:
         DataError: when the set has no target token.
@@ -52,13 +56,17 @@ def evaluate(runner: Runner, stream: data.Stream, mesh: Mesh, max_batches: int =
     stream.seek(0)
     loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
     tokens = rows = 0
-    for batch in islice(stream, None if max_batches < 0 else max_batches):
-        tokens += batch.num_targets
-        rows += int((batch.sample_ids_B >= 0).sum())
-        loss += runner.evaluate(batch.to(mesh.device, non_blocking=True))
-    for part in runner.parts:
-        free_gathered(part)  # no backward follows that would; what reads parameters next must find this rank's shards
-    stream.seek(0)  # ends the processes that prepare batches
+    try:
+        for batch in _batches(stream, max_batches, mesh, stop or Stop()):
+            tokens += batch.num_targets
+            rows += int((batch.sample_ids_B >= 0).sum())
+            loss += runner.evaluate(batch.to(mesh.device, non_blocking=True))
+    except Interrupted:
+        return None
+    finally:
+        for part in runner.parts:
+            free_gathered(part)  # no backward follows that would; what reads parameters next must find own shards
+        stream.seek(0)  # ends the processes that prepare batches
     counts = torch.tensor([tokens, rows], dtype=torch.float64, device=mesh.device)
     total_tokens, total_rows = mesh.sum(counts, over=BATCH_AXES).tolist()
     total = mesh.sum(loss, over=("pp", *LOSS_AXES)).item()
@@ -67,11 +75,30 @@ def evaluate(runner: Runner, stream: data.Stream, mesh: Mesh, max_batches: int =
     return Evaluation(total / total_tokens, int(total_tokens), int(total_rows))
 
 
+def _batches(stream: data.Stream, limit: int, mesh: Mesh, stop: Stop) -> Iterator[data.Batch]:
+    """The batches of a stream that ends, or ``limit`` of them where it is not below 0; all ranks agree on each.
+
+    Raises:
+        Interrupted: on all ranks before the same batch, when one of them was asked to stop.
+    """
+    count = 0
+    while count != limit:
+        found = stop.read(lambda: (next(stream, None),))
+        batch = found[0] if found else None
+        if batch is None if found else stream.has_ended:
+            return
+        if mesh.sum_of_all(torch.tensor(0.0 if found else 1.0, device=mesh.device)).item():
+            raise Interrupted
+        assert batch is not None
+        yield batch
+        count += 1
+
+
 class Validator:
     """Held-out data of a run, and when to evaluate on them; idle unless ``validation.enable``."""
 
-    def __init__(self, config: Config, runner: Runner, mesh: Mesh) -> None:
-        self._options, self._runner, self._mesh = config.validation, runner, mesh
+    def __init__(self, config: Config, runner: Runner, mesh: Mesh, stop: Stop | None = None) -> None:
+        self._options, self._runner, self._mesh, self._stop = config.validation, runner, mesh, stop
         self._stream = open_stream(config, mesh) if config.validation.enable else None
         self._last_step = 0
 
@@ -83,11 +110,14 @@ class Validator:
         due = step % self._options.freq == 0 or step == total_steps
         return self._stream is not None and due and step != self._last_step
 
-    def run(self, step: int) -> Evaluation:
-        """Evaluate after ``step`` on ``validation.steps`` batches, or on the whole set (a collective)."""
+    def run(self, step: int) -> Evaluation | None:
+        """Evaluate after ``step`` on ``validation.steps`` batches, or on the whole set (a collective).
+
+        None where the run was asked to stop before it was done.
+        """
         assert self._stream is not None, "validation is off"
         self._last_step = step
-        return evaluate(self._runner, self._stream, self._mesh, self._options.steps)
+        return evaluate(self._runner, self._stream, self._mesh, self._options.steps, self._stop)
 
 
 def open_stream(config: Config, mesh: Mesh) -> data.Stream:

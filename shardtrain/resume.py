@@ -82,7 +82,7 @@ def optimizer_state(run: Run) -> dict[str, Tensor]:
 
 def _cursors(run: Run) -> list[list[int]] | None:
     """Where the readers of streamed datasets stand, put together from all ranks; None where nobody knows of one."""
-    own = torch.from_numpy(run.stream.cursors())
+    own = torch.from_numpy(run.stream.cursors(run.state.samples_consumed))
     if not len(own):
         return []
     # whoever knows a cursor knows the same one, and -1 stands for not knowing

@@ -9,20 +9,19 @@ from __future__ import annotations
 import math
 import os
 import time
-import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shardtrain import config as configs
-from shardtrain import data, init, log, models, optim, parallel, profiling, schedule
+from shardtrain import data, ending, init, log, models, nonfinite, optim, parallel, profiling, schedule, stopping
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.data import order_hash
-from shardtrain.errors import ConfigError, DataError, NumericalError, PeerError, Problem
+from shardtrain.errors import ConfigError, Problem
 from shardtrain.evaluate import Validator
 from shardtrain.log import logger
 from shardtrain.metrics import Metrics
@@ -30,7 +29,7 @@ from shardtrain.metrics.flight_recorder import flight_recorder_environment
 from shardtrain.metrics.flops import count_model
 from shardtrain.parallel import BATCH_AXES, LOSS_AXES, Mesh, Runner, clip, world
 from shardtrain.parallel.world import World
-from shardtrain.resume import resume, save
+from shardtrain.resume import resume
 from shardtrain.run_facts import ReduceOverMesh, run_facts
 from shardtrain.run_folder import describe, write_resolved_config
 from shardtrain.seeding import seed_step, set_determinism
@@ -51,6 +50,9 @@ class Run:
     total_steps: int
     num_params: int
     flops_per_token: float
+    stop: stopping.Stop = field(default_factory=stopping.current)
+    stop_word: float = 0.0
+    """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,17 @@ def main(loaded: Loaded) -> TrainState:
 
 def train(loaded: Loaded, here: World) -> TrainState:
     """Build the run, continue it from a checkpoint if there is one, and step to its end."""
+    checkpoints = Checkpoints(loaded.config)
+    try:
+        return _train(loaded, here, checkpoints)
+    finally:
+        checkpoints.close()  # another run may write the folder, however this one has ended
+
+
+def _train(loaded: Loaded, here: World, checkpoints: Checkpoints) -> TrainState:
     config, folder = loaded.config, Path(loaded.config.job.dump_folder)
     set_determinism(config.debug)
     run = build(config, here)
-    checkpoints = Checkpoints(config)
     resume(run, checkpoints)
     if run.stream.steps_left is not None:
         last, policy = run.state.step + run.stream.steps_left, config.training.on_data_end
@@ -96,11 +105,12 @@ def train(loaded: Loaded, here: World) -> TrainState:
             run.total_steps = last
         elif last < run.total_steps:
             logger.warning(f"the data end after step {last} of {run.total_steps}; then training.on_data_end={policy}")
+    ending.expect(run)
     if here.rank == 0:
         write_resolved_config(loaded, folder, here.size)
     for line in describe(loaded, run.mesh, run.num_params, run.total_steps, run.stream.num_samples):
         logger.info(line)
-    validator = Validator(config, run.runner, run.mesh)
+    validator = Validator(config, run.runner, run.mesh, run.stop)
     facts = run_facts(
         config,
         here,
@@ -115,49 +125,47 @@ def train(loaded: Loaded, here: World) -> TrainState:
     first_step, saved_step = run.state.step + 1, run.state.step
     with metrics, collector, profiler as trace:
         while run.state.step < run.total_steps:
+            started = time.perf_counter()
             try:
                 outcome = step(run)
             except RuntimeError as error:
-                raise _name_collective(error, run.state.step + 1) from error
+                raise ending.name_collective(error, run.state.step + 1) from error
             if outcome is None:
-                if run.state.step >= first_step and validator.is_due(run.state.step, run.state.step):
+                if (
+                    run.state.step >= first_step
+                    and not run.stop_word
+                    and validator.is_due(run.state.step, run.state.step)
+                ):
                     _validate(run, validator, metrics)
                 break
+            step_seconds = time.perf_counter() - started
             extra = run.runner.measures() if metrics.is_log_step(run.state.step) else {}
             metrics.update(run.state.step, **vars(outcome), extra=extra, order_hash=run.state.order_hash)
             if checkpoints.is_due(run.state.step, run.total_steps):
                 with metrics.pause():
-                    save(run, checkpoints, last=run.state.step == run.total_steps)
-                saved_step = run.state.step
+                    saved_step = ending.timed_save(run, checkpoints, last=run.state.step == run.total_steps)
             if validator.is_due(run.state.step, run.total_steps):
                 _validate(run, validator, metrics)
             collector.step(run.state.step)
             trace.step()
-            if run.state.step == first_step:
+            if run.state.step > first_step:  # the first one compiles and warms up
+                run.stop.steps.add(step_seconds)
+            else:
                 world.set_timeout(config.comm.train_timeout_seconds)
+    if run.stop_word:
+        ending.leave(run, checkpoints, saved_step)
     if run.state.step < run.total_steps:
-        _end_of_data(run, checkpoints, saved_step)
-    checkpoints.close()
+        ending.data_ended(run, checkpoints, saved_step)
     return run.state
 
 
 def _validate(run: Run, validator: Validator, metrics: Metrics) -> None:
     with metrics.pause():
         found = validator.run(run.state.step)
-    metrics.validation(run.state.step, {"loss": found.loss, "perplexity": found.perplexity})
-
-
-def _end_of_data(run: Run, checkpoints: Checkpoints, saved_step: int) -> None:
-    """The data ended before the last step, on all ranks at the same one: save, and say so."""
-    if run.state.step > saved_step and checkpoints.is_due(run.state.step, run.state.step):
-        save(run, checkpoints, last=False)
-    if run.config.training.on_data_end == "repeat":
-        raise DataError("the training data have no document in whole passes; the log says why")
-    message = f"the training data ended after step {run.state.step} of {run.total_steps}"
-    if run.config.training.on_data_end == "stop":
-        logger.warning(message)
+    if found is None:
+        logger.warning(f"validation after step {run.state.step} was given up: the run was asked to stop")
         return
-    raise DataError(f'{message}; use more, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)')
+    metrics.validation(run.state.step, {"loss": found.loss, "perplexity": found.perplexity})
 
 
 def build(config: Config, here: World) -> Run:
@@ -196,7 +204,7 @@ def build(config: Config, here: World) -> Run:
 
 
 def step(run: Run) -> Outcome | None:
-    """One optimizer step on all ranks together; None, on all of them, where the data have ended."""
+    """One optimizer step on all ranks together; None, on all, where the data have ended or one was asked to stop."""
     config, mesh, state = run.config, run.mesh, run.state
     found = _read(run)
     if found is None:
@@ -218,7 +226,7 @@ def step(run: Run) -> Outcome | None:
     lr = schedule.learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates)
     finite = math.isfinite(grad_norm) and math.isfinite(global_loss)
     if not finite:
-        _stop_or_skip(run, loss, local)
+        nonfinite.stop_or_skip(run, loss, local)
     apply = run.scaler.update(finite) if run.scaler else finite
     if apply:
         max_norm = config.training.max_norm
@@ -233,59 +241,32 @@ def step(run: Run) -> Outcome | None:
 def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
     """This rank's batches of a step; over all ranks targets, rows, and what the rows add to the order hash; seconds.
 
-    None, on all ranks, where the data have ended. A dataset that is read as training goes on ends without notice, and
-    its readers one by one: a step without rows is passed over, and when no reader has any, it is the end.
+    None, on all ranks, where the data have ended or one rank was asked to stop. A dataset that is read as training goes
+    on ends without notice, its readers one by one: a step without rows is passed over, and when none has any, it ends.
     """
     empty, data_seconds = 0, 0.0
     while True:
         started = time.perf_counter()
         try:
-            local = [next(run.stream) for _ in range(run.stream.accumulation)]
+            read = run.stop.read(lambda: [next(run.stream) for _ in range(run.stream.accumulation)])
         except StopIteration:
             return None
+        if read is None and run.stream.has_ended:
+            return None
         data_seconds += time.perf_counter() - started
+        local = read or []
         counts = [sum(batch.num_targets for batch in local), sum(batch.num_rows for batch in local)]
-        own = torch.tensor([*counts, *order_hash.split(run.stream.step_hash)], dtype=torch.float64)
-        sums = run.mesh.sum(own.to(run.mesh.device), over=BATCH_AXES)
+        # all ranks in one sum, so that they stop together; of those that hold the same rows the first one counts them
+        is_first = run.mesh.rank("pp", "cp", "tp") == 0
+        own = [*counts, *order_hash.split(run.stream.step_hash)] if is_first else [0.0] * 6
+        whole = torch.tensor([*own, run.stop.word()], dtype=torch.float64)
+        *_, run.stop_word = (sums := run.mesh.sum_of_all(whole.to(run.mesh.device))).tolist()
+        if run.stop_word:
+            return None
+        sums = sums[:-1]
         if not run.stream.ends_without_notice or sums[1] > 0:
             return local, sums, data_seconds
         empty += run.stream.global_batch
         run.state.samples_consumed = run.stream.samples_consumed
         if empty >= run.stream.num_readers:
             return None
-
-
-def _stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
-    """Say which rank's numbers went wrong, and stop the run unless it may skip; the same on all ranks."""
-    own = [] if bool(torch.isfinite(loss)) else [run.mesh.device_mesh.get_rank()]
-    ranks = world.gather_flags(bool(own), run.mesh.device)
-    if own:
-        ids = [int(i) for batch in local for i in batch.sample_ids_B]
-        logger.error(f"step {run.state.step + 1}: the loss of this rank is not finite; sample ids {ids}")
-    culprits = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient"
-    policy, skips = run.config.training.nonfinite_policy, run.state.nonfinite_skips
-    if run.scaler and run.scaler.can_shrink:
-        logger.warning(f"step {run.state.step + 1}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}")
-    elif policy == "skip" and skips < run.config.training.nonfinite_max_skips:
-        logger.warning(
-            f"step {run.state.step + 1}: {culprits} is not finite; the update is skipped ({skips + 1} in a row)"
-        )
-    else:
-        raise NumericalError(
-            f"step {run.state.step + 1}: {culprits} is not finite; the weights are still those of step "
-            f"{run.state.step}; lower optimizer.lr, look at the samples named in the rank's log, or set "
-            "training.nonfinite_policy=skip"
-        )
-
-
-def _name_collective(error: RuntimeError, step: int) -> Exception:
-    """An error that says which process or collective failed, where PyTorch's own does not; every other as it is."""
-    if dead := data.death_of_worker(error):
-        return dead
-    calls = [f for f in traceback.extract_tb(error.__traceback__) if "torch/distributed" in f.filename]
-    if "gloo/transport" not in str(error) or not calls:
-        return error
-    return PeerError(
-        f"step {step}: {calls[-1].name} did not complete: {str(error).splitlines()[0].rpartition('] ')[2]}; "
-        "another rank failed or is late: see the other logs, or raise comm.train_timeout_seconds"
-    )

@@ -45,6 +45,7 @@ AT_LEAST_1 = (
     "parallelism.expert_parallel_degree",
     "parallelism.expert_tensor_parallel_degree",
     "checkpoint.interval",
+    "checkpoint.grace_seconds",
     "comm.init_timeout_seconds",
     "comm.train_timeout_seconds",
     "validation.local_batch_size",

@@ -163,9 +163,19 @@ class Stream:
             first += feed.num_readers
         self._epochs = self._epochs_after(before.tolist())
 
-    def cursors(self) -> npt.NDArray[np.int64]:
-        """Where the readers of all feeds stand now, (readers, 3): -1 for those of which another rank knows."""
-        before = self._opened.mixture.rows_before(self.samples_consumed)
+    @property
+    def has_ended(self) -> bool:
+        """Whether the data are known to have ended before the step that comes, or is being read."""
+        return self.end is not None and self.samples_consumed >= self.end
+
+    def cursors(self, samples_consumed: int | None = None) -> npt.NDArray[np.int64]:
+        """Where the readers of all feeds stand, (readers, 3): -1 for those of which another rank knows.
+
+        After all steps that were handed out in full, or after ``samples_consumed``: that, or a step less.
+        """
+        before = self._opened.mixture.rows_before(
+            self.samples_consumed if samples_consumed is None else samples_consumed
+        )
         known = [places.at(rows) for places, rows in zip(self._places, before.tolist(), strict=True)]
         return np.concatenate(known)
 
@@ -180,8 +190,10 @@ class Stream:
             ConfigError: when a file was changed under the run.
         """
         if self._handed % self._share.accumulation == 0:
-            if self.end is not None and self.samples_consumed >= self.end:
+            if self.has_ended:
                 raise StopIteration
+            for places in self._places:
+                places.mark()
             self.step_hash = 0
             after = self._opened.mixture.rows_before(self.samples_consumed + self.global_batch)
             for source, epoch in enumerate(self._epochs_after(after.tolist())):

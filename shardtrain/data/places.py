@@ -20,6 +20,11 @@ class Places:
         count = len(self._rows)
         self._cursors = np.zeros((count, 3), np.int64) if cursors is None else cursors.copy()
         self._rows[:] = 0 if cursors is None else _due(rows, count)
+        self.mark()
+
+    def mark(self) -> None:
+        """Remember these places: a step begins, and may be given up before all ranks have read it."""
+        self._before = self._rows.copy(), self._cursors.copy()
 
     def move(self, move: Moved) -> None:
         """Take note of a reader that has given a row."""
@@ -27,8 +32,10 @@ class Places:
 
     def at(self, rows: int) -> npt.NDArray[np.int64]:
         """Cursors after this many rows of the feed, -1 where this rank's is an earlier one."""
-        known = self._rows == _due(rows, len(self._rows))
-        return np.where(known[:, None], self._cursors, -1)
+        due, found = _due(rows, len(self._rows)), np.full_like(self._cursors, -1)
+        for places, cursors in (self._before, (self._rows, self._cursors)):
+            found = np.where((places == due)[:, None], cursors, found)
+        return found
 
 
 def _due(rows: int, num_readers: int) -> npt.NDArray[np.int64]:

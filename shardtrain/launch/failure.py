@@ -80,10 +80,18 @@ def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
     return Failure(rank, socket.gethostname(), "", message, "", time_seconds, exit_code)
 
 
-def stopped(rank: int, name: str) -> Failure:
-    """The end of a rank that a signal stopped before it could save; ``name`` is SIGTERM or SIGINT."""
-    message = f"stopped by {name}; nothing was saved on the way out"
+def stopped(rank: int, reason: str, newest: Path | None = None) -> Failure:
+    """The end of a rank that could not save; ``reason`` is SIGTERM or the like, ``newest`` the last checkpoint."""
+    kept = f"; the last checkpoint is {newest}" if newest else ""
+    message = f"stopped by {reason}; nothing was saved on the way out{kept}"
     return Failure(rank, socket.gethostname(), "", message, "", time.time(), NOT_SAVED)
+
+
+def crash_loop(restarts: int, code: int, newest: Path | None) -> Failure:
+    """The end of a run that was started again and again and saved nothing new."""
+    kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
+    message = f"{restarts} restarts in a row gained nothing ({kept}), and each ended with the error above ({code})"
+    return Failure(0, socket.gethostname(), "CrashLoop", message, "", time.time(), 93)
 
 
 def culprit(failures: Iterable[Failure]) -> Failure:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import secrets
 import shutil
@@ -19,13 +18,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardtrain import log
+from shardtrain import log, stopping
 from shardtrain.errors import StorageError
 from shardtrain.launch import environment, failure
-from shardtrain.launch.watch import FINE, Watch
+from shardtrain.launch.restart import CRASH_LOOP, FRUITLESS, Restarts
+from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -64,11 +63,20 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     """
     rank = int(os.environ.get("RANK", "0"))
     run_folder = Path(loaded.config.job.dump_folder)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _interrupt)  # until the trainer sets a handler that saves first
+
+    def hurry(reason: str) -> None:
+        told = failure.stopped(rank, reason, _newest_checkpoint(loaded))
+        print(*failure.lines(told, "", world_size), sep="\n", file=sys.stderr, flush=True)
+        failure.write_exit(run_folder, told, told.exit_code)
+        _end(told.exit_code)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        stopping.die_with_parent(signal.SIGTERM)  # SIGUSR1, which Slurm sends, ends torchrun and not its processes
+    stop = _listen(loaded, hurry)
     try:
         main(loaded)
     except BaseException as error:
+        stop.close()
         told = failure.describe(error, rank)
         if told.exit_code == 0:
             return 0
@@ -79,13 +87,31 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
             print(*failure.lines(told, log_path(loaded, rank), world_size), sep="\n", file=sys.stderr, flush=True)
             failure.write_exit(run_folder, told, told.exit_code)
         return told.exit_code
+    stop.close()
     if rank == 0:
         failure.write_exit(run_folder, None, 0)
     return 0
 
 
-def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt(signal.Signals(number).name)
+def _listen(loaded: Loaded, hurry: Callable[[str], None], parent: int = 0) -> stopping.Stop:
+    options = loaded.config.checkpoint
+    end_time = stopping.end_time_of(os.environ)
+    return stopping.listen(options.grace_seconds, _saves(loaded), hurry, parent, end_time)
+
+
+def _saves(loaded: Loaded) -> bool:
+    return loaded.config.checkpoint.enable and not loaded.config.checkpoint.load_only
+
+
+def _newest_checkpoint(loaded: Loaded) -> Path | None:
+    config = loaded.config
+    return stopping.newest_checkpoint(Path(config.job.dump_folder) / config.checkpoint.folder)
+
+
+def _end(code: int) -> None:
+    """End this rank from a thread, whatever its main thread waits for."""
+    stopping.end_children()
+    os._exit(code)
 
 
 def launch(
@@ -93,13 +119,35 @@ def launch(
     num_processes: int,
     main: Main | None = None,
     command: Sequence[str] = (),
+    max_restarts: int = 0,
 ) -> int:
     """Start ``num_processes`` ranks here, wait for them, and give the exit status of the run.
 
     With ``main`` the ranks are forked from this process, which should have imported all that they need: no rank pays
     for the imports again. With ``command`` they are fresh processes, as CUDA demands. The first failing rank is
-    named in one line, ``exit.json`` is written, and nothing is left running.
+    named in one line, ``exit.json`` is written, and nothing is left running. A run that failed is started again up to
+    ``max_restarts`` times, and goes on from its last checkpoint; see ``restart``.
     """
+    watch = Watch(loaded.config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS)
+    restarts = Restarts(max_restarts, lambda: stopping.step_of(_newest_checkpoint(loaded)))
+    with watch.signals():
+        while True:
+            code = _attempt(loaded, num_processes, main, command, watch, restarts.used)
+            status = code if watch.signal_number else restarts.after(code)
+            if status is None:
+                print(f"restart {restarts.used} of {max_restarts}", file=sys.stderr, flush=True)
+                continue
+            if status == CRASH_LOOP:
+                told = failure.crash_loop(FRUITLESS, code, _newest_checkpoint(loaded))
+                print(*failure.lines(told, log_path(loaded, 0), 1), sep="\n", file=sys.stderr)
+                failure.write_exit(Path(loaded.config.job.dump_folder), told, status)
+            return status
+
+
+def _attempt(
+    loaded: Loaded, num_processes: int, main: Main | None, command: Sequence[str], watch: Watch, restarts: int
+) -> int:
+    """Start the ranks and wait for them, with a store of their own: keys of an earlier attempt would mislead them."""
     run_folder = Path(loaded.config.job.dump_folder)
     prepare(run_folder)
     # not a TemporaryDirectory: forks inherit its finalizer, and the first rank to end would remove it for all
@@ -107,18 +155,26 @@ def launch(
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, records, ignore_errors=True)
         listener = stack.enter_context(socket.create_server((environment.LOCAL_ADDRESS, 0), backlog=1024))
-        processes = _start(loaded, num_processes, main, command, listener, records)
-        watch = Watch(processes.pids())
-        with watch.signals():
+        processes = _start(loaded, num_processes, main, command, listener, records, restarts)
+        watch.begin(processes.pids())
+        try:
             store = _host_store(listener)
             statuses = watch.wait()
+        finally:
+            watch.send(signal.SIGKILL)
         del store
         processes.close(timeout=1)
         return _tell(loaded, run_folder, statuses, watch, records)
 
 
 def _start(
-    loaded: Loaded, count: int, main: Main | None, command: Sequence[str], listener: socket.socket, records: Path
+    loaded: Loaded,
+    count: int,
+    main: Main | None,
+    command: Sequence[str],
+    listener: socket.socket,
+    records: Path,
+    restarts: int,
 ) -> PContext:
     from torch.distributed.elastic.multiprocessing import start_processes
 
@@ -127,6 +183,7 @@ def _start(
     ranks = range(count)
     envs = {rank: environment.rank_environment(rank, count, port, run_id) for rank in ranks}
     for rank in ranks:
+        envs[rank]["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
         envs[rank]["TORCHELASTIC_ERROR_FILE"] = str(_record_path(records, rank))
     entrypoint: Any = _forked if main else command[0]
     arguments = {rank: (loaded, main, os.getpid(), listener) if main else tuple(command[1:]) for rank in ranks}
@@ -138,11 +195,15 @@ def _start(
     sys.stderr.flush()
     # PContext.start replaces the handlers of four signals for good; Watch sets its own, the rest go back
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGQUIT)}
-    before |= {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    processes = start_processes("shardtrain", entrypoint, arguments, envs, specs, start_method="fork")
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    return processes
+    before |= {number: signal.getsignal(number) for number in stopping.GRACEFUL}
+    # ranks inherit the mask, and take requests to stop once they listen: none is lost, and none ends them before
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, stopping.GRACEFUL)
+    try:
+        return start_processes("shardtrain", entrypoint, arguments, envs, specs, start_method="fork")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _logs_specs(loaded: Loaded, count: int) -> LogsSpecs:
@@ -190,15 +251,24 @@ def leave(code: int) -> NoReturn:
 def run_child(loaded: Loaded, main: Main) -> int:
     """Run a rank whose parent is ``launch``: the parent tells about a failure, so nothing is printed here."""
     rank = int(os.environ["RANK"])
+
+    def hurry(reason: str) -> None:
+        told = failure.stopped(rank, reason, _newest_checkpoint(loaded))
+        failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
+        _end(told.exit_code)
+
+    stop = _listen(loaded, hurry, parent=os.getppid())
     try:
         main(loaded)
     except BaseException as error:
+        stop.close()
         told = failure.describe(error, rank)
         if told.exit_code:
             # the record first: it is what the parent reads, and the parent may be about to end this rank
             failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
             failure.append_trace(told, log_path(loaded, rank))
         return told.exit_code
+    stop.close()
     return 0
 
 
@@ -210,9 +280,8 @@ def detach(parent: int) -> None:
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
+    stopping.die_with_parent(signal.SIGKILL)
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(failure.PEER)
 
@@ -253,7 +322,8 @@ def _tell(loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Wat
         code = first.exit_code
         print(*failure.lines(first, log_path(loaded, first.rank), len(statuses)), sep="\n", file=sys.stderr)
     elif watch.signal_number or any(status not in FINE for status in statuses.values()):
-        first, code = failure.stopped(0, signal.Signals(watch.signal_number or signal.SIGTERM).name), failure.NOT_SAVED
+        name, code = signal.Signals(watch.signal_number or signal.SIGTERM).name, failure.NOT_SAVED
+        first = failure.stopped(0, name, _newest_checkpoint(loaded))
         print(*failure.lines(first, "", len(statuses)), file=sys.stderr)
     else:
         first, code = None, max(statuses.values())

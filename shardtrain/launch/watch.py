@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
 from collections.abc import Iterator
 from types import FrameType
 
+from shardtrain.stopping import GRACEFUL
+
 POLL_SECONDS = 0.05
-PEERS_SPEAK_SECONDS = 1.0
-"""After a first failure: how long the other ranks have to notice it, so that their logs say what they saw."""
-PEERS_STOP_SECONDS = 4.0
-"""After that: from SIGTERM to SIGKILL. Together they keep the promise that all have stopped within 10 s."""
+PEERS_SPEAK_SECONDS = 2.0
+"""After a first failure: how long the other ranks have to notice it, so that their logs say what they saw. Then they
+are killed: SIGTERM would ask them to save, and a rank is missing."""
+NOTHING_TO_SAVE_SECONDS = 5.0
+"""From a request to stop to SIGKILL, in a run without checkpoints."""
 FINE = (0, 75)
 """Statuses of a rank that are no reason to stop the others: done, and preempted with everything saved."""
 
@@ -21,8 +25,9 @@ FINE = (0, 75)
 class Watch:
     """Waits for child processes, stops all when one fails, and passes signals on."""
 
-    def __init__(self, pids: dict[int, int]) -> None:
-        self.pids = pids
+    def __init__(self, grace_seconds: float = NOTHING_TO_SAVE_SECONDS) -> None:
+        self.pids: dict[int, int] = {}
+        self._grace_seconds, self._asked_at = grace_seconds, 0.0
         self.statuses: dict[int, int] = {}
         self.ended_at: dict[int, float] = {}
         self.stopped_by_us: set[int] = set()
@@ -30,13 +35,17 @@ class Watch:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Pass SIGTERM and SIGINT on to the ranks as SIGTERM; a second one kills them."""
+        """Pass requests to stop on to the ranks; a second SIGINT kills them, other repetitions say nothing new."""
 
         def handle(number: int, _frame: FrameType | None) -> None:
-            self.send(signal.SIGKILL if self.signal_number else signal.SIGTERM)
-            self.signal_number = number
+            if not self.signal_number:
+                self.signal_number, self._asked_at = number, time.monotonic()
+                self.send(signal.Signals(number))
+            elif number == self.signal_number == signal.SIGINT:
+                self.send(signal.SIGKILL)
 
-        names = (signal.SIGTERM, signal.SIGINT)
+        # which is how nohup asks for it
+        names = [n for n in GRACEFUL if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         before = {number: signal.signal(number, handle) for number in names}
         try:
             yield
@@ -44,6 +53,12 @@ class Watch:
             self.send(signal.SIGKILL)
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def begin(self, pids: dict[int, int]) -> None:
+        """Watch these processes, by rank; a request that came before they were there reaches them now."""
+        self.pids, self.statuses, self.ended_at, self.stopped_by_us = pids, {}, {}, set()
+        if self.signal_number:
+            self.send(signal.Signals(self.signal_number))
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to each rank that still runs, and remember that its end is our doing."""
@@ -54,20 +69,15 @@ class Watch:
 
     def wait(self) -> dict[int, int]:
         """Wait for all ranks; gives rank -> exit status, minus the number of the signal for one that was killed."""
-        failed_at = 0.0
-        sent: signal.Signals | None = None
+        failed_at = math.inf
         while len(self.statuses) < len(self.pids):
             self._poll()
             now = time.monotonic()
-            if not failed_at and any(status not in FINE for status in self.statuses.values()):
-                failed_at = now
-            elapsed = now - failed_at if failed_at else 0.0
-            if sent is None and elapsed > PEERS_SPEAK_SECONDS:
-                sent = signal.SIGTERM
-                self.send(sent)
-            elif sent is signal.SIGTERM and elapsed > PEERS_SPEAK_SECONDS + PEERS_STOP_SECONDS:
-                sent = signal.SIGKILL
-                self.send(sent)
+            if any(status not in FINE for status in self.statuses.values()):
+                failed_at = min(failed_at, now)
+            no_time = self.signal_number and now - self._asked_at > self._grace_seconds
+            if now - failed_at > PEERS_SPEAK_SECONDS or no_time:
+                self.send(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         return self.statuses
 

@@ -72,6 +72,12 @@ class Mesh:
         """Sum a small tensor over the ranks of the axes, in place, and give it back."""
         return self._reduce(tensor, over, dist.ReduceOp.SUM)
 
+    def sum_of_all(self, tensor: Tensor) -> Tensor:
+        """Sum a small tensor over all ranks in one collective, in place, and give it back."""
+        if self.device_mesh.size() > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
     def max(self, tensor: Tensor, over: tuple[str, ...]) -> Tensor:
         """Take the largest value over the ranks of the axes, in place, and give it back."""
         return self._reduce(tensor, over, dist.ReduceOp.MAX)

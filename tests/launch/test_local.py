@@ -127,16 +127,28 @@ def test_a_signal_to_the_parent_reaches_every_rank_and_their_status_passes_throu
     assert json.loads((tmp_path / "exit.json").read_text())["retryable"] is True
 
 
-def test_a_second_signal_kills_ranks_that_do_not_answer(tmp_path):
+def test_a_second_interrupt_kills_ranks_that_do_not_answer(tmp_path):
     process = start(tmp_path, "stubborn")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 76
+    assert err.splitlines() == ["stopped[76]: stopped by SIGINT; nothing was saved on the way out"]
+    assert not any(runs(pid) for pid in pids(tmp_path))
+
+
+def test_ranks_that_do_not_answer_end_when_the_grace_is_over(tmp_path):
+    process = start(tmp_path, "stubborn", GRACE="2")
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 76
-    assert err.splitlines() == ["stopped[76]: stopped by SIGTERM; nothing was saved on the way out"]
+    assert err.splitlines() == [
+        "stopped[76]: stopped by SIGTERM, and the time was over; nothing was saved on the way out"
+    ]
     assert not any(runs(pid) for pid in pids(tmp_path))
 
 
@@ -200,7 +212,9 @@ def test_a_signal_to_a_run_of_one_process_is_told_and_recorded(tmp_path):
     process.terminate()
     _, err = process.communicate(timeout=30)
     assert process.returncode == json.loads((tmp_path / "exit.json").read_text())["code"] == 76
-    assert err.splitlines()[-1] == "stopped[76]: stopped by SIGTERM; nothing was saved on the way out"
+    assert err.splitlines()[-1] == (
+        "stopped[76]: stopped by SIGTERM (no checkpoints in this run); nothing was saved on the way out"
+    )
 
 
 def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):

@@ -9,13 +9,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from shardtrain.config.schema import Config, Job, Metrics
+from shardtrain import stopping
+from shardtrain.config.schema import Checkpoint, Config, Job, Metrics
 from shardtrain.errors import ConfigError, DataError, Preempted, Problem
 from shardtrain.launch import environment, local
 
 
 def loaded(folder):
-    return SimpleNamespace(config=Config(job=Job(dump_folder=folder), metrics=Metrics()))
+    checkpoint = Checkpoint(enable=mode in ("wait", "stubborn"), grace_seconds=int(os.environ.get("GRACE", "60")))
+    return SimpleNamespace(config=Config(job=Job(dump_folder=folder), metrics=Metrics(), checkpoint=checkpoint))
 
 
 def trainer(mode):
@@ -36,14 +38,12 @@ def trainer(mode):
             (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
             time.sleep(60)
         if mode == "wait":
-            asked = []
-            signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
             (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
-            while not asked:
+            while not stopping.current().asked():
                 time.sleep(0.02)
             raise Preempted("saved at step 3")
         if mode == "stubborn":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_BLOCK, stopping.GRACEFUL)
             (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
             time.sleep(60)
         if rank == 1:

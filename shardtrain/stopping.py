@@ -1,0 +1,259 @@
+"""A request to stop this process: a signal or the end of its Slurm job, noticed in whatever the process is doing.
+
+A handler of Python runs between two lines of the main thread, which may wait in a collective for minutes. So the number
+of a signal is also written to a socket, by the C library, and a thread waits there: it keeps the time that is left, and
+ends the process when that is over. The trainer asks at points where all ranks can agree; see ``ending``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import multiprocessing
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+GRACEFUL = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP") if hasattr(signal, name)
+)
+"""Signals that ask for a save and an end; the second SIGINT means at once."""
+NOT_IN_TIME = float(2**20)
+"""Added by a rank whose time is too short for a save; ranks are fewer than this."""
+AT_ONCE_SECONDS = 3.0
+"""What a process has for its last lines where there is nothing to save."""
+RESERVE_SECONDS, RESERVE_FRACTION = 2.0, 0.1
+"""Of the grace, the smaller of both is kept back: we want to be gone before somebody ends us."""
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+
+
+class Durations:
+    """The last hundred durations of one kind of work, in seconds."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=100)
+
+    def add(self, seconds: float) -> None:
+        """Note how long one took."""
+        self._seconds.append(seconds)
+
+    def p95(self) -> float | None:
+        """What 95 of 100 did not exceed, the longest where there are few; None before the first."""
+        ordered = sorted(self._seconds)
+        return ordered[math.ceil(0.95 * len(ordered)) - 1] if ordered else None
+
+
+class Interrupted(BaseException):
+    """Leaves a wait for data, in the main thread, when a request arrives."""
+
+
+class Stop:
+    """Whether this process has been asked to stop, why, and how long it has."""
+
+    def __init__(self, grace_seconds: float = math.inf, can_save: bool = True, end_time: float | None = None) -> None:
+        """``end_time`` is when the job ends, in seconds since the epoch."""
+        self.reason = ""
+        """SIGTERM, SIGUSR1, ... or "the end of the Slurm job"; empty before a request."""
+        self.saves, self.steps = Durations(), Durations()
+        self.assumed_save_seconds = 0.0
+        """Stands for the duration of a save before the first one has been measured."""
+        self.can_save, self._grace_seconds, self._deadline = can_save, grace_seconds, math.inf
+        self._end = math.inf if end_time is None else time.monotonic() + end_time - time.time()
+        self._reading = self._raised = self._closed = False
+
+    @property
+    def margin_seconds(self) -> float:
+        """How long before the end of the job a save has to begin: two saves and a step, as 95 of 100 took."""
+        save = self.saves.p95()
+        return 2 * (self.assumed_save_seconds if save is None else save) + (self.steps.p95() or 0.0)
+
+    def asked(self) -> bool:
+        """Whether a request has come; the end of the job is one when ``margin_seconds`` are left."""
+        if not self.reason and self.can_save and time.monotonic() >= self._end - self.margin_seconds:
+            self._note("the end of the Slurm job")
+        return bool(self.reason)
+
+    def remaining_seconds(self) -> float:
+        """Seconds until this process must have gone; infinite before a request."""
+        return self._deadline - time.monotonic()
+
+    def word(self) -> float:
+        """What this rank adds to the reduction that begins a step: 0, 1 for a request, more where a save is too late.
+
+        A save is too late when the slowest of the earlier ones would not fit; before the first nobody knows.
+        """
+        if not self.asked():
+            return 0.0
+        return 1.0 + NOT_IN_TIME * ((self.saves.p95() or 0.0) > self.remaining_seconds())
+
+    def read(self, action: Callable[[], T]) -> T | None:
+        """The result of a wait for data, or None where a request ends it, wherever ``action`` is by then."""
+        try:
+            try:
+                self._reading = True
+                return None if self.asked() else action()
+            finally:
+                self._reading = False
+        except Interrupted:
+            return None
+        except RuntimeError:
+            # a process that prepares batches may get the signal too, and die of it
+            if self.asked():
+                return None
+            raise
+
+    def handle(self, number: int, _frame: FrameType | None = None) -> None:
+        """Python's handler, in the main thread: end a wait for data, or the run where nothing can be saved."""
+        self._note(signal.Signals(number).name)
+        # who signals every process of a job ends those that prepare data, and PyTorch's handler would raise here
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if not self.can_save and not self._raised:
+            self._raised = True
+            raise KeyboardInterrupt(f"{self.reason} (no checkpoints in this run)")
+        if self._reading:
+            self._reading = False
+            raise Interrupted
+
+    def close(self) -> None:
+        """The run has ended and says so itself: no deadline any more."""
+        self._closed = True
+
+    def _note(self, reason: str) -> None:
+        if self.reason:
+            return
+        grace = self._grace_seconds
+        grace -= min(RESERVE_SECONDS, RESERVE_FRACTION * grace) if grace < math.inf else 0.0
+        now = time.monotonic()
+        self._deadline = min(self._end, now + (grace if self.can_save else AT_ONCE_SECONDS))
+        self.reason = reason
+
+    def watch(self, numbers: socket.socket, hurry: Callable[[str], None], tell: Callable[[], None]) -> None:
+        """The thread: note signals by the bytes in ``numbers``, wake the main thread, keep the deadline.
+
+        ``hurry`` ends the process, and is given the reason; ``tell`` lets the launcher know of the request.
+        """
+        told, interrupts = False, 0
+        while True:
+            ready, _, _ = select.select([numbers], [], [], self._next_look_seconds())
+            if self._closed:
+                return
+            for number in numbers.recv(64) if ready else b"":
+                if number in GRACEFUL:
+                    self._note(signal.Signals(number).name)
+                interrupts += number == signal.SIGINT
+            if interrupts > 1:
+                hurry("a second SIGINT")
+            if self.asked() and not told:
+                told = True
+                tell()
+                # the signal may have gone to another thread, and the end of the job sends none
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            if self.remaining_seconds() <= 0:
+                hurry(f"{self.reason}, and the time was over")
+
+    def _next_look_seconds(self) -> float:
+        if self.reason:
+            return min(max(self.remaining_seconds(), 0.0), 3600.0)
+        return 0.5 if self._end < math.inf else 3600.0
+
+
+_current = Stop()
+
+
+def current() -> Stop:
+    """The requests of this process; before ``listen`` there are none."""
+    return _current
+
+
+def listen(
+    grace_seconds: float, can_save: bool, hurry: Callable[[str], None], parent: int = 0, end_time: float | None = None
+) -> Stop:
+    """Take requests to stop from now on; called once per process, in its main thread.
+
+    ``hurry`` is called in a thread when the grace is over or a second SIGINT comes, and ends the process. ``parent`` is
+    the process of our launcher, which is told of the first request so that it asks the other ranks too.
+    """
+    global _current
+    _current = stop = Stop(grace_seconds, can_save, end_time)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    for number in GRACEFUL:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which is how nohup asks for it
+            signal.signal(number, stop.handle)
+    signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+
+    def tell() -> None:
+        if parent and os.getppid() == parent:
+            os.kill(parent, signal.SIGTERM)
+
+    threading.Thread(target=stop.watch, args=(receiver, hurry, tell), name="stopping", daemon=True).start()
+    _keep_from_children(sender, os.getpid())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GRACEFUL)
+    return stop
+
+
+def _keep_from_children(sender: socket.socket, owner: int) -> None:
+    """Processes that prepare data share our socket after a fork: they must not speak for us, nor outlive us."""
+    main = threading.get_ident()
+
+    def forget() -> None:
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+        sender.close()
+        for number in GRACEFUL:
+            # a signal to the whole group: we decide, they go on until we end them
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+        if threading.get_ident() == main and os.getppid() == owner:  # of another thread the kernel would end them early
+            die_with_parent(signal.SIGKILL)
+
+    os.register_at_fork(after_in_child=forget)
+
+
+def die_with_parent(number: int) -> None:
+    """Ask the kernel to send this process a signal when its parent ends; Linux alone can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, number, 0, 0, 0)
+
+
+def end_children() -> None:
+    """Kill the processes that prepare data: their parent is about to leave without a word."""
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def end_time_of(environment: Mapping[str, str]) -> float | None:
+    """When the Slurm job ends, in seconds since the epoch; None outside of one.
+
+    >>> end_time_of({"SLURM_JOB_END_TIME": "1700000000"}), end_time_of({}), end_time_of({"SLURM_JOB_END_TIME": ""})
+    (1700000000.0, None, None)
+    """
+    text = environment.get("SLURM_JOB_END_TIME", "")
+    return float(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The committed checkpoint with the highest step below ``folder``; folders get their name when they are whole."""
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return max(found, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The step of a checkpoint by its name, and -1 of none.
+
+    >>> step_of(Path("outputs/checkpoint/step-40")), step_of(None)
+    (40, -1)
+    """
+    return int(checkpoint.name[5:]) if checkpoint else -1

@@ -1,0 +1,303 @@
+"""A run that is asked to stop loses no step: every phase, either rank, every signal, with our launcher and without.
+
+Launchers and ranks are forks of this process, so that none imports torch again. A phase is held open by a hook that
+touches ``ready`` and waits for ``go``, so that a signal always arrives in it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launched import HELD, STEPS, TIMEOUT, config, end, fork, losses, newest, no_orphans, record, wait_for
+from tiny import text_file
+
+from shardtrain import evaluate, train
+from shardtrain.checkpoint import Checkpoints
+from shardtrain.config import Loaded
+from shardtrain.config.schema import DataLoader
+from shardtrain.data import Stream
+from shardtrain.data.loader import MicroBatches
+from shardtrain.launch import environment, local
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
+
+
+def hold(folder: Path, seconds: float = TIMEOUT) -> None:
+    (folder / "ready").touch()
+    end = time.monotonic() + seconds
+    while not (folder / "go").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def before(owner, name, when, action):
+    """Call ``action`` before each call of a method for which ``when(run of calls so far)`` holds."""
+    original, calls = getattr(owner, name), []
+
+    def patched(*arguments, **names):
+        calls.append(1)
+        if when(len(calls)):
+            action()
+        return original(*arguments, **names)
+
+    setattr(owner, name, patched)
+
+
+def patch(folder: Path, phase: str) -> None:
+    """Hold this rank in a phase; only in the process of one rank."""
+    held = lambda: hold(folder)  # noqa: E731
+    in_step = lambda number: lambda calls: calls == number  # noqa: E731
+    if phase in ("step", "warm-up"):
+        before(train.optim, "set_learning_rate", in_step(HELD if phase == "step" else 1), held)
+    elif phase == "evaluation":
+        generator = evaluate._batches
+
+        def batches(*arguments):
+            for number, batch in enumerate(generator(*arguments)):
+                if number == 1:
+                    hold(folder)
+                yield batch
+
+        evaluate._batches = batches
+    elif phase == "save":
+        before(Checkpoints, "save", in_step(1), held)
+    elif phase == "data":
+        before(Stream, "__next__", in_step(HELD), lambda: ((folder / "ready").touch(), time.sleep(10 * TIMEOUT)))
+    elif phase == "worker":
+        pid = folder / "pid-worker"
+        stall = lambda: ((folder / "ready").touch(), pid.write_text(str(os.getpid())), time.sleep(10 * TIMEOUT))  # noqa: E731
+        before(MicroBatches, "__getitem__", in_step(HELD), stall)
+    elif phase == "slow save":
+        before(Checkpoints, "save", lambda _: True, lambda: time.sleep(4))
+        before(train.optim, "set_learning_rate", in_step(HELD), held)
+    elif phase == "slow second save":
+        before(Checkpoints, "save", in_step(2), lambda: ((folder / "ready").touch(), time.sleep(TIMEOUT)))
+    elif phase == "slow steps":
+        before(train.optim, "set_learning_rate", lambda _: True, lambda: time.sleep(0.2))
+
+
+def trainer(folder: Path, phase: str, held_rank: int):
+    def main(loaded):
+        torch.set_num_threads(1)
+        rank = int(os.environ["RANK"])
+        (folder / f"pid-{rank}").write_text(str(os.getpid()))
+        if rank == held_rank or phase.startswith("slow"):
+            patch(folder, phase)
+        return train.main(loaded)
+
+    return main
+
+
+def _launch(one, phase, held_rank):
+    environment.set_process_defaults(os.environ, 2, 2, alone=True)
+    folder = Path(one.job.dump_folder)
+    os._exit(local.launch(Loaded(one), 2, main=trainer(folder, phase, held_rank)))
+
+
+def _rank(one, phase, held_rank, rank, port):
+    """One rank as torchrun or srun would start it."""
+    environment.set_process_defaults(os.environ, 2, 2, alone=True)
+    os.environ.update(environment.rank_environment(rank, 2, port, "foreign"), TORCHELASTIC_USE_AGENT_STORE="False")
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    folder = Path(one.job.dump_folder)
+    local.leave(local.run_rank(Loaded(one), trainer(folder, phase, held_rank), 2))
+
+
+def run(one, phase="none", held_rank=-1):
+    Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
+    return fork(_launch, one, phase, held_rank)
+
+
+def run_foreign(one, phase="none", held_rank=-1):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
+    return [fork(_rank, one, phase, held_rank, rank, port) for rank in range(2)]
+
+
+def go_on(folder: Path, one) -> dict[int, tuple[float, str]]:
+    """Start again without a hook, and give what all steps came to."""
+    assert end(run(one)) == 0
+    return losses(folder)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """What the steps of a run that nobody stopped came to."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert end(run(config(folder))) == 0
+    assert record(folder)["code"] == 0 and len(losses(folder)) == STEPS
+    return losses(folder)
+
+
+PHASES = {"step": HELD, "warm-up": 1, "evaluation": HELD, "save": 2, "data": HELD - 1}
+"""Phase -> the step after which the run ends: the one in which it was asked, or the last whole one."""
+
+
+@pytest.mark.parametrize("held_rank", [0, 1])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_run_that_is_asked_in_any_phase_saves_and_loses_no_step(tmp_path, straight, phase, held_rank):
+    one = config(tmp_path)
+    process = run(one, phase, held_rank)
+    wait_for((tmp_path / "ready").exists)
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.1)  # so that the request is there before the phase goes on; later it would stop one step later
+    (tmp_path / "go").touch()
+    assert end(process) == record(tmp_path)["code"] == 75
+    assert record(tmp_path)["class"] == "Preempted" and record(tmp_path)["retryable"]
+    assert newest(tmp_path) == PHASES[phase] == max(losses(tmp_path))
+    assert no_orphans(tmp_path)
+    if held_rank == 1:
+        assert go_on(tmp_path, one) == straight
+
+
+@pytest.mark.parametrize("whom", ["launcher", "all"])
+def test_a_process_that_prepares_data_and_hangs_does_not_keep_its_rank(tmp_path, whom):
+    """As Slurm does it, the signal may go to every process there is."""
+    process = run(config(tmp_path, dataloader=DataLoader(num_workers=1, prefetch_factor=1)), "worker", 0)
+    wait_for((tmp_path / "pid-worker").exists)
+    wait_for(lambda: len(losses(tmp_path)) == HELD - 1 if (tmp_path / "metrics.jsonl").exists() else False)
+    if whom == "all":
+        for path in tmp_path.glob("pid-*"):
+            os.kill(int(path.read_text()), signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
+    assert end(process) == 75
+    assert newest(tmp_path) == HELD - 1
+    wait_for(lambda: no_orphans(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
+def test_every_signal_that_asks_for_an_end_is_the_same(tmp_path, number):
+    process = run(config(tmp_path), "data", 0)
+    wait_for((tmp_path / "ready").exists)
+    os.kill(process.pid, number)
+    assert end(process) == 75
+    assert f"stopped by {number.name} after step {HELD - 1}; everything is saved" in record(tmp_path)["message"]
+    assert newest(tmp_path) == HELD - 1 and no_orphans(tmp_path)
+
+
+@pytest.mark.parametrize("phase", ["step", "data"])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, phase):
+    """Rank 1 waits for data or computes, and rank 0 waits for it in a collective: rank 0 alone is asked."""
+    process = run(config(tmp_path), phase, 1)
+    wait_for((tmp_path / "ready").exists)
+    os.kill(int((tmp_path / "pid-0").read_text()), signal.SIGUSR1)
+    time.sleep(0.3)
+    (tmp_path / "go").touch()
+    assert end(process) == 75
+    assert newest(tmp_path) == PHASES[phase] == max(losses(tmp_path))
+    assert no_orphans(tmp_path)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}])
+def test_without_our_launcher_ranks_agree_among_themselves(tmp_path, mesh):
+    ranks = run_foreign(config(tmp_path, parallelism=mesh, local_batch_size=8 if mesh else 4), "step", 0)
+    wait_for((tmp_path / "ready").exists)
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    time.sleep(0.3)
+    (tmp_path / "go").touch()
+    assert [end(rank) for rank in ranks] == [75, 75]
+    assert record(tmp_path)["code"] == 75
+    assert newest(tmp_path) == HELD
+
+
+def test_a_save_that_takes_longer_than_the_grace_leaves_the_older_one(tmp_path):
+    """Step 4 is being saved for longer than anybody waits."""
+    process = run(config(tmp_path, grace=3), "slow second save")
+    wait_for((tmp_path / "ready").exists)
+    os.kill(process.pid, signal.SIGTERM)
+    assert end(process) == record(tmp_path)["code"] == 76
+    assert record(tmp_path)["message"].endswith("the last checkpoint is " + str(tmp_path / "checkpoint/step-2"))
+    assert newest(tmp_path) == 2 and no_orphans(tmp_path)
+
+
+def test_a_save_that_is_known_to_take_longer_than_the_grace_is_not_begun(tmp_path):
+    process = run(config(tmp_path, grace=4), "slow save")
+    wait_for((tmp_path / "ready").exists)
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.1)
+    (tmp_path / "go").touch()
+    assert end(process) == record(tmp_path)["code"] == 76
+    assert "would have taken longer" in record(tmp_path)["message"]
+    assert record(tmp_path)["message"].endswith("the last checkpoint is " + str(tmp_path / "checkpoint/step-2"))
+    assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == ["step-2"]
+
+
+def test_two_interrupts_end_the_run_at_once(tmp_path):
+    process = run(config(tmp_path), "step", 0)
+    wait_for((tmp_path / "ready").exists)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert process.is_alive()
+    os.kill(process.pid, signal.SIGINT)
+    process.join(20)  # not the 60 s of the grace
+    assert end(process) == record(tmp_path)["code"] == 76
+    assert newest(tmp_path) == 2 and no_orphans(tmp_path)
+
+
+def test_two_interrupts_end_a_rank_without_our_launcher_at_once(tmp_path):
+    ranks = run_foreign(config(tmp_path), "step", 0)
+    wait_for((tmp_path / "ready").exists)
+    for _ in range(2):
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGINT)
+        time.sleep(0.3)
+    assert [end(rank) for rank in ranks] == [76, 76]
+    assert newest(tmp_path) == 2 and record(tmp_path)["code"] == 76
+
+
+@pytest.mark.parametrize("phase", ["slow steps", "data"])
+def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, phase):
+    finish = time.time() + 12
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(finish)))
+    process = run(config(tmp_path, steps=100_000), phase, 0)
+    assert end(process) == 75
+    assert time.time() < finish
+    assert "the end of the Slurm job" in record(tmp_path)["message"]
+    assert newest(tmp_path) == max(losses(tmp_path))
+
+
+def test_without_checkpoints_there_is_nothing_to_wait_for(tmp_path):
+    process = run(config(tmp_path, enable=False), "data", 0)
+    wait_for((tmp_path / "ready").exists)
+    os.kill(process.pid, signal.SIGTERM)
+    assert end(process) == record(tmp_path)["code"] == 76
+    assert record(tmp_path)["message"] == (
+        "stopped by SIGTERM (no checkpoints in this run); nothing was saved on the way out"
+    )
+    assert no_orphans(tmp_path)
+
+
+def test_ranks_save_when_torchrun_itself_is_ended_by_the_signal(tmp_path):
+    """torchrun does not handle SIGUSR1, dies of it, and would leave its ranks behind."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    options = {
+        "job.dump_folder": tmp_path, "training.dataset": "text", "training.dataset_path": text_file(),
+        "training.seq_len": 32, "training.local_batch_size": 1, "training.steps": 100_000, "training.device": "cpu",
+        "checkpoint.enable": "true", "checkpoint.interval": 100_000, "metrics.log_freq": 1,
+    }  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    process = subprocess.Popen(
+        [*command, "-m", "shardtrain", "train", *words],
+        env={**os.environ, "PYTHONPATH": str(Path(local.__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and losses(tmp_path))
+        process.send_signal(signal.SIGUSR1)
+        process.wait(TIMEOUT)
+        wait_for((tmp_path / "exit.json").exists)
+    finally:
+        process.kill()
+    assert record(tmp_path)["code"] == 75
+    assert newest(tmp_path) == max(losses(tmp_path))

@@ -1,0 +1,93 @@
+"""Restarts: one per failure, from the last checkpoint, and none for what would only fail again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+from launched import STEPS, config, end, fork, losses, no_orphans, record
+
+from shardtrain import train
+from shardtrain.config import Loaded
+from shardtrain.launch import environment, local
+from shardtrain.launch.restart import CRASH_LOOP, FRUITLESS, Restarts
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
+
+
+def kill_once(folder, step, rank):
+    """End one rank with SIGKILL when it begins to update for the ``step``-th time, in the first attempt alone."""
+    original, calls = train.optim.set_learning_rate, []
+
+    def patched(*arguments):
+        calls.append(1)
+        if len(calls) == step and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments)
+
+    if int(os.environ["RANK"]) == rank:
+        train.optim.set_learning_rate = patched
+
+
+def _launch(one, max_restarts, fault):
+    environment.set_process_defaults(os.environ, 2, 2, alone=True)
+
+    def main(loaded):
+        fault()
+        return train.main(loaded)
+
+    os._exit(local.launch(Loaded(one), 2, main=main, max_restarts=max_restarts))
+
+
+@LINUX
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_costs_one_restart_and_changes_no_number(tmp_path, rank):
+    (tmp_path / "whole").mkdir()
+    assert end(fork(_launch, config(tmp_path / "whole"), 0, lambda: None)) == 0
+    one = config(tmp_path)
+    assert end(fork(_launch, one, 1, lambda: kill_once(tmp_path, 4, rank))) == 0
+    assert record(tmp_path)["code"] == 0
+    assert losses(tmp_path) == losses(tmp_path / "whole") and len(losses(tmp_path)) == STEPS
+    assert no_orphans(tmp_path)
+
+
+def always():
+    def patched(*_):
+        raise RuntimeError("step 1 fails on every machine")
+
+    train.optim.set_learning_rate = patched
+
+
+@LINUX
+def test_a_run_that_always_fails_at_the_same_step_is_given_up(tmp_path):
+    assert end(fork(_launch, config(tmp_path), 100, always)) == CRASH_LOOP
+    told = json.loads((tmp_path / "exit.json").read_text())
+    assert told["code"] == CRASH_LOOP and told["class"] == "CrashLoop" and not told["retryable"]
+    assert told["message"].startswith("3 restarts in a row gained nothing (there is no checkpoint)")
+
+
+def attempts(codes, steps, limit):
+    """Restarts used and the status of a run whose attempts end with these codes, after these newest steps."""
+    now = iter([-1, *steps])
+    restarts = Restarts(limit, lambda: next(now))
+    for code in codes:
+        status = restarts.after(code)
+        if status is not None:
+            return restarts.used, status
+    raise AssertionError("still wants a restart")
+
+
+def test_restarts_end_with_the_limit_with_success_and_with_what_would_come_again():
+    assert attempts([6, 6, 6], [10, 20], limit=2) == (2, 6)
+    assert attempts([6, 0], [10], limit=5) == (1, 0)
+    for code in (2, 3, 4, 5, 7, 75, 76):
+        assert attempts([code], [], limit=5) == (0, code)
+
+
+def test_progress_sets_the_count_of_fruitless_restarts_back():
+    assert attempts([6] * 10, [-1] * 10, limit=9) == (FRUITLESS, CRASH_LOOP)
+    assert attempts([6] * 10, [5, 5, 5, 10, 10, 10, 10], limit=99) == (6, CRASH_LOOP)
