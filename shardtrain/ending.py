@@ -15,7 +15,7 @@ from shardtrain.resume import optimizer_state, save, weights
 from shardtrain.shards import local_tensor
 
 if TYPE_CHECKING:
-    from shardtrain.train import Run
+    from shardtrain.run import Run
 
 _ASSUMED_BYTES_PER_SECOND, _ASSUMED_SECONDS = 100e6, 1.0
 
@@ -30,7 +30,8 @@ def expect(run: Run) -> None:
 def timed_save(run: Run, checkpoints: Checkpoints, last: bool) -> int:
     """Save (a collective), remember how long it took, and give the step that is now saved."""
     started = time.perf_counter()
-    save(run, checkpoints, last)
+    with run.phases.within("checkpoint"):
+        save(run, checkpoints, last)
     run.stop.saves.add(time.perf_counter() - started)
     return run.state.step
 

@@ -13,7 +13,7 @@ from shardtrain.log import logger
 from shardtrain.parallel import world
 
 if TYPE_CHECKING:
-    from shardtrain.train import Run
+    from shardtrain.run import Run
 
 
 def stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:

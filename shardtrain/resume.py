@@ -17,7 +17,7 @@ from shardtrain.log import logger
 from shardtrain.parallel import BATCH_AXES
 
 if TYPE_CHECKING:
-    from shardtrain.train import Run
+    from shardtrain.run import Run
 
 
 def save(run: Run, checkpoints: Checkpoints, last: bool) -> None:

@@ -9,67 +9,36 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shardtrain import config as configs
-from shardtrain import data, ending, init, log, models, nonfinite, optim, parallel, profiling, schedule, stopping
+from shardtrain import data, ending, log, nonfinite, optim, profiling, schedule
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.config import Loaded, derived
-from shardtrain.config.schema import Config
+from shardtrain.config import Loaded
 from shardtrain.data import order_hash
-from shardtrain.errors import ConfigError, Problem
 from shardtrain.evaluate import Validator
 from shardtrain.log import logger
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
-from shardtrain.metrics.flops import count_model
-from shardtrain.parallel import BATCH_AXES, LOSS_AXES, Mesh, Runner, clip, world
+from shardtrain.parallel import BATCH_AXES, LOSS_AXES, clip, world
 from shardtrain.parallel.world import World
+from shardtrain.phases import Phases
 from shardtrain.resume import resume
+from shardtrain.run import Outcome, Run, build
 from shardtrain.run_facts import ReduceOverMesh, run_facts
 from shardtrain.run_folder import describe, write_resolved_config
 from shardtrain.seeding import seed_step, set_determinism
 from shardtrain.state import TrainState
 
-
-@dataclass
-class Run:
-    """Everything that a step touches."""
-
-    config: Config
-    mesh: Mesh
-    runner: Runner
-    optimizer: torch.optim.Optimizer
-    scaler: optim.LossScaler | None
-    stream: data.Stream
-    state: TrainState
-    total_steps: int
-    num_params: int
-    flops_per_token: float
-    stop: stopping.Stop = field(default_factory=stopping.current)
-    stop_word: float = 0.0
-    """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a step reports: sums of this rank, and what all ranks agree on."""
-
-    loss_sum: Tensor
-    local_tokens: int
-    global_tokens: int
-    grad_norm: float
-    lr: float
-    data_seconds: float
+__all__ = ["Outcome", "Run", "build", "main", "step", "train"]
 
 
 def main(loaded: Loaded) -> TrainState:
     """Train as one rank of the job that the environment describes; raises ShardtrainError for what a user can mend."""
-    config = loaded.config
+    config, phases = loaded.config, Phases()
     folder = Path(config.job.dump_folder)
     os.environ.update(flight_recorder_environment(config, folder))  # read when the process group starts
     with world.join(config.comm, config.training.device) as here:
@@ -82,85 +51,93 @@ def main(loaded: Loaded) -> TrainState:
         log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console, color, prefix=several)
         for notice in notices:
             logger.warning(notice)
-        return train(loaded, here)
+        return train(loaded, here, phases)
 
 
-def train(loaded: Loaded, here: World) -> TrainState:
+def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainState:
     """Build the run, continue it from a checkpoint if there is one, and step to its end."""
-    checkpoints = Checkpoints(loaded.config)
+    config, folder = loaded.config, Path(loaded.config.job.dump_folder)
+    phases = phases or Phases()
+    checkpoints = Checkpoints(config)
     try:
-        return _train(loaded, here, checkpoints)
+        set_determinism(config.debug)
+        run = build(config, here)
+        run.phases = phases
+        resume(run, checkpoints)
+        _expect_end(run)
+        if here.rank == 0:
+            write_resolved_config(loaded, folder, here.size)
+        for line in describe(loaded, run.mesh, run.num_params, run.total_steps, run.stream.num_samples):
+            logger.info(line)
+        facts = run_facts(
+            config,
+            here,
+            start_step=run.state.step,
+            total_steps=run.total_steps,
+            num_params=run.num_params,
+            flops_per_token=run.flops_per_token,
+        )
+        validator = Validator(config, run.runner, run.mesh, run.stop)
+        with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
+            _steps(run, here, checkpoints, validator, metrics)
+        return run.state
     finally:
         checkpoints.close()  # another run may write the folder, however this one has ended
 
 
-def _train(loaded: Loaded, here: World, checkpoints: Checkpoints) -> TrainState:
-    config, folder = loaded.config, Path(loaded.config.job.dump_folder)
-    set_determinism(config.debug)
-    run = build(config, here)
-    resume(run, checkpoints)
+def _expect_end(run: Run) -> None:
+    """Where the data will end before the last step, say so; and assume how long a save will take."""
     if run.stream.steps_left is not None:
-        last, policy = run.state.step + run.stream.steps_left, config.training.on_data_end
-        if config.training.epochs is not None:
+        last, policy = run.state.step + run.stream.steps_left, run.config.training.on_data_end
+        if run.config.training.epochs is not None:
             run.total_steps = last
         elif last < run.total_steps:
             logger.warning(f"the data end after step {last} of {run.total_steps}; then training.on_data_end={policy}")
     ending.expect(run)
-    if here.rank == 0:
-        write_resolved_config(loaded, folder, here.size)
-    for line in describe(loaded, run.mesh, run.num_params, run.total_steps, run.stream.num_samples):
-        logger.info(line)
-    validator = Validator(config, run.runner, run.mesh, run.stop)
-    facts = run_facts(
-        config,
-        here,
-        start_step=run.state.step,
-        total_steps=run.total_steps,
-        num_params=run.num_params,
-        flops_per_token=run.flops_per_token,
-    )
-    metrics = Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen)
+
+
+def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator, metrics: Metrics) -> None:
+    """Step to the end of the run, and save, validate and report when it is time."""
+    config, state = run.config, run.state
     collector = profiling.GarbageCollection(config.training.gc_freq, config.training.gc_debug)
-    profiler = profiling.profiler(config, folder, here.rank, here.device.type, run.state.step)
-    first_step, saved_step = run.state.step + 1, run.state.step
-    with metrics, collector, profiler as trace:
-        while run.state.step < run.total_steps:
+    profiler = profiling.profiler(config, Path(config.job.dump_folder), here.rank, here.device.type, state.step)
+    first_step, saved_step = state.step + 1, state.step
+    run.phases.begin("compile")  # the first step compiles and warms up
+    with collector, profiler as trace:
+        while state.step < run.total_steps:
             started = time.perf_counter()
             try:
                 outcome = step(run)
             except RuntimeError as error:
-                raise ending.name_collective(error, run.state.step + 1) from error
+                raise ending.name_collective(error, state.step + 1) from error
             if outcome is None:
-                if (
-                    run.state.step >= first_step
-                    and not run.stop_word
-                    and validator.is_due(run.state.step, run.state.step)
-                ):
+                if state.step >= first_step and not run.stop_word and validator.is_due(state.step, state.step):
                     _validate(run, validator, metrics)
                 break
             step_seconds = time.perf_counter() - started
-            extra = run.runner.measures() if metrics.is_log_step(run.state.step) else {}
-            metrics.update(run.state.step, **vars(outcome), extra=extra, order_hash=run.state.order_hash)
-            if checkpoints.is_due(run.state.step, run.total_steps):
+            extra = run.runner.measures() if metrics.is_log_step(state.step) else {}
+            metrics.update(state.step, **vars(outcome), extra=extra, order_hash=state.order_hash)
+            if checkpoints.is_due(state.step, run.total_steps):
                 with metrics.pause():
-                    saved_step = ending.timed_save(run, checkpoints, last=run.state.step == run.total_steps)
-            if validator.is_due(run.state.step, run.total_steps):
+                    saved_step = ending.timed_save(run, checkpoints, last=state.step == run.total_steps)
+            if validator.is_due(state.step, run.total_steps):
                 _validate(run, validator, metrics)
-            collector.step(run.state.step)
+            collector.step(state.step)
             trace.step()
-            if run.state.step > first_step:  # the first one compiles and warms up
+            if state.step > first_step:
                 run.stop.steps.add(step_seconds)
             else:
                 world.set_timeout(config.comm.train_timeout_seconds)
+                run.phases.begin("step")
+    run.phases.begin("end")
     if run.stop_word:
         ending.leave(run, checkpoints, saved_step)
-    if run.state.step < run.total_steps:
+    if state.step < run.total_steps:
         ending.data_ended(run, checkpoints, saved_step)
-    return run.state
 
 
 def _validate(run: Run, validator: Validator, metrics: Metrics) -> None:
-    with metrics.pause():
+    with metrics.pause(), run.phases.within("validation"):
         found = validator.run(run.state.step)
     if found is None:
         logger.warning(f"validation after step {run.state.step} was given up: the run was asked to stop")
@@ -168,45 +145,11 @@ def _validate(run: Run, validator: Validator, metrics: Metrics) -> None:
     metrics.validation(run.state.step, {"loss": found.loss, "perplexity": found.perplexity})
 
 
-def build(config: Config, here: World) -> Run:
-    """Everything for the first step: mesh, model on it with its initial weights, optimizer, data."""
-    mesh = parallel.build(config, here)
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    model = models.build(module, shape)
-    num_params, flops = count_model(model, module.LAYOUT, shape, config.training.seq_len)
-    names = [name for name, _ in model.named_parameters()]
-    draws = init.plan(names, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers)))
-    runner = parallel.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
-    runner.materialize(draws, config.debug.seed)
-    optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
-    training = config.training
-    scaler = None
-    if derived.compute_dtype(config) == "float16":
-        scaler = optim.LossScaler(training.initial_loss_scale, training.loss_scale_growth_interval)
-    stream = data.open_stream(
-        config,
-        batch_rank=mesh.rank(*BATCH_AXES),
-        num_batch_ranks=mesh.size(*BATCH_AXES),
-        accumulation=derived.accumulation_steps(config, here.size),
-    )
-    if stream.vocab > shape.vocab_size:
-        rule = f"names a tokenizer with {stream.vocab} ids, and the model has rows for {shape.vocab_size}"
-        fix = "use the model's own tokenizer, or set model.overrides.vocab_size"
-        raise ConfigError(Problem("model.hf_assets_path", config.model.hf_assets_path, rule, fix))
-    if stream.masks_documents:
-        models.check_documents(module, config.model.name)
-    world.check_agreement(stream.fingerprint, "the training data differ between ranks", mesh.device)
-    total_steps = training.steps
-    if training.epochs is not None and stream.steps_left is not None:
-        total_steps = stream.steps_left
-    return Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, num_params, flops)
-
-
 def step(run: Run) -> Outcome | None:
     """One optimizer step on all ranks together; None, on all, where the data have ended or one was asked to stop."""
     config, mesh, state = run.config, run.mesh, run.state
-    found = _read(run)
+    with run.phases.within("data"):
+        found = _read(run)
     if found is None:
         return None
     local, sums, data_seconds = found

@@ -20,7 +20,7 @@ from launched import HELD, STEPS, TIMEOUT, config, end, fork, losses, newest, no
 from tiny import text_file
 
 from shardtrain import evaluate, train
-from shardtrain.checkpoint import Checkpoints
+from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.config.schema import DataLoader
 from shardtrain.data import Stream
