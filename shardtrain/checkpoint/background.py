@@ -7,7 +7,7 @@ ranks tell each other in the sum that begins every step (``Saving.tell``), so th
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import os
 import threading
@@ -165,8 +165,11 @@ def await_word(folder: Path, rank: int, token: str, go_on: Callable[[], None]) -
     path, pause = _word_of(folder, rank), 0.005
     while True:
         go_on()
-        with contextlib.suppress(FileNotFoundError):
+        try:
             return _read_word(path, token)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):  # not there yet, or seen while it changed
+                raise
         time.sleep(pause)
         pause = min(2 * pause, LOOK_SECONDS)
 
@@ -179,9 +182,9 @@ def _read_word(path: Path, token: str) -> StoredFile:
         if said[0] == token:
             path.unlink()
             return StoredFile(str(said[1]), int(said[2]), str(said[3]))
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise StorageError(f"cannot write checkpoint {path}: it holds no word of a rank; start again") from error
-    raise FileNotFoundError  # of an attempt before this one
+    raise FileNotFoundError(errno.ENOENT, "is of an attempt before this one")
 
 
 def _word_of(folder: Path, rank: int) -> Path:
