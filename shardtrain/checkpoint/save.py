@@ -37,6 +37,8 @@ FAILURES_IN_A_ROW = 2
 """Failed saves with which a run may go on."""
 CRASH_SECONDS = 3.0
 """How long a rank that ends with an error waits for the save in flight: the others are waiting to be ended."""
+GIVE_UP_SECONDS = 1.0
+"""And for its thread to notice that it is given up, between two pieces of a file."""
 
 
 class Saver:
@@ -164,7 +166,7 @@ class Saver:
         if writing is not None:
             if not writing.wait(CRASH_SECONDS):
                 writing.give_up()
-                writing.wait(1.0)
+                writing.wait(GIVE_UP_SECONDS)
             if self._is_first:
                 if writing.ended and not writing.failed:
                     logger.info(f"saved checkpoint {self._folder / f'step-{writing.step}'}")

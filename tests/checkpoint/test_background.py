@@ -148,6 +148,7 @@ def test_a_run_that_ends_with_an_error_gives_the_save_in_flight_a_moment(tmp_pat
 
 def test_and_no_more_than_a_moment(tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves, "CRASH_SECONDS", 0.05)
+    monkeypatch.setattr(saves, "GIVE_UP_SECONDS", 0.05)
     kept = checkpoints(tmp_path, async_mode="async")
     with held():
         save(kept, 1)
@@ -348,6 +349,7 @@ def test_where_the_save_in_flight_takes_all_the_time_nothing_else_is_begun(
     kept: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saves, "CRASH_SECONDS", 0.05)
+    monkeypatch.setattr(saves, "GIVE_UP_SECONDS", 0.05)
     monkeypatch.setattr(ending, "save", lambda *_, **__: pytest.fail("no time"))
     with held():
         save(kept, 1)
