@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import time
+import math
 import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain import data, stopping
+from shardtrain.checkpoint.agree import exchange
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.errors import DataError, NotSaved, PeerError, Preempted
+from shardtrain.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem
 from shardtrain.log import logger
 from shardtrain.resume import optimizer_state, save, weights
 from shardtrain.shards import local_tensor
@@ -20,53 +23,100 @@ if TYPE_CHECKING:
 _ASSUMED_BYTES_PER_SECOND, _ASSUMED_SECONDS = 100e6, 1.0
 
 
-def expect(run: Run) -> None:
-    """Assume how long a save will take, from this rank's bytes, until one has been measured."""
+def expect(run: Run, checkpoints: Checkpoints) -> None:
+    """Let the run and its checkpoints know of each other; called once, when the run stands where it begins."""
     tensors = {**weights(run), **optimizer_state(run)}.values()
     num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
+    # until a save has been measured
     run.stop.assumed_save_seconds = _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
+    run.saving, checkpoints.saved_step = checkpoints.saving, run.state.step
+    checkpoints.on_written = run.stop.saves.add
+    if checkpoints.best.exhausted:
+        _no_patience(run, checkpoints)
 
 
-def timed_save(run: Run, checkpoints: Checkpoints, last: bool) -> int:
-    """Save (a collective), remember how long it took, and give the step that is now saved."""
-    started = time.perf_counter()
-    with run.phases.within("checkpoint"):
-        save(run, checkpoints, last)
-    run.stop.saves.add(time.perf_counter() - started)
-    return run.state.step
+def save_when_due(run: Run, checkpoints: Checkpoints, pause: Callable[[], AbstractContextManager[None]]) -> None:
+    """Hear of the save in flight, and save if it is time (a collective); ``pause`` stops the clock of steps."""
+    if not checkpoints.is_due(run.state.step, run.total_steps):
+        checkpoints.poll()
+        return
+    with pause(), run.phases.within("checkpoint"):
+        checkpoints.poll()
+        save(run, checkpoints, last=run.state.step == run.total_steps)
 
 
-def leave(run: Run, checkpoints: Checkpoints, saved_step: int) -> NoReturn:
+def save_seed(run: Run, checkpoints: Checkpoints) -> None:
+    """Save the state before the first step, for other runs to start from.
+
+    Raises:
+        ConfigError: when the run has gone on from a checkpoint already.
+    """
+    if run.state.step:
+        option, rule = (
+            "checkpoint.create_seed_checkpoint",
+            f"is for a run that begins, and this one is at {run.state.step}",
+        )
+        raise ConfigError(Problem(option, True, f"{rule} steps", "remove it, or choose another job.dump_folder"))
+    save(run, checkpoints, last=False, wait=True)
+
+
+def note_validation(run: Run, checkpoints: Checkpoints, values: Mapping[str, float]) -> None:
+    """Keep the best of a validation's values, and end the run where they have not improved for long (a collective)."""
+    config = run.config
+    if config.checkpoint.keep_best or config.validation.patience:
+        # sums over different groups of ranks may differ in the last bit, and all ranks must agree on what is better
+        checkpoints.best.observe(run.state.step, exchange(dict(values))[0])
+        if checkpoints.best.exhausted:
+            _no_patience(run, checkpoints)
+
+
+def _no_patience(run: Run, checkpoints: Checkpoints) -> None:
+    best = checkpoints.best
+    found = f"best {best.value:.6g} at step {best.step}" if best.step >= 0 else "none was finite"
+    logger.warning(
+        f"{best.metric} has not improved for {best.without_improvement} validations ({found}): the run ends at step "
+        f"{run.state.step} of {run.total_steps} (validation.patience={best.patience})"
+    )
+    run.total_steps = run.state.step
+
+
+def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
     """End the run after the step that all ranks agreed on: save what is not saved yet, unless a rank has no time.
 
     Raises:
         Preempted: everything is saved.
         NotSaved: there was no time for it.
     """
-    step, reason = run.state.step, run.stop.reason or "another rank's request"
-    folder = Path(run.config.job.dump_folder) / run.config.checkpoint.folder
-    if step > saved_step:
-        if run.stop_word >= stopping.NOT_IN_TIME:
-            newest = stopping.newest_checkpoint(folder)
-            raise NotSaved(
-                f"stopped by {reason} after step {step}; a save would have taken longer than the time left of "
-                f"checkpoint.grace_seconds={run.config.checkpoint.grace_seconds}; "
-                f"the last checkpoint is {newest or 'none'}"
-            )
-        logger.warning(f"asked to stop by {reason}: saving step {step}")
-        timed_save(run, checkpoints, last=False)
+    step, reason, folder = run.state.step, run.stop.reason or "another rank's request", _folder(run)
+    with run.phases.within("checkpoint"):
+        seconds = 0.9 * run.stop.remaining_seconds()
+        in_time = checkpoints.finish(None if seconds == math.inf else seconds) and run.stop_word < stopping.NOT_IN_TIME
+        if step > checkpoints.saved_step:
+            # waiting for the save in flight has taken of the time
+            late = (run.stop.saves.p95() or 0.0) > run.stop.remaining_seconds()
+            if any(exchange(late)) or not in_time:
+                newest = stopping.newest_checkpoint(folder)
+                raise NotSaved(
+                    f"stopped by {reason} after step {step}; a save would have taken longer than the time left of "
+                    f"checkpoint.grace_seconds={run.config.checkpoint.grace_seconds}; "
+                    f"the last checkpoint is {newest or 'none'}"
+                )
+            logger.warning(f"asked to stop by {reason}: saving step {step}")
+            save(run, checkpoints, last=False, wait=True)
     where = f"everything is saved in {folder / f'step-{step}'}" if step else "before the first step"
     raise Preempted(f"stopped by {reason} after step {step}; {where}; the same command goes on from there")
 
 
-def data_ended(run: Run, checkpoints: Checkpoints, saved_step: int) -> None:
+def data_ended(run: Run, checkpoints: Checkpoints) -> None:
     """The data ended before the last step, on all ranks at the same one: save, and say so.
 
     Raises:
         DataError: unless training.on_data_end is "stop".
     """
-    if run.state.step > saved_step and checkpoints.is_due(run.state.step, run.state.step):
-        timed_save(run, checkpoints, last=False)
+    with run.phases.within("checkpoint"):
+        checkpoints.finish()
+        if run.state.step > checkpoints.saved_step and checkpoints.is_due(run.state.step, run.state.step):
+            save(run, checkpoints, last=False, wait=True)
     if run.config.training.on_data_end == "repeat":
         raise DataError("the training data have no document in whole passes; the log says why")
     message = f"the training data ended after step {run.state.step} of {run.total_steps}"
@@ -74,6 +124,10 @@ def data_ended(run: Run, checkpoints: Checkpoints, saved_step: int) -> None:
         logger.warning(message)
         return
     raise DataError(f'{message}; use more, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)')
+
+
+def _folder(run: Run) -> Path:
+    return Path(run.config.job.dump_folder) / run.config.checkpoint.folder
 
 
 def name_collective(error: RuntimeError, step: int) -> Exception:

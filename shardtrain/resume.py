@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from shardtrain.run import Run
 
 
-def save(run: Run, checkpoints: Checkpoints, last: bool) -> None:
-    """Write the run's state to its checkpoint folder (a collective)."""
+def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> None:
+    """Write the run's state to its checkpoint folder (a collective); see ``Checkpoints.save``."""
     facts: dict[str, Any] = {
         "state": run.state.to_dict(),
         "data_fingerprint": run.stream.fingerprint,
         "data_files": dict(run.stream.files),
         "data_cursors": _cursors(run),
+        "best": checkpoints.best.to_dict(),
     }
     if run.scaler:
         facts["scaler"] = run.scaler.state()
-    checkpoints.save(run.state.step, weights(run), optimizer_state(run), facts, last)
+    checkpoints.save(run.state.step, weights(run), optimizer_state(run), facts, last, wait)
 
 
 def resume(run: Run, checkpoints: Checkpoints) -> None:
@@ -54,6 +55,7 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     facts = checkpoints.load(path, weights(run), rest)
     if "train_state" not in excluded:
         run.state.load(facts.get("state", {}))
+        checkpoints.best.load(facts.get("best"), None if initial else path.parent)
         if run.scaler:
             run.scaler.load(_scaler_state(path, facts))
     if "lr_scheduler" in excluded:

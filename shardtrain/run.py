@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import data, init, models, optim, parallel, stopping
+from shardtrain.checkpoint.background import Saving
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
@@ -34,6 +35,7 @@ class Run:
     flops_per_token: float
     stop: stopping.Stop = field(default_factory=stopping.current)
     phases: Phases = field(default_factory=Phases)
+    saving: Saving = field(default_factory=Saving)
     stop_word: float = 0.0
     """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
 

@@ -64,7 +64,10 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
         run = build(config, here)
         run.phases = phases
         resume(run, checkpoints)
-        _expect_end(run)
+        _expect_end(run, checkpoints)
+        if config.checkpoint.create_seed_checkpoint:
+            ending.save_seed(run, checkpoints)
+            return run.state
         if here.rank == 0:
             write_resolved_config(loaded, folder, here.size)
         for line in describe(loaded, run.mesh, run.num_params, run.total_steps, run.stream.num_samples):
@@ -85,15 +88,15 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
         checkpoints.close()  # another run may write the folder, however this one has ended
 
 
-def _expect_end(run: Run) -> None:
-    """Where the data will end before the last step, say so; and assume how long a save will take."""
+def _expect_end(run: Run, checkpoints: Checkpoints) -> None:
+    """Where the data will end before the last step, say so; and see how the run's checkpoints stand."""
     if run.stream.steps_left is not None:
         last, policy = run.state.step + run.stream.steps_left, run.config.training.on_data_end
         if run.config.training.epochs is not None:
             run.total_steps = last
         elif last < run.total_steps:
             logger.warning(f"the data end after step {last} of {run.total_steps}; then training.on_data_end={policy}")
-    ending.expect(run)
+    ending.expect(run, checkpoints)
 
 
 def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator, metrics: Metrics) -> None:
@@ -101,7 +104,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
     config, state = run.config, run.state
     collector = profiling.GarbageCollection(config.training.gc_freq, config.training.gc_debug)
     profiler = profiling.profiler(config, Path(config.job.dump_folder), here.rank, here.device.type, state.step)
-    first_step, saved_step = state.step + 1, state.step
+    first_step = state.step + 1
     run.phases.begin("compile")  # the first step compiles and warms up
     with collector, profiler as trace:
         while state.step < run.total_steps:
@@ -112,16 +115,14 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
                 raise ending.name_collective(error, state.step + 1) from error
             if outcome is None:
                 if state.step >= first_step and not run.stop_word and validator.is_due(state.step, state.step):
-                    _validate(run, validator, metrics)
+                    _validate(run, validator, metrics, checkpoints)
                 break
             step_seconds = time.perf_counter() - started
             extra = run.runner.measures() if metrics.is_log_step(state.step) else {}
             metrics.update(state.step, **vars(outcome), extra=extra, order_hash=state.order_hash)
-            if checkpoints.is_due(state.step, run.total_steps):
-                with metrics.pause():
-                    saved_step = ending.timed_save(run, checkpoints, last=state.step == run.total_steps)
             if validator.is_due(state.step, run.total_steps):
-                _validate(run, validator, metrics)
+                _validate(run, validator, metrics, checkpoints)
+            ending.save_when_due(run, checkpoints, metrics.pause)  # what the validation found is part of it
             collector.step(state.step)
             trace.step()
             if state.step > first_step:
@@ -131,18 +132,20 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
                 run.phases.begin("step")
     run.phases.begin("end")
     if run.stop_word:
-        ending.leave(run, checkpoints, saved_step)
+        ending.leave(run, checkpoints)
     if state.step < run.total_steps:
-        ending.data_ended(run, checkpoints, saved_step)
+        ending.data_ended(run, checkpoints)
 
 
-def _validate(run: Run, validator: Validator, metrics: Metrics) -> None:
+def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Checkpoints) -> None:
     with metrics.pause(), run.phases.within("validation"):
         found = validator.run(run.state.step)
     if found is None:
         logger.warning(f"validation after step {run.state.step} was given up: the run was asked to stop")
         return
-    metrics.validation(run.state.step, {"loss": found.loss, "perplexity": found.perplexity})
+    values = {"loss": found.loss, "perplexity": found.perplexity}
+    metrics.validation(run.state.step, values)
+    ending.note_validation(run, checkpoints, values)
 
 
 def step(run: Run) -> Outcome | None:
@@ -202,11 +205,12 @@ def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
         # all ranks in one sum, so that they stop together; of those that hold the same rows the first one counts them
         is_first = run.mesh.rank("pp", "cp", "tp") == 0
         own = [*counts, *order_hash.split(run.stream.step_hash)] if is_first else [0.0] * 6
-        whole = torch.tensor([*own, run.stop.word()], dtype=torch.float64)
-        *_, run.stop_word = (sums := run.mesh.sum_of_all(whole.to(run.mesh.device))).tolist()
+        whole = torch.tensor([*own, run.stop.word(), *run.saving.tell()], dtype=torch.float64)
+        *_, run.stop_word, ended, failed, due = (sums := run.mesh.sum_of_all(whole.to(run.mesh.device))).tolist()
+        run.saving.hear([ended, failed, due])
         if run.stop_word:
             return None
-        sums = sums[:-1]
+        sums = sums[: len(own)]
         if not run.stream.ends_without_notice or sums[1] > 0:
             return local, sums, data_seconds
         empty += run.stream.global_batch

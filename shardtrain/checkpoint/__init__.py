@@ -1,6 +1,7 @@
 """Saving a run and continuing it on any mesh.
 
-``folder.py`` decides which checkpoint; ``manifest.py`` is the format; ``tensors.py`` moves bytes between tensors and
-files; ``files.py``, ``lease.py`` and ``retention.py`` hold what must be right on disk. None of them but ``folder``,
-``tensors`` and ``agree`` imports torch, so that a folder can be listed and verified at once.
+``folder.py`` decides which checkpoint is loaded, ``save.py`` writes one; ``manifest.py`` is the format; ``tensors.py``
+moves bytes between tensors and files; ``background.py`` lets training go on meanwhile; ``interval.py`` and ``best.py``
+say when and which; ``files.py``, ``lease.py`` and ``retention.py`` hold what must be right on disk. None of them but
+``folder``, ``save``, ``background``, ``tensors`` and ``agree`` imports torch, so that a folder is listed at once.
 """

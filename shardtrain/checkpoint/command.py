@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from shardtrain.checkpoint import files, manifest, retention, weights_file
+from shardtrain.checkpoint import best, files, interval, manifest, retention, weights_file
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.errors import CheckpointError, ConfigError, Problem, StorageError
-from shardtrain.units import format_bytes
+from shardtrain.units import format_bytes, format_seconds, parse_seconds
 
 USAGE = """\
 usage: shardtrain checkpoint VERB ...
@@ -18,7 +20,10 @@ usage: shardtrain checkpoint VERB ...
   verify  DIR               read every byte of step-N, or of all steps of a folder; exit 5 names each bad file
   diff    A B               compare two checkpoints tensor by tensor; exit 1 where they differ
   weights DIR FILE          write the weights as one safetensors file
+  interval --stall TIME --mttf TIME [--restart TIME]
+                            how often to save: a save keeps training waiting for stall, a job fails every mttf
 
+TIME is 90, "90s", "2min" or "7.9h".
 FOLDER is the run's checkpoint folder, such as outputs/checkpoint; DIR, A and B are step-N folders in one.
 """
 
@@ -34,6 +39,8 @@ def main(words: Sequence[str]) -> int:
         fix = (f"did you mean {near[0]}? " if near else "") + f"verbs are {', '.join(VERBS)}"
         raise ConfigError(Problem("shardtrain checkpoint", verb, "is no verb", fix, "command line"))
     function, number = VERBS[verb]
+    if verb == "interval":
+        return _interval(rest)
     if len(rest) != number or any(word.startswith("-") for word in rest):
         rule = f"needs {number} path{'s' if number > 1 else ''} and no more"
         raise ConfigError(Problem(f"shardtrain checkpoint {verb}", " ".join(rest), rule, "see --help", "command line"))
@@ -41,13 +48,14 @@ def main(words: Sequence[str]) -> int:
 
 
 def _list(folder: Path) -> int:
-    steps = retention.step_folders(folder)
+    steps, pointer = retention.step_folders(folder), best.read_pointer(folder)
     if not steps:
         raise CheckpointError(f"{folder} has no checkpoint: no folder in it is named step-N")
     for step in steps:
         path = folder / f"step-{step}"
         try:
-            print(_line(path, manifest.read(path)))
+            is_best = pointer.get("step") == step
+            print(_line(path, manifest.read(path)) + (f"  best: {_told(pointer)}" if is_best else ""))
         except CheckpointError as error:
             print(f"step-{step}  cannot be used: {error}")
     return 0
@@ -60,6 +68,37 @@ def _line(path: Path, stored: Manifest) -> str:
     sizes = {file.name: file.bytes for file in stored.files}
     wrong = [name for name, size in sizes.items() if _size(path / name) != size]
     return f"{line}  missing or cut: {', '.join(wrong)}" if wrong else line
+
+
+def _told(pointer: dict[str, Any]) -> str:
+    metric = "".join(c for c in str(pointer["metric"])[:80] if c.isprintable())
+    return f"{metric} {float(pointer['value']):.6g}"
+
+
+def _interval(words: Sequence[str]) -> int:
+    """Young's and Daly's interval, and what is left of the time around it."""
+    found: dict[str, float] = {"restart": 0.0}
+    names = ("stall", "mttf", "restart")
+    for name, value in zip(words[::2], [*words[1::2], ""], strict=False):
+        if name not in [f"--{known}" for known in names]:
+            fix = f"options are {', '.join(f'--{known}' for known in names)}"
+            raise ConfigError(Problem("shardtrain checkpoint interval", name, "is no option", fix, "command line"))
+        try:
+            found[name[2:]] = parse_seconds(value)
+        except ValueError:
+            fix = f"write it like {name} 90s, 2min or 7.9h"
+            raise ConfigError(Problem(name, value, "is no time", fix, "command line")) from None
+    for known in names:
+        if not 0 < found.get(known, 0.0) < math.inf and known != "restart":
+            rule, fix = "must be a time above 0", f"write it like --{known} {'1' if known == 'stall' else '7.9h'}"
+            raise ConfigError(Problem(f"--{known}", found.get(known), rule, fix, "command line"))
+    stall, mttf, restart = (found[known] for known in names)
+    advised = interval.best_seconds(stall, mttf)
+    print(f"save every {format_seconds(advised)} (sqrt(2 * stall * mttf) = {advised:.0f} s)")
+    for factor in (0.25, 1, 4):
+        share = interval.useful_share(factor * advised, stall, mttf, restart)
+        print(f"every {format_seconds(factor * advised):>10}: {100 * share:.1f} % of the time trains")
+    return 0
 
 
 def _size(path: Path) -> int:
@@ -156,4 +195,5 @@ VERBS: dict[str, tuple[Callable[..., int], int]] = {
     "verify": (_verify, 1),
     "diff": (_diff, 2),
     "weights": (_weights, 2),
+    "interval": (_interval, 0),
 }

@@ -1,43 +1,28 @@
-"""The folder of checkpoints: ``step-N/`` each, whole or not there at all, and verified before it is used.
-
-A checkpoint is written as ``step-N.tmp-<run>``, put on disk, and renamed when every rank has written; what is then in
-``step-N`` never changes. ``manifest.py`` says what is in it.
-"""
+"""The folder of checkpoints: ``step-N/`` each, whole or not there at all, and verified before it is used."""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shardtrain import __version__
-from shardtrain.checkpoint import files, manifest, retention
+from shardtrain.checkpoint import manifest, retention
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.agree import exchange, together
-from shardtrain.checkpoint.lease import Lease
-from shardtrain.checkpoint.manifest import MANIFEST, Manifest, StoredFile
-from shardtrain.config.schema import Checkpoint, Config
-from shardtrain.errors import CheckpointError, StorageError
+from shardtrain.checkpoint.manifest import MANIFEST, Manifest
+from shardtrain.checkpoint.save import Saver
+from shardtrain.config.schema import Config
+from shardtrain.errors import CheckpointError
 from shardtrain.log import logger
 
-SPARE = 1.2
-"""A save begins only where this many times its size is free."""
 
-
-class Checkpoints:
-    """Saves and finds the checkpoints of a run; all methods but ``steps`` and ``is_due`` are collectives."""
+class Checkpoints(Saver):
+    """Finds and loads the checkpoints of a run, and saves them (``save.py``); all but ``steps`` are collectives."""
 
     def __init__(self, config: Config) -> None:
-        self._options: Checkpoint = config.checkpoint
-        self._folder = Path(config.job.dump_folder) / config.checkpoint.folder
-        self._is_first = dist.get_rank() == 0
-        self._lease = Lease(self._folder)
+        super().__init__(config)
         self._verified: tuple[Path, Manifest] | None = None
 
     def steps(self) -> list[int]:
@@ -77,50 +62,6 @@ class Checkpoints:
             )
         return None
 
-    def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether a checkpoint is to be saved after this step."""
-        options = self._options
-        if not options.enable or options.load_only:
-            return False
-        first = options.enable_first_step_checkpoint and step == 1
-        return first or step == total_steps or step % options.interval == 0
-
-    def save(
-        self, step: int, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor], facts: Mapping[str, Any], last: bool
-    ) -> None:
-        """Save weights, the rest of the tensors and the facts, and delete what is older than keep_latest_k.
-
-        Raises:
-            StorageError: on all ranks, when one could not write; older checkpoints are as they were.
-            ConfigError: when another run has taken over the folder.
-        """
-        weights_only = last and self._options.last_save_model_only
-        if weights_only:
-            weights, rest = tensor_files.cast(weights, self._options.export_dtype), {}
-        tensors, final = {**weights, **rest}, self._folder / f"step-{step}"
-        temporary = final.with_name(f"{final.name}.tmp-{exchange(self._lease.nonce)[0]}")
-        shares = tensor_files.plan(tensors)
-        try:
-            planned = sum(shares.bytes_of)
-            together(lambda: self._prepare(temporary, planned), only_first=True)
-            written = together(lambda: _fields(tensor_files.write(tensors, shares, temporary)))
-            stored = Manifest(
-                step=step,
-                world_size=dist.get_world_size(),
-                run=self._lease.nonce,
-                created_by=f"shardtrain {__version__}, torch {torch.__version__}",
-                files=tuple(StoredFile(*fields) for fields in written if fields),
-                tensors=shares.tensors,
-                facts={**facts, "weights_only": weights_only},
-            )
-            together(lambda: self._commit(temporary, final, stored), only_first=True)
-        except BaseException:
-            if self._is_first:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        logger.info(f"saved checkpoint {final}")
-        together(lambda: self._delete_old(step), only_first=True)
-
     def load(self, path: Path, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Any]:
         """Fill weights and the rest in place and give the facts.
 
@@ -149,11 +90,6 @@ class Checkpoints:
 
         together(read)
         return dict(stored.facts)
-
-    def close(self) -> None:
-        """Let other runs write the folder."""
-        if self._is_first:
-            self._lease.release()
 
     def _chosen(self, found: list[int]) -> Path:
         wanted = self._options.load_step
@@ -204,56 +140,6 @@ class Checkpoints:
     def _begin_to_write(self) -> None:
         self._lease.acquire()
         retention.sweep(self._folder, self._lease.nonce, (self._folder / "lease.json").stat().st_mtime)
-
-    def _prepare(self, temporary: Path, planned: int) -> None:
-        with files.naming(temporary):
-            self._lease.acquire()
-            self._lease.check()
-            free = files.free_bytes(self._folder)
-        needed = int(SPARE * planned)
-        if free < needed:
-            raise StorageError(
-                f"cannot write checkpoint {temporary}: {free} bytes are free and {needed} are needed; nothing was "
-                "touched: free space, or keep fewer with checkpoint.keep_latest_k"
-            )
-        shutil.rmtree(temporary, ignore_errors=True)
-        with files.naming(temporary):
-            temporary.mkdir()
-
-    def _commit(self, temporary: Path, final: Path, stored: Manifest) -> None:
-        for file in stored.files:
-            if (temporary / file.name).stat().st_size != file.bytes:
-                raise StorageError(f"cannot write checkpoint {temporary / file.name}: its size is not what was written")
-        text = stored.to_bytes()
-        manifest.parse(text, temporary)  # what could not be read is not called saved
-        files.write_whole(temporary / MANIFEST, text)
-        files.sync_folder(temporary)
-        self._lease.check()
-        with files.naming(final):
-            if final.exists():  # a run that went back to an older step writes its own history
-                retention.discard(final)
-            files.rename(temporary, final)
-        with contextlib.suppress(OSError):
-            files.sync_folder(self._folder.parent)
-
-    def _delete_old(self, saved: int) -> None:
-        keep = self._options.keep_latest_k
-        # steps after this one are another history, which the user went back from: no part of what is counted here
-        own = [step for step in self.steps() if step <= saved]
-        if not keep or len(own) <= keep:
-            return
-        whole = {step for step in own[-keep:] if retention.is_whole(self._folder / f"step-{step}")}
-        if len(whole) < keep:
-            whole = {step for step in own if retention.is_whole(self._folder / f"step-{step}")}
-        for step in retention.to_delete(own, keep, whole):
-            try:
-                retention.discard(self._folder / f"step-{step}")
-            except OSError as error:  # the new one is safe, and the next save tries again
-                logger.warning(f"cannot delete the old checkpoint {self._folder / f'step-{step}'}: {error.strerror}")
-
-
-def _fields(file: StoredFile | None) -> list[Any] | None:
-    return None if file is None else [file.name, file.bytes, file.sha256]
 
 
 def read_facts(path: Path) -> dict[str, Any]:

@@ -7,8 +7,8 @@ the overlap of two boxes. A piece that several ranks hold is written once, by th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class Plan:
 
     tensors: Mapping[str, StoredTensor]
     bytes_of: list[int]
+    own: Mapping[str, list[Any]] = field(default_factory=dict)
+    """This rank's parts, from which it was made."""
 
     def names_of(self, rank: int) -> list[str]:
         """Tensors of which a rank writes a piece, in the order of its file."""
@@ -42,12 +44,15 @@ class Plan:
         return sum(size > 0 for size in self.bytes_of[:rank]) if self.bytes_of[rank] else -1
 
 
-def plan(tensors: Mapping[str, Tensor]) -> Plan:
-    """Share out the writing of all ranks' tensors (a collective)."""
+def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
+    """Share out the writing of all ranks' tensors (a collective); as earlier, where no rank's tensors have changed."""
     own = {
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *map(list, _box(tensor))]
         for name, tensor in tensors.items()
     }
+    if all(exchange(earlier is not None and earlier.own == own)):
+        assert earlier is not None
+        return earlier
     holders: dict[tuple[str, Box], list[int]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rank, said in enumerate(exchange(own)):
@@ -57,7 +62,7 @@ def plan(tensors: Mapping[str, Tensor]) -> Plan:
                 raise CheckpointError(f"{name} cannot be saved: it is {kind} on rank {rank}, and {kinds[name]} before")
             if all(sizes):
                 holders.setdefault((name, (tuple(offsets), tuple(sizes))), []).append(rank)
-    return _share_out(holders, kinds)
+    return replace(_share_out(holders, kinds), own=own)
 
 
 def _share_out(holders: Mapping[tuple[str, Box], list[int]], kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Plan:
@@ -81,8 +86,13 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Path) -> StoredFi
     names = shares.names_of(rank)
     if not names:
         return None
-    wait = files.SEEN_SECONDS if dist.get_world_size() > 1 else 0.0
-    return files.write_hashed(folder / f"rank-{rank:05d}.bin", (_bytes(tensors[name]) for name in names), wait)
+    return write_blocks((_bytes(tensors[name]) for name in names), rank, dist.get_world_size(), folder)
+
+
+def write_blocks(blocks: Iterable[memoryview], rank: int, world_size: int, folder: Path) -> StoredFile:
+    """Write a rank's file; needs no process group. Raises OSError."""
+    wait = files.SEEN_SECONDS if world_size > 1 else 0.0
+    return files.write_hashed(folder / f"rank-{rank:05d}.bin", blocks, wait)
 
 
 def find_damaged_file(manifest: Manifest, folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from shardtrain.config.check_checkpoint import check_checkpoint, checkpoint_notes
 from shardtrain.config.check_data import (
     check_data_ranges,
     check_dataset,
@@ -51,6 +52,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_pairs,
     check_without_effect,
     check_schedule,
+    check_checkpoint,
 )
 
 
@@ -133,7 +135,7 @@ def notes(loaded: Loaded) -> list[str]:
         found.append(f"{overlap}: without effect, experts' exchanges are not overlapped with compute")
     if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
         found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
-    return found + data_notes(loaded)
+    return found + checkpoint_notes(loaded) + data_notes(loaded)
 
 
 def _unused(schedule: str) -> tuple[str, ...]:

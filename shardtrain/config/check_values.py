@@ -65,6 +65,9 @@ AT_LEAST_0 = (
     "parallelism.pipeline_parallel_first_stage_less_layers",
     "parallelism.pipeline_parallel_last_stage_less_layers",
     "checkpoint.keep_latest_k",
+    "checkpoint.keep_every_n_steps",
+    "checkpoint.max_stall_seconds",
+    "validation.patience",
     "comm.trace_buf_size",
     "debug.seed",
     "fault_tolerance.replica_id",
@@ -84,6 +87,7 @@ ABOVE_0 = (
     "training.max_norm",
     "training.initial_loss_scale",
     "metrics.peak_flops",
+    "checkpoint.mean_time_to_failure_hours",
 )
 MAY_BE_INFINITE = ("training.max_norm",)  # inf measures the norm and never scales
 FROM_0_BELOW_1 = ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum")

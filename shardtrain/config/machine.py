@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardtrain.config.check_checkpoint import check_pinned
 from shardtrain.config.check_data import datasets
 from shardtrain.config.check_experts import check_experts_of_world
 from shardtrain.config.check_model import model_shape
@@ -36,6 +37,7 @@ def machine_notes(
     found = list(_mesh(loaded, world_size)) if world_size is not None else []
     found += _device(loaded, device, num_devices)
     found += _compiler(loaded, device)
+    found += check_pinned(loaded, device)
     found += _paths(loaded)
     found += _tokenizer(loaded)
     found += _packages(loaded)

@@ -17,9 +17,12 @@ class Checkpoint:
     folder: str = "checkpoint"
     """Folder of the checkpoints, below job.dump_folder."""
     interval: int = 500
-    """Steps between two saves; the last step is always saved."""
-    interval_type: Literal["steps", "seconds"] = "steps"
-    """Unit of interval (shardtrain)."""
+    """Steps, or seconds, between two saves; the last step is always saved."""
+    interval_type: Literal["steps", "seconds", "automatic"] = "steps"
+    """Unit of interval; "automatic" saves as often as loses least time, from the measured wait for a save and
+    mean_time_to_failure_hours (shardtrain)."""
+    mean_time_to_failure_hours: float = 24.0
+    """How long the whole job runs between two failures, for an automatic interval (shardtrain)."""
     initial_load_path: str | None = None
     """Checkpoint to start from when folder holds none."""
     initial_load_model_only: bool = True
@@ -36,9 +39,21 @@ class Checkpoint:
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """Type of the weights in a weights-only save."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write checkpoints while training goes on."""
+    """Write checkpoints while training goes on, which waits for a copy in host memory alone; pinned copies faster from
+    CUDA."""
+    max_stall_seconds: float = 60.0
+    """How long a save waits for the one before it, with async_mode; then it is passed over (shardtrain)."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """What a failed save does to the run: exit 8, or go on with at most two in a row; the last one always stops
+    (shardtrain)."""
     keep_latest_k: int = 10
     """Newest checkpoints kept; 0 keeps all."""
+    keep_every_n_steps: int = 0
+    """Checkpoints whose step is a multiple are kept for ever, besides the newest; 0 keeps none (shardtrain)."""
+    keep_best: str = ""
+    """"validation.loss" or "validation.perplexity": save at every new best of it, and keep that one (shardtrain)."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether less or more of it is better (shardtrain)."""
     load_step: int = -1
     """Step to continue from; -1 is the newest."""
     exclude_from_loading: list[str] = field(default_factory=list)
@@ -46,7 +61,7 @@ class Checkpoint:
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too."""
     create_seed_checkpoint: bool = False
-    """Save the initial weights and stop. Not needed for equal starts: initial weights do not depend on the mesh."""
+    """Save the initial state as step-0 and stop. Not needed for equal starts: weights do not depend on the mesh."""
     load_only: bool = False
     """Load, never save."""
     grace_seconds: int = 30

@@ -406,6 +406,9 @@ class Validation:
     """Steps between two validations."""
     steps: int = -1
     """Batches of one validation; -1 is the whole set, once, at any number of ranks."""
+    patience: int = 0
+    """End the run, saved, after this many validations in a row without a better checkpoint.keep_best (or loss); 0 never
+    does (shardtrain)."""
     dataloader: DataLoader = field(default_factory=DataLoader)
 
 

@@ -5,25 +5,44 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from small_checkpoint import assert_is_of_its_step, checkpoints, save, world_of_one
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from small_checkpoint import assert_is_of_its_step, checkpoints, facts, rest, save, weights, world_of_one
 
-from shardtrain.checkpoint import files, retention
+from shardtrain.checkpoint import files, manifest, retention
+from shardtrain.checkpoint import save as saves
+from shardtrain.checkpoint.best import read_pointer
+from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.retention import is_whole, to_delete
 from shardtrain.errors import StorageError
 
 RUNS = int(os.environ.get("SHARDTRAIN_RETENTION_RUNS", "20"))
 
 
+GO = threading.Event()
+"""Threads that write wait for it."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    with world_of_one():
+    write = files.write_hashed
+
+    def late(*arguments: Any) -> Any:
+        assert GO.wait(60.0)
+        return write(*arguments)
+
+    GO.set()
+    with world_of_one(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "write_hashed", late)
+        patch.setattr(saves, "CRASH_SECONDS", 0.0)
+        patch.setattr(saves, "GIVE_UP_SECONDS", 0.0)
         yield
 
 
@@ -42,58 +61,131 @@ def test_the_k_newest_whole_ones_stay_and_nothing_newer_than_they_goes(
 
 
 class Folder(RuleBasedStateMachine):
-    """A run that saves, is cut short, loses files, goes back, and starts again."""
+    """A run that saves, now or in the background, is cut short, loses files, goes back, and starts again."""
 
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="shardtrain-retention-"))
-        self.kept = checkpoints(self.root, keep_latest_k=2)
+        self.mode = "disabled"
+        self.kept = self.made()
         self.step = 0
+        self.flying = False
         self.damaged: set[int] = set()
+        self.forever: set[int] = set()
+
+    def made(self, **options: Any) -> Checkpoints:
+        return checkpoints(
+            self.root,
+            keep_latest_k=2,
+            keep_every_n_steps=4,
+            keep_best="validation.loss",
+            async_mode=self.mode,
+            **options,
+        )
+
+    @initialize(mode=st.sampled_from(["disabled", "async"]))
+    def choose(self, mode: str) -> None:
+        self.mode = mode
+        self.kept = self.made()
 
     @property
     def folder(self) -> Path:
         return self.root / "checkpoint"
 
-    @rule(further=st.integers(1, 5))
-    def save(self, further: int) -> None:
-        before = {s for s in self.kept.steps() if s not in self.damaged}
+    def good(self) -> set[int]:
+        return {*self.kept.steps()} - self.damaged
+
+    def begin(self, step: int) -> None:
+        self.kept.save(step, weights(step), rest(step), {**facts(step), "best": self.kept.best.to_dict()}, last=False)
+
+    def land(self) -> None:
+        """What is in flight comes to its end."""
+        GO.set()
+        if self.flying:
+            self.flying = False
+            self.kept.finish()
+            self.saved(self.step)
+
+    def saved(self, step: int) -> None:
+        self.step = step
+        self.damaged.discard(step)
+        if step % 4 == 0:
+            self.forever.add(step)
+
+    @rule(further=st.integers(1, 5), loss=st.sampled_from([None, 1.0, 2.0, 3.0]))
+    def save(self, further: int, loss: float | None) -> None:
+        self.land()
+        before = self.good()
+        step = self.step + further
+        if loss is not None:
+            self.kept.best.observe(step, {"loss": loss})
+        self.begin(step)
+        self.kept.finish()
+        self.saved(step)
+        after = self.good()
+        assert step in after
+        assert {s for s in before if s > step} <= after, "a later history is not ours to delete"
+        if self.kept.best.is_new(step):
+            assert self.kept.best.kept == step == read_pointer(self.folder)["step"]
+
+    @precondition(lambda self: self.mode == "async")
+    @rule(further=st.integers(1, 5), loss=st.sampled_from([None, 1.0, 2.0, 3.0]))
+    def save_and_go_on(self, further: int, loss: float | None) -> None:
+        self.land()
         self.step += further
-        save(self.kept, self.step)
-        self.damaged.discard(self.step)
-        after = {s for s in self.kept.steps() if s not in self.damaged}
-        assert self.step in after
-        assert {s for s in before if s > self.step} <= after, "a later history is not ours to delete"
+        if loss is not None:
+            self.kept.best.observe(self.step, {"loss": loss})
+        GO.clear()
+        self.begin(self.step)
+        self.flying = True
+
+    @precondition(lambda self: self.flying)
+    @rule()
+    def die_in_flight(self) -> None:
+        before, writing = self.good(), self.kept.saving.writing
+        assert writing is not None
+        self.kept.close()
+        GO.set()
+        assert writing.wait(60.0) and writing.failed, "without its lease nobody commits"
+        assert self.good() == before
+        self.flying = False
+        self.go_on_from(self.made())
 
     @precondition(lambda self: self.step)
     @rule(stage=st.sampled_from(["write", "manifest", "rename", "trash"]))
     def save_is_cut_short(self, stage: str) -> None:
         """The process dies there: nothing after it is done, and no clean-up."""
-        before = {s for s in self.kept.steps() if s not in self.damaged}
+        self.land()
+        before = self.good()
         names = {"write": "write_hashed", "manifest": "write_whole", "rename": "rename"}
-        patched = pytest.MonkeyPatch()
+        rmtree, patched = shutil.rmtree, pytest.MonkeyPatch()
+
+        def only_left(path: Path, **options: Any) -> None:
+            if stage == "trash" and ".trash-" not in path.name:
+                rmtree(path, **options)
+
         with patched.context() as patch:
-            patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+            patch.setattr(shutil, "rmtree", only_left)
             if stage == "trash":
-                save(self.kept, self.step + 1)
-                self.step += 1
-                self.damaged.discard(self.step)
+                self.begin(self.step + 1)
+                self.kept.finish()
+                self.saved(self.step + 1)
                 return
             patch.setattr(files, names[stage], self._die)
             with pytest.raises(StorageError):
-                save(self.kept, self.step + 1)
+                self.begin(self.step + 1)
+                self.kept.finish()
         assert before <= {*self.kept.steps()}
         self.kept.close()  # the lease of a dead process is free; see test_lease.py
-        self.kept = checkpoints(self.root, keep_latest_k=2)
 
     @staticmethod
     def _die(*_: object) -> None:
         raise OSError(5, "cut short")
 
-    @precondition(lambda self: len({*self.kept.steps()} - self.damaged) > 1)
+    @precondition(lambda self: len(self.good()) > 1)
     @rule(data=st.data(), how=st.sampled_from(["cut", "unlink", "manifest"]))
     def damage(self, data: st.DataObject, how: str) -> None:
-        step = data.draw(st.sampled_from(sorted({*self.kept.steps()} - self.damaged)))
+        step = data.draw(st.sampled_from(sorted(self.good())))
         path = self.folder / f"step-{step}"
         file = path / "rank-00000.bin"
         if how == "cut":
@@ -104,34 +196,48 @@ class Folder(RuleBasedStateMachine):
             (path / "manifest.json").write_text("{}")
         self.damaged.add(step)
 
-    @precondition(lambda self: {*self.kept.steps()} - self.damaged)
+    def go_on_from(self, kept: Checkpoints, wanted: int | None = None) -> None:
+        self.kept = kept
+        found = kept.to_continue()
+        good = self.good()
+        if found is None:
+            assert not good
+            self.step = 0
+            return
+        assert int(found.name[5:]) == (max(good) if wanted is None else wanted)
+        self.step = assert_is_of_its_step(found)
+        kept.best.load(manifest.read(found).facts["best"], self.folder)
+
+    @precondition(lambda self: self.good())
     @rule()
     def start_again(self) -> None:
+        self.land()
         self.kept.close()
-        self.kept = checkpoints(self.root, keep_latest_k=2)
-        found = self.kept.to_continue()
-        assert found is not None
-        assert int(found.name[5:]) == max({*self.kept.steps()} - self.damaged)
-        self.step = assert_is_of_its_step(found)
+        self.go_on_from(self.made())
 
-    @precondition(lambda self: {*self.kept.steps()} - self.damaged)
+    @precondition(lambda self: self.good())
     @rule(data=st.data())
     def go_back(self, data: st.DataObject) -> None:
-        step = data.draw(st.sampled_from(sorted({*self.kept.steps()} - self.damaged)))
+        self.land()
+        step = data.draw(st.sampled_from(sorted(self.good())))
         self.kept.close()
-        self.kept = checkpoints(self.root, keep_latest_k=2, load_step=step)
-        found = self.kept.to_continue()
-        assert found is not None
-        self.step = assert_is_of_its_step(found)
+        self.go_on_from(self.made(load_step=step), step)
 
     @invariant()
     def one_good_one_is_there_once_there_was_one(self) -> None:
-        good = [s for s in self.kept.steps() if s not in self.damaged]
-        assert good or not self.step
+        good = self.good()
+        assert good or not self.step or self.flying
         assert all(is_whole(self.folder / f"step-{s}") for s in good)
         assert not any(is_whole(self.folder / f"step-{s}") for s in self.damaged if s in self.kept.steps())
 
+    @invariant()
+    def what_is_to_stay_is_there(self) -> None:
+        there = {*retention.step_folders(self.folder)}
+        assert self.forever <= there
+        assert self.kept.best.kept in {-1, *there}
+
     def teardown(self) -> None:
+        self.land()
         self.kept.close()
         shutil.rmtree(self.root, ignore_errors=True)
 

@@ -24,13 +24,15 @@ KILLS = int(os.environ.get("SHARDTRAIN_KILLS", "100"))
 NUMEL = 20_000
 
 
-def life(rank: int, size: int, root: Path, number: int, sender: Connection, before: Callable[[], object]) -> None:
+def life(
+    rank: int, size: int, root: Path, number: int, sender: Connection, mode: str, before: Callable[[], object]
+) -> None:
     """Continue from the newest checkpoint and save one after the other, telling each that is done."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(root / f"store-{number}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    kept = checkpoints(root, keep_latest_k=2)
+    kept = checkpoints(root, keep_latest_k=2, async_mode=mode)
     found = kept.to_continue()
     step = 0 if found is None else assert_is_of_its_step(found, NUMEL)
     sender.send_bytes(b"%d" % step)
@@ -38,14 +40,16 @@ def life(rank: int, size: int, root: Path, number: int, sender: Connection, befo
     while True:
         step += 1
         save(kept, step, NUMEL)
-        sender.send_bytes(b"%d" % step)
+        sender.send_bytes(b"%d" % kept.saved_step)  # in the background: the one before
 
 
-def start(size: int, root: Path, number: int, before: Callable[[], object] = lambda: None) -> tuple[list[Any], Any]:
+def start(
+    size: int, root: Path, number: int, mode: str, before: Callable[[], object] = lambda: None
+) -> tuple[list[Any], Any]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     ranks = [
-        context.Process(target=life, args=(rank, size, root, number, sender, before), daemon=True)
+        context.Process(target=life, args=(rank, size, root, number, sender, mode, before), daemon=True)
         for rank in range(size)
     ]
     for process in ranks:
@@ -82,11 +86,13 @@ def assert_nothing_is_lost(root: Path, told: int) -> int:
     return newest
 
 
-@pytest.mark.parametrize(("size", "share"), [(1, 0.75), (2, 0.25)])
-def test_random_kills_lose_nothing(size: int, share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "mode", "share"), [(1, "disabled", 0.4), (1, "async", 0.3), (2, "disabled", 0.1), (2, "async", 0.2)]
+)
+def test_random_kills_lose_nothing(size: int, mode: str, share: float, tmp_path: Path) -> None:
     dice, newest, gained = random.Random(size), 0, 0
     for number in range(int(KILLS * share)):
-        ranks, receiver = start(size, tmp_path, number)
+        ranks, receiver = start(size, tmp_path, number, mode)
         assert receiver.poll(60)
         told = int(receiver.recv_bytes())  # it has found the newest
         assert told == newest
@@ -124,13 +130,14 @@ def kill_at(operation: int) -> Callable[[], None]:
     return arm
 
 
-def test_a_kill_before_each_change_of_the_disk_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_kill_before_each_change_of_the_disk_loses_nothing(tmp_path: Path, mode: str) -> None:
     """Three saves of one rank have about 80 changes: the first, one that only adds, and one that deletes an old one."""
     newest = 0
-    for operation in range(1, 82, 1 if KILLS > 100 else 3):
+    for operation in range(1, 82, 1 if KILLS > 100 else 5):
         root = tmp_path / str(operation)
         root.mkdir()
-        ranks, receiver = start(1, root, 0, kill_at(operation))
+        ranks, receiver = start(1, root, 0, mode, kill_at(operation))
         ranks[0].join(60)
         assert ranks[0].exitcode == -signal.SIGKILL
         newest = max(newest, assert_nothing_is_lost(root, end(ranks, receiver)))

@@ -17,6 +17,7 @@ from ranks import run_ranks
 from small_checkpoint import assert_is_of_its_step, checkpoints, save, world_of_one
 
 from shardtrain.checkpoint import files
+from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.errors import StorageError
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "close", "link", "statvfs")
@@ -55,16 +56,21 @@ def group() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("keep", [0, 2])
+def save_to_the_end(kept: Checkpoints, step: int) -> None:
+    save(kept, step)
+    kept.finish()
+
+
+@pytest.mark.parametrize(("keep", "mode"), [(0, "disabled"), (2, "disabled"), (0, "async"), (2, "async")])
 @pytest.mark.usefixtures("group")
-def test_no_error_of_any_call_is_a_success_or_harms_what_was_there(tmp_path: Path, keep: int) -> None:
-    kept = checkpoints(tmp_path, keep_latest_k=keep)
+def test_no_error_of_any_call_is_a_success_or_harms_what_was_there(tmp_path: Path, keep: int, mode: str) -> None:
+    kept = checkpoints(tmp_path, keep_latest_k=keep, async_mode=mode)
     for step in (1, 2):
-        save(kept, step)
+        save_to_the_end(kept, step)
     folder = tmp_path / "checkpoint"
     with pytest.MonkeyPatch.context() as patch:
         faults = Faults(patch)
-        save(kept, 3)  # the third deletes the first: all calls that a save can make
+        save_to_the_end(kept, 3)  # the third deletes the first: all calls that a save can make
         sites = dict(faults.counts)
     assert sites["write"] >= 2 and sites["fsync"] >= 4 and sites["rename"] >= 1 and sites["mkdir"] == 1, sites
     step, refused = 3, 0
@@ -76,7 +82,7 @@ def test_no_error_of_any_call_is_a_success_or_harms_what_was_there(tmp_path: Pat
                 with pytest.MonkeyPatch.context() as patch:
                     Faults(patch).arm((name, number, code))
                     try:
-                        save(kept, step)
+                        save_to_the_end(kept, step)
                         told = ""
                     except StorageError as error:
                         told = str(error)
@@ -94,9 +100,9 @@ def test_no_error_of_any_call_is_a_success_or_harms_what_was_there(tmp_path: Pat
 SITES = [("write", 1, 1), ("fsync", 1, 1), ("open", 1, 1), ("close", 1, 1), ("rename", 0, 1), ("write", 0, 2)]
 
 
-def faulty_saves(rank: int, root: Path) -> list[tuple[str, list[int]]]:
+def faulty_saves(rank: int, root: Path, mode: str) -> list[tuple[str, list[int]]]:
     found = []
-    kept = checkpoints(root, keep_latest_k=2)
+    kept = checkpoints(root, keep_latest_k=2, async_mode=mode)
     for step in (1, 2):
         save_split(kept, step)
     for step, (name, culprit, number) in enumerate(SITES, 3):
@@ -120,10 +126,12 @@ def save_split(kept: Any, step: int) -> None:
 
     own = {f"model.{dist.get_rank()}": torch.full((1000,), float(step))}
     kept.save(step, own, {}, {"state": {"step": step}}, last=False)
+    kept.finish()
 
 
-def test_an_error_of_one_rank_fails_the_save_on_all_and_nobody_waits(tmp_path: Path) -> None:
-    answers = run_ranks(2, faulty_saves, tmp_path)
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_an_error_of_one_rank_fails_the_save_on_all_and_nobody_waits(tmp_path: Path, mode: str) -> None:
+    answers = run_ranks(2, faulty_saves, tmp_path, mode)
     for first, second, (name, culprit, _) in zip(*answers, SITES, strict=False):
         assert first[0] == second[0], "the same line on all ranks"
         assert f"rank {culprit} on" in first[0] and f"errno {errno.ENOSPC}" in first[0], (name, first)

@@ -140,7 +140,6 @@ def test_the_table_of_unavailable_options_names_options_whose_defaults_are_avail
         ("[parallelism]\ncontext_parallel_degree = 2", "parallelism.context_parallel_degree"),
         ("[parallelism]\nexpert_parallel_degree = 2", "parallelism.expert_parallel_degree"),
         ('[model]\nconverters = ["float8"]', "model.converters"),
-        ('[checkpoint]\nasync_mode = "async"', "checkpoint.async_mode"),
         ("[fault_tolerance]\nenable = true", "fault_tolerance.enable"),
         ('[comm]\nmode = "local_tensor"', "comm.mode"),
         ('[experimental]\ncustom_import = "x"', "experimental.custom_import"),

@@ -126,7 +126,7 @@ def test_show_names_the_origin_of_every_value_and_is_valid_toml(tmp_path: Path) 
 def test_the_report_lists_errors_then_notes_and_fails_for_errors_alone(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
-        "[training]\nbatch_size = 4\nsteps = 0\n[checkpoint]\nasync_mode = 'async'\n[validation]\nfreq = 3\n"
+        "[training]\nbatch_size = 4\nsteps = 0\n[checkpoint]\nlast_save_in_hf = true\n[validation]\nfreq = 3\n"
     )
     text, code = check_report(load(file))
     lines = text.splitlines()
@@ -134,9 +134,9 @@ def test_the_report_lists_errors_then_notes_and_fails_for_errors_alone(tmp_path:
     assert lines[0].startswith("error: run.toml:3: training.steps=0 must be at least 1")
     assert [line.partition(":")[0] for line in lines[1:-1]] == ["note"] * 4
     assert "batch_size is called" in lines[1]
-    assert "checkpoint.async_mode: without effect, which needs checkpoint.enable" in lines[2]
+    assert "checkpoint.last_save_in_hf: without effect, which needs checkpoint.enable" in lines[2]
     assert "validation.freq: without effect, which needs validation.enable" in lines[3]
-    assert 'checkpoint.async_mode="async"' in lines[4] and "not available yet" in lines[4]
+    assert "checkpoint.last_save_in_hf=true" in lines[4] and "not available yet" in lines[4]
     assert lines[-1].endswith("run.toml: 1 error, 4 notes")
     text, code = check_report(load(file, ["--training.steps=500"]))
     assert code == 0 and text.endswith("0 errors, 4 notes")

@@ -1,0 +1,127 @@
+"""The best result of a validation so far: which checkpoint is never deleted, and when it is no use to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtrain.checkpoint import files, retention
+from shardtrain.config.schema import Config
+from shardtrain.log import logger
+
+POINTER = "best.json"
+DEFAULT_METRIC = "validation.loss"
+
+
+class Best:
+    """What the validations of a run came to, part of its checkpoints; equal on all ranks but for ``kept``."""
+
+    def __init__(self, config: Config) -> None:
+        self.metric = config.checkpoint.keep_best or DEFAULT_METRIC
+        self.mode = config.checkpoint.best_mode
+        self.patience = config.validation.patience
+        self._keeps = bool(config.checkpoint.keep_best)
+        self.step, self.value = -1, math.nan
+        """The first step with the best value; -1 before a validation."""
+        self.without_improvement = 0
+        """Validations since then."""
+        self.kept = -1
+        """Step of the best checkpoint, known to the first rank alone; -1 for none."""
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Note a validation's values, equal on all ranks. Of equal ones the first is best; nan and inf never are."""
+        value = values[self.metric.removeprefix("validation.")]
+        sign = 1 if self.mode == "max" else -1
+        if math.isfinite(value) and (self.step < 0 or sign * value > sign * self.value):
+            self.step, self.value, self.without_improvement = step, value, 0
+        else:
+            self.without_improvement += 1
+
+    def is_new(self, step: int) -> bool:
+        """Whether a checkpoint of this step is wanted because its validation was the best so far."""
+        return self._keeps and step == self.step
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether validations have not improved for ``validation.patience`` times."""
+        return 0 < self.patience <= self.without_improvement
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON."""
+        state = {"metric": self.metric, "mode": self.mode, "step": self.step, "kept": self.kept}
+        value = self.value if self.step >= 0 else None
+        return {**state, "value": value, "without_improvement": self.without_improvement}
+
+    def load(self, state: Any, folder: Path | None) -> None:
+        """Go on from a checkpoint's state; ``folder`` holds the run's own checkpoints, None for another run's.
+
+        A state that is none, or of another metric, is passed over, and said aloud: only what is kept hangs on it.
+        """
+        if state is None or folder is None:
+            return
+        if not _is_state(state):
+            logger.warning("the checkpoint's best validation cannot be read: looking for the best anew")
+            return
+        if (state["metric"], state["mode"]) != (self.metric, self.mode):
+            if state["step"] >= 0 and (self._keeps or self.patience):
+                logger.warning(
+                    f"the checkpoint knows the best by {state['metric']} ({state['mode']}), and this run looks for "
+                    f"{self.metric} ({self.mode}): looking for the best anew"
+                )
+            return
+        self.step, self.without_improvement = state["step"], state["without_improvement"]
+        self.value = math.nan if self.step < 0 else float(state["value"])
+        there = [step for step in (self.step, state["kept"]) if retention.is_whole(folder / f"step-{step}")]
+        self.kept = there[0] if there else -1
+
+    def point(self, folder: Path, saved: Mapping[str, Any] | None, nonce: str) -> None:
+        """Let ``best.json`` name the best checkpoint, by the state that one just committed holds; first rank alone."""
+        step = saved["step"] if saved else -1
+        if not saved or not self._keeps or step < 0:
+            return
+        known = step == self.kept and read_pointer(folder).get("step") == step
+        if known or not retention.is_whole(folder / f"step-{step}"):
+            return
+        fields = {"step": step, "metric": saved["metric"], "mode": saved["mode"], "value": saved["value"]}
+        part = folder / f"{POINTER}.{nonce}"
+        try:
+            part.unlink(missing_ok=True)
+            files.write_whole(part, (json.dumps(fields) + "\n").encode())
+            files.rename(part, folder / POINTER)
+        except OSError as error:  # the checkpoint is safe and says so itself; the next save tries again
+            logger.warning(f"cannot write {folder / POINTER}: {error.strerror}")
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            return
+        self.kept = step
+
+
+def read_pointer(folder: Path) -> dict[str, Any]:
+    """What ``best.json`` says, or nothing where it cannot be read: it is a note for people."""
+    try:
+        descriptor = files.open_stored(folder / POINTER)
+        try:
+            found = json.loads(os.read(descriptor, 4096))
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    fits = isinstance(found, dict) and isinstance(found.get("step"), int) and isinstance(found.get("metric"), str)
+    return found if fits and isinstance(found.get("value"), int | float) else {}
+
+
+def _is_state(state: Any) -> bool:
+    counts = ("step", "kept", "without_improvement")
+    return (
+        isinstance(state, dict)
+        and all(isinstance(state.get(name), int) and not isinstance(state[name], bool) for name in counts)
+        and isinstance(state.get("metric"), str)
+        and isinstance(state.get("mode"), str)
+        and (state["step"] < 0 or isinstance(state.get("value"), int | float))
+        and state["without_improvement"] >= 0
+    )

@@ -1,0 +1,320 @@
+"""Writing checkpoints: now, or in the background while training goes on; whole on disk or not there at all.
+
+A checkpoint is written as ``step-N.tmp-<run>``, put on disk, and renamed when every rank has written; what is then in
+``step-N`` never changes. ``manifest.py`` says what is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardtrain import __version__
+from shardtrain.checkpoint import background, files, manifest, retention
+from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint.agree import exchange, together
+from shardtrain.checkpoint.background import Saving, Staging, Writing
+from shardtrain.checkpoint.best import Best
+from shardtrain.checkpoint.interval import Interval
+from shardtrain.checkpoint.lease import Lease
+from shardtrain.checkpoint.manifest import MANIFEST, Manifest, StoredFile
+from shardtrain.config.schema import Checkpoint, Config
+from shardtrain.errors import StorageError
+from shardtrain.log import logger
+
+SPARE = 1.2
+"""A save begins only where this many times its size is free."""
+FAILURES_IN_A_ROW = 2
+"""Failed saves with which a run may go on."""
+CRASH_SECONDS = 3.0
+"""How long a rank that ends with an error waits for the save in flight: the others are waiting to be ended."""
+GIVE_UP_SECONDS = 1.0
+"""And for its thread to notice that it is given up, between two pieces of a file."""
+
+
+class Saver:
+    """Saves the checkpoints of a run; all methods but ``is_due`` and ``close`` are collectives."""
+
+    def __init__(self, config: Config) -> None:
+        self._options: Checkpoint = config.checkpoint
+        self._folder = Path(config.job.dump_folder) / config.checkpoint.folder
+        self._is_first = dist.get_rank() == 0
+        self._lease = Lease(self._folder)
+        self._plan: tensor_files.Plan | None = None
+        self._staging = Staging(self._options.async_mode == "async_with_pinned_mem")
+        self.best = Best(config)
+        self.interval = Interval(self._options)
+        self.saving = Saving()
+        if self._is_first and self._saves:
+            self.saving.is_time = self.interval.is_time
+        self.saved_step = 0
+        """The newest step that is on disk, or that the run began with; equal on all ranks."""
+        self.failures_in_a_row = self.skipped = 0
+        self.on_written: Callable[[float], object] = lambda seconds: None
+        """Told how long each save took until it was on disk."""
+
+    @property
+    def _saves(self) -> bool:
+        return self._options.enable and not self._options.load_only
+
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether to save after this step: by its number, by the first rank's clock, or as the best so far."""
+        options = self._options
+        if not self._saves:
+            return False
+        first = options.enable_first_step_checkpoint and step == 1
+        by_number = options.interval_type == "steps" and step % options.interval == 0
+        return first or step == total_steps or by_number or self.saving.due or self.best.is_new(step)
+
+    def save(
+        self,
+        step: int,
+        weights: Mapping[str, Tensor],
+        rest: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        last: bool,
+        wait: bool = False,
+    ) -> None:
+        """Save weights, the rest of the tensors and the facts, and delete what is no longer to be kept.
+
+        With ``checkpoint.async_mode`` it returns when the tensors are copied, unless it is the ``last`` or is to
+        ``wait``; what becomes of it then is met by ``poll``. While an earlier save is in flight it waits for at most
+        ``checkpoint.max_stall_seconds`` and is then passed over; the best so far waits as long as it takes.
+
+        Raises:
+            StorageError: on all ranks, when one could not write; older checkpoints are as they were. Not raised where
+                ``checkpoint.on_save_error`` is "continue", unless it is the last, is to wait, or the third in a row.
+            ConfigError: when another run has taken over the folder.
+        """
+        begun, must = time.monotonic(), last or wait
+        if not self.finish(None if must or self.best.is_new(step) else self._options.max_stall_seconds):
+            self._pass_over(step)
+            return
+        if last and self._options.last_save_model_only:
+            weights, rest = tensor_files.cast(weights, self._options.export_dtype), {}
+            facts = {**facts, "weights_only": True}
+        tensors, facts = {**weights, **rest}, {"weights_only": False, **facts}
+        in_background = self._options.async_mode != "disabled" and not must
+        try:
+            (self._begin if in_background else self._save_now)(step, tensors, facts)
+        except BaseException as error:
+            if self._is_first:
+                shutil.rmtree(self._temporary(step, self._lease.nonce), ignore_errors=True)
+            self._tolerate(error, must)
+        else:
+            if not in_background:
+                self._saved(step, time.monotonic() - begun)
+        self.saving.forget()
+        self.interval.note(time.monotonic() - begun)
+        self.interval.begin_anew()
+
+    def poll(self) -> None:
+        """Deal with the save in flight, if all ranks have told each other that it has ended (see ``Saving``).
+
+        Raises:
+            StorageError: as ``save`` does.
+        """
+        if self.saving.has_ended(dist.get_world_size()):
+            self.finish()
+
+    def finish(self, limit_seconds: float | None = None) -> bool:
+        """Wait for the save in flight; False, on all ranks, where it has not ended within the limit of one.
+
+        Raises:
+            StorageError: as ``save`` does.
+        """
+        writing = self.saving.writing
+        if writing is None:
+            return True
+        deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
+        while True:
+            # in short turns: no rank waits in a collective for as long as another writes
+            writing.wait(1.0 if deadline is None else min(1.0, deadline - time.monotonic()))
+            late = deadline is not None and time.monotonic() >= deadline
+            said = exchange([writing.ended, writing.failed, late])
+            if all(ended for ended, _, _ in said):
+                break
+            if any(failed for _, failed, _ in said):
+                writing.give_up()
+                deadline = None
+            elif any(late for _, _, late in said):
+                return False
+        self.saving.writing = None
+        try:
+            together(writing.result)
+        except BaseException as error:
+            if self._is_first:
+                shutil.rmtree(self._temporary(writing.step, self._lease.nonce), ignore_errors=True)
+            self._tolerate(error, must=False)
+        else:
+            self._saved(writing.step, writing.seconds)
+            self.interval.note_write(writing.seconds)
+        return True
+
+    def close(self) -> None:
+        """Let other runs write the folder; a save in flight gets a moment, for a run that ends with an error."""
+        writing = self.saving.writing
+        if writing is not None:
+            if not writing.wait(CRASH_SECONDS):
+                writing.give_up()
+                writing.wait(GIVE_UP_SECONDS)
+            if self._is_first:
+                if writing.ended and not writing.failed:
+                    logger.info(f"saved checkpoint {self._folder / f'step-{writing.step}'}")
+                else:
+                    shutil.rmtree(self._temporary(writing.step, self._lease.nonce), ignore_errors=True)
+            self.saving.writing = None
+        if self._is_first:
+            self._lease.release()
+
+    def _temporary(self, step: int, nonce: str) -> Path:
+        return self._folder / f"step-{step}.tmp-{nonce}"
+
+    def _save_now(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        shares = self._shares(tensors)
+        nonce, _ = together(lambda: self._prepare(step, sum(shares.bytes_of)), only_first=True)[0]
+        temporary = self._temporary(step, nonce)
+        written = together(lambda: _fields(tensor_files.write(tensors, shares, temporary)))
+        found = [StoredFile(*fields) for fields in written if fields]
+        together(lambda: self._commit(temporary, self._manifest(step, found, shares, facts)), only_first=True)
+        together(lambda: self._tidy(step, facts), only_first=True)
+
+    def _begin(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Copy what this rank writes, and leave the rest to a thread."""
+        shares, rank, size = self._shares(tensors), dist.get_rank(), dist.get_world_size()
+        staged: list[memoryview] = []
+
+        def ready() -> list[str] | None:
+            own = [tensors[name] for name in shares.names_of(rank)]
+            staged.append(self._staging.copy(own, shares.bytes_of[rank]))
+            return self._prepare(step, sum(shares.bytes_of)) if self._is_first else None
+
+        nonce, token = together(ready)[0]
+        temporary = self._temporary(step, nonce)
+        others = [rank for rank in range(1, size) if shares.bytes_of[rank]]
+
+        def write(go_on: Callable[[], None]) -> None:
+            file, blocks = None, background.pieces(staged[0], go_on)
+            if shares.bytes_of[rank]:
+                file = tensor_files.write_blocks(blocks, rank, size, temporary)
+            if not self._is_first:
+                if file:
+                    background.leave_word(temporary, rank, token, file)
+                return
+            found = [*([file] if file else []), *(background.await_word(temporary, r, token, go_on) for r in others)]
+            self._commit(temporary, self._manifest(step, found, shares, facts))
+            self._tidy(step, facts)
+
+        self.saving.writing = Writing(step, write)
+
+    def _shares(self, tensors: Mapping[str, Tensor]) -> tensor_files.Plan:
+        """The plan of the last save, as long as every rank has the same tensors as then (a collective)."""
+        self._plan = tensor_files.plan(tensors, self._plan)
+        return self._plan
+
+    def _manifest(
+        self, step: int, found: list[StoredFile], shares: tensor_files.Plan, facts: Mapping[str, Any]
+    ) -> Manifest:
+        return Manifest(
+            step=step,
+            world_size=dist.get_world_size(),
+            run=self._lease.nonce,
+            created_by=f"shardtrain {__version__}, torch {torch.__version__}",
+            files=tuple(found),
+            tensors=shares.tensors,
+            facts=facts,
+        )
+
+    def _saved(self, step: int, seconds: float) -> None:
+        self.saved_step, self.failures_in_a_row = step, 0
+        self.on_written(seconds)
+        logger.info(f"saved checkpoint {self._folder / f'step-{step}'}")
+
+    def _tolerate(self, error: BaseException, must: bool) -> None:
+        """Raise the error of a save, unless the run is to go on without it; the same on all ranks."""
+        self.failures_in_a_row += 1
+        goes_on = self._options.on_save_error == "continue" and self.failures_in_a_row <= FAILURES_IN_A_ROW
+        if must or not goes_on or not isinstance(error, StorageError):
+            raise error
+        logger.warning(
+            f"{error}: training goes on with the checkpoint of step {self.saved_step} as the newest "
+            f"(checkpoint.on_save_error; {self.failures_in_a_row} of {FAILURES_IN_A_ROW} in a row)"
+        )
+
+    def _pass_over(self, step: int) -> None:
+        self.skipped += 1
+        self.saving.forget()
+        self.interval.begin_anew()
+        assert self.saving.writing is not None
+        logger.warning(
+            f"the save of step {step} is passed over: that of step {self.saving.writing.step} is still being written "
+            f"after checkpoint.max_stall_seconds={self._options.max_stall_seconds} ({self.skipped} in all); save "
+            "less often, or to faster storage"
+        )
+
+    def _prepare(self, step: int, planned: int) -> list[str]:
+        """Make the folder of a save; gives what its name ends with, and a word that no other save has."""
+        temporary = self._temporary(step, self._lease.nonce)
+        with files.naming(temporary):
+            self._lease.acquire()
+            self._lease.check()
+            free = files.free_bytes(self._folder)
+        needed = int(SPARE * planned)
+        if free < needed:
+            raise StorageError(
+                f"cannot write checkpoint {temporary}: {free} bytes are free and {needed} are needed; nothing was "
+                "touched: free space, or keep fewer with checkpoint.keep_latest_k"
+            )
+        shutil.rmtree(temporary, ignore_errors=True)
+        with files.naming(temporary):
+            temporary.mkdir()
+        return [self._lease.nonce, secrets.token_hex(4)]
+
+    def _commit(self, temporary: Path, stored: Manifest) -> None:
+        final = self._folder / f"step-{stored.step}"
+        for file in stored.files:
+            if (temporary / file.name).stat().st_size != file.bytes:
+                raise StorageError(f"cannot write checkpoint {temporary / file.name}: its size is not what was written")
+        text = stored.to_bytes()
+        manifest.parse(text, temporary)  # what could not be read is not called saved
+        files.write_whole(temporary / MANIFEST, text)
+        files.sync_folder(temporary)
+        self._lease.check()
+        with files.naming(final):
+            if final.exists():  # a run that went back to an older step writes its own history
+                retention.discard(final)
+            files.rename(temporary, final)
+        with contextlib.suppress(OSError):
+            files.sync_folder(self._folder.parent)
+
+    def _tidy(self, saved: int, facts: Mapping[str, Any]) -> None:
+        """After a commit: name the best one, and delete what is no longer to be kept."""
+        self.best.point(self._folder, facts.get("best"), self._lease.nonce)
+        keep, forever = self._options.keep_latest_k, self._options.keep_every_n_steps
+        # steps after this one are another history, which the user went back from: no part of what is counted here
+        own = [step for step in retention.steps(self._folder) if step <= saved]
+        if not keep or len(own) <= keep:
+            return
+        whole = {step for step in own[-keep:] if retention.is_whole(self._folder / f"step-{step}")}
+        if len(whole) < keep:
+            whole = {step for step in own if retention.is_whole(self._folder / f"step-{step}")}
+        for step in retention.to_delete(own, keep, whole):
+            if step == self.best.kept or (forever and step % forever == 0):
+                continue
+            try:
+                retention.discard(self._folder / f"step-{step}")
+            except OSError as error:  # the new one is safe, and the next save tries again
+                logger.warning(f"cannot delete the old checkpoint {self._folder / f'step-{step}'}: {error.strerror}")
+
+
+def _fields(file: StoredFile | None) -> list[Any] | None:
+    return None if file is None else [file.name, file.bytes, file.sha256]

@@ -1,0 +1,57 @@
+"""Rules about checkpoints: which are kept, when they are saved, and on which device a copy can be pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardtrain.config.check_values import any_of, problem
+from shardtrain.config.load import Loaded
+from shardtrain.config.options import nearest
+from shardtrain.errors import Problem
+
+METRICS = ("validation.loss", "validation.perplexity")
+"""What a validation measures, as ``checkpoint.keep_best`` names it."""
+
+
+def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
+    """Options of checkpoints that contradict others, or that would have no effect."""
+    options, validation = loaded.config.checkpoint, loaded.config.validation
+    if options.keep_best and options.keep_best not in METRICS:
+        near = nearest(options.keep_best, METRICS)
+        fix = f'did you mean "{near}"?' if near else f'use "{METRICS[0]}"'
+        yield problem(loaded, "checkpoint.keep_best", f"must be {any_of(METRICS)}, or empty", fix)
+    elif options.keep_best and options.enable and not validation.enable:
+        rule = "needs a validation, and there is none"
+        yield problem(loaded, "checkpoint.keep_best", rule, "set validation.enable = true, or remove it")
+    if options.create_seed_checkpoint and options.load_only:
+        rule = "saves, and checkpoint.load_only forbids it"
+        yield problem(loaded, "checkpoint.create_seed_checkpoint", rule, "remove one of them")
+    if options.interval_type == "automatic" and options.enable and loaded.is_set("checkpoint.interval"):
+        rule = 'is not used with checkpoint.interval_type = "automatic"'
+        yield problem(loaded, "checkpoint.interval", rule, "remove it")
+
+
+def check_pinned(loaded: Loaded, device: str | None) -> Iterator[Problem]:
+    """Pinned memory is CUDA's."""
+    options = loaded.config.checkpoint
+    if options.enable and options.async_mode == "async_with_pinned_mem" and device == "cpu":
+        rule = "pins memory for copies from CUDA, and training runs on the CPU"
+        yield problem(loaded, "checkpoint.async_mode", rule, 'use "async"')
+
+
+def checkpoint_notes(loaded: Loaded) -> list[str]:
+    """Options of checkpoints that wait for others; no errors, since files for other trainers set them."""
+    options = loaded.config.checkpoint
+    waits = {
+        "checkpoint.max_stall_seconds": (options.async_mode == "disabled", "an async_mode"),
+        "checkpoint.mean_time_to_failure_hours": (options.interval_type != "automatic", 'interval_type = "automatic"'),
+        "checkpoint.best_mode": (
+            not options.keep_best and not loaded.config.validation.patience,
+            "keep_best or validation.patience",
+        ),
+    }
+    return [
+        f"{name}: without effect, which needs {switch}"
+        for name, (is_off, switch) in waits.items()
+        if options.enable and is_off and loaded.is_set(name)
+    ]

@@ -1,0 +1,234 @@
+"""The best checkpoint by a validation is named, kept and remembered; a run without improvement ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from small_checkpoint import facts, rest, weights, world_of_one
+from tiny import Ended, assert_bitwise, text_file, tiny_config, train_whole
+
+from shardtrain.checkpoint import command, files, manifest
+from shardtrain.checkpoint.best import Best, read_pointer
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config.schema import Checkpoint, Config, Job, Validation
+from shardtrain.errors import ConfigError
+from shardtrain.evaluate import Evaluation, Validator
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+def config(root: Path, patience: int = 0, **options: Any) -> Config:
+    checkpoint = Checkpoint(enable=True, **{"keep_best": "validation.loss", "keep_latest_k": 2, **options})
+    return Config(job=Job(dump_folder=str(root)), checkpoint=checkpoint, validation=Validation(patience=patience))
+
+
+VALUES = st.lists(st.sampled_from([NAN, INF, -INF, 1.0, 2.0, 3.0, -1.5]), max_size=12)
+
+
+@settings(max_examples=200)
+@given(VALUES, st.sampled_from(["min", "max"]), st.integers(0, 12), st.integers(0, 4))
+def test_the_best_is_the_first_of_the_best_finite_ones_and_a_resume_in_between_changes_nothing(
+    values: list[float], mode: str, cut: int, patience: int
+) -> None:
+    options = Config(
+        checkpoint=Checkpoint(keep_best="validation.loss", best_mode=mode), validation=Validation(patience=patience)
+    )  # type: ignore[arg-type]
+    best = Best(options)
+    for step, value in enumerate(values):
+        if step == cut:  # through JSON, as a checkpoint has it
+            resumed = Best(options)
+            resumed.load(json.loads(json.dumps(best.to_dict())), Path("/nowhere"))
+            best = resumed
+        best.observe(step, {"loss": value})
+        good = [v for v in values[: step + 1] if math.isfinite(v)]
+        expected = values.index((min if mode == "min" else max)(good)) if good else -1
+        assert best.step == expected
+        assert best.is_new(step) == (expected == step)
+        assert best.without_improvement == step - expected
+        assert best.exhausted == bool(patience and step - expected >= patience)
+
+
+def save(kept: Checkpoints, step: int, loss: float | None = None) -> None:
+    if loss is not None:
+        kept.best.observe(step, {"loss": loss})
+    kept.save(step, weights(step), rest(step), {**facts(step), "best": kept.best.to_dict()}, last=False)
+    kept.finish()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_the_best_stays_while_it_is_the_best(tmp_path: Path, group: None, mode: Any, capsys: Any) -> None:
+    kept, folder = Checkpoints(config(tmp_path, async_mode=mode)), tmp_path / "checkpoint"
+    for step, loss, expected in (
+        (1, 3.0, [1]),
+        (2, 2.0, [1, 2]),
+        (3, 2.5, [2, 3]),
+        (4, None, [2, 3, 4]),
+        (5, 2.0, [2, 4, 5]),  # not better: the first stays
+        (6, NAN, [2, 5, 6]),
+        (7, 1.5, [6, 7]),
+        (8, 1.6, [7, 8]),
+        (9, 1.6, [7, 8, 9]),
+    ):
+        save(kept, step, loss)
+        assert kept.steps() == expected, step
+    assert read_pointer(folder) == {"step": 7, "metric": "validation.loss", "mode": "min", "value": 1.5}
+    command.main(["ls", str(folder)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [("best: validation.loss 1.5" in line) for line in lines] == [True, False, False]
+    kept.close()
+    again = Checkpoints(config(tmp_path))
+    found = manifest.read(folder / "step-9").facts["best"]
+    again.to_continue()
+    again.best.load(found, folder)
+    for step in (10, 11, 12):
+        save(again, step, 1.55)
+    assert again.steps() == [7, 11, 12]
+    again.close()
+
+
+def test_a_pointer_that_is_behind_or_broken_is_written_anew(
+    tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, folder = Checkpoints(config(tmp_path)), tmp_path / "checkpoint"
+    save(kept, 1, 3.0)
+    rename = files.rename
+    with monkeypatch.context() as patch:
+
+        def refuse(old: Path, new: Path) -> None:
+            if new.name == "best.json":
+                raise OSError(28, "No space left on device")
+            rename(old, new)
+
+        patch.setattr(files, "rename", refuse)
+        save(kept, 2, 2.0)
+    assert read_pointer(folder)["step"] == 1 and kept.steps() == [1, 2] and "cannot write" in caplog.text
+    save(kept, 3, 2.5)
+    assert read_pointer(folder)["step"] == 2 and kept.steps() == [2, 3]
+    for text in ("", "{}", "[]", '{"step": "x"}', "[" * 3000, '{"step": 2, "metric": 3, "value": 1}'):
+        (folder / "best.json").write_text(text)
+        assert read_pointer(folder) == {}
+    save(kept, 4, 2.5)
+    assert read_pointer(folder)["step"] == 2
+    assert not list(folder.glob("best.json.*"))
+    kept.close()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [3, [], {}, {"metric": "validation.loss"}, {"step": "1"}, {"step": True, "kept": 1, "without_improvement": 0}],
+)
+def test_a_state_that_is_none_is_said_and_passed_over(state: Any, tmp_path: Path, caplog: Any) -> None:
+    best = Best(config(tmp_path))
+    best.load(state, tmp_path)
+    assert best.step == -1 and "looking for the best anew" in caplog.text
+
+
+def test_another_metric_begins_anew_and_says_so(tmp_path: Path, caplog: Any) -> None:
+    best = Best(config(tmp_path))
+    best.observe(4, {"loss": 1.0})
+    other = Best(config(tmp_path, best_mode="max"))
+    other.load(best.to_dict(), tmp_path)
+    assert other.step == -1 and "this run looks for validation.loss (max)" in caplog.text
+
+
+def test_some_steps_are_kept_for_ever(tmp_path: Path, group: None) -> None:
+    kept = Checkpoints(config(tmp_path, keep_best="", keep_every_n_steps=4))
+    for step in range(1, 12):
+        save(kept, step)
+    assert kept.steps() == [4, 8, 10, 11]
+    kept.close()
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+LOSSES = [3.0, 2.0, 2.5, NAN, 2.0, 1.0, 9.0, 9.0, 9.0, 9.0]
+"""Of the validations after steps 1, 2, ...: without improvement for three after step 5."""
+
+
+def run(
+    rank: int, root: Path, losses: list[float], patience: int = 3, stop_after: int | None = None, **options: Any
+) -> Ended:
+    def scripted(self: Validator, step: int) -> Evaluation:
+        self._last_step = step
+        return Evaluation(losses[step - 1] + 1e-9 * rank, 1, 1)
+
+    checkpoint = {"enable": True, "interval": 100, "keep_best": "validation.loss", "async_mode": "async", **options}
+    validation = {"enable": True, "dataset": "text", "dataset_path": text_file(), "freq": 1, "seq_len": 64}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Validator, "run", scripted)
+        return train_whole(
+            rank,
+            tiny_config(
+                job={"dump_folder": str(root)},
+                training={"steps": 10, "local_batch_size": 4},
+                checkpoint=checkpoint,
+                validation={**validation, "patience": patience},
+            ),
+            stop_after,
+        )
+
+
+def runs(rank: int, root: Path) -> dict[str, Ended]:
+    found = {"once": run(rank, root / "once", LOSSES)}
+    found["again"] = run(rank, root / "once", LOSSES)
+    found["cut"] = run(rank, root / "cut", LOSSES, stop_after=4, interval=3)
+    found["resumed"] = run(rank, root / "cut", LOSSES, interval=3)
+    found["more"] = run(rank, root / "once", LOSSES, patience=5)
+    return found
+
+
+def test_a_run_without_improvement_ends_saved_on_all_ranks_and_a_resume_remembers(tmp_path: Path) -> None:
+    for answer in run_ranks(2, runs, tmp_path):
+        assert all(ended.error is None for ended in answer.values()), answer
+        assert answer["once"].state["step"] == 5
+        assert answer["again"].state["step"] == 5 and not answer["again"].losses, "it has ended already"
+        assert answer["resumed"].state["step"] == 5
+        assert_bitwise(answer["resumed"].weights, answer["once"].weights)
+        assert answer["more"].state["step"] == 10, "a longer patience goes on; the sixth was better"
+    folder = tmp_path / "once/checkpoint"
+    assert read_pointer(folder)["step"] == 6
+    assert {path.name for path in folder.glob("step-*")} == {"step-1", "step-2", "step-5", "step-6", "step-10"}
+    assert read_pointer(tmp_path / "cut/checkpoint")["step"] == 2
+
+
+def seeds(rank: int, root: Path) -> dict[str, Ended]:
+    def one(name: str, **checkpoint: Any) -> Ended:
+        return train_whole(
+            rank,
+            tiny_config(
+                job={"dump_folder": str(root / name)},
+                training={"steps": 2, "local_batch_size": 4},
+                checkpoint={"enable": True, **checkpoint},
+            ),
+        )
+
+    found = {"plain": one("plain"), "seed": one("seed", create_seed_checkpoint=True, async_mode="async")}
+    found["from seed"] = one("seed")
+    found["too late"] = one("seed", create_seed_checkpoint=True)
+    return found
+
+
+def test_a_seed_checkpoint_is_the_state_before_the_first_step(tmp_path: Path) -> None:
+    (answer,) = run_ranks(1, seeds, tmp_path)
+    assert answer["seed"].error is None and answer["seed"].losses == []
+    assert {path.name for path in (tmp_path / "seed/checkpoint").glob("step-*")} == {"step-0", "step-2"}
+    assert answer["from seed"].losses == answer["plain"].losses
+    assert_bitwise(answer["from seed"].weights, answer["plain"].weights)
+    assert isinstance(answer["too late"].error, ConfigError) and "this one is at 2 steps" in str(
+        answer["too late"].error
+    )
+    assert not list((tmp_path / "seed").rglob("*.tmp-*"))

@@ -1,0 +1,140 @@
+"""When a run saves: by the first rank's clock alone, and as often as costs least."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from tiny import tiny_config, train_whole
+
+from shardtrain.checkpoint import command, retention
+from shardtrain.checkpoint import save as saves
+from shardtrain.checkpoint.interval import (
+    LONGEST_SECONDS,
+    SHORTEST_SECONDS,
+    Interval,
+    best_seconds,
+    useful_share,
+)
+from shardtrain.config.schema import Checkpoint
+from shardtrain.errors import ConfigError
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_seconds_count_from_the_end_of_the_save_before() -> None:
+    clock = Clock()
+    interval = Interval(Checkpoint(interval_type="seconds", interval=30), clock)
+    assert not interval.is_time()
+    clock.now += 29.9
+    assert not interval.is_time()
+    clock.now += 0.1
+    assert interval.is_time()
+    interval.begin_anew()
+    assert not interval.is_time()
+    assert not Interval(Checkpoint(interval_type="steps", interval=1), itertools.count(0, 1000).__next__).is_time()
+
+
+def run(rank: int, root: Path, kind: str, ticks: Iterator[float]) -> list[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saves, "Interval", partial(Interval, clock=lambda: next(ticks)))
+        training = {"steps": 12, "local_batch_size": 4}
+        checkpoint = {"enable": True, "interval_type": kind, "interval": 4, "keep_latest_k": 0}
+        config = tiny_config(job={"dump_folder": str(root)}, training=training, checkpoint=checkpoint)
+        ended = train_whole(rank, config)
+    assert ended.error is None, ended.error
+    return retention.steps(root / "checkpoint")
+
+
+def by_the_clock(rank: int, root: Path) -> list[int]:
+    # the first rank looks once per step and once per save; the clock of the other is ten thousand times as fast
+    return run(rank, root, "seconds", itertools.count(0.0, 1.0 if rank == 0 else 1e4))
+
+
+def test_ranks_with_clocks_of_their_own_save_at_the_same_steps(tmp_path: Path) -> None:
+    # clock 0 at the start, 1..4 before steps 1..4: due after step 4; then 5 there, and 6..9 before steps 5..8
+    assert run_ranks(2, by_the_clock, tmp_path) == [[4, 8, 12]] * 2
+
+
+def test_an_automatic_interval_follows_the_measured_wait() -> None:
+    interval = Interval(Checkpoint(interval_type="automatic", mean_time_to_failure_hours=7.9))
+    for _ in range(3):
+        interval.note(1.0)
+    assert interval.seconds == pytest.approx(238.5, abs=0.1)
+    interval.note(100.0)
+    assert interval.seconds == pytest.approx(238.5, abs=0.1), "one slow save of four changes nothing"
+    for _ in range(9):
+        interval.note(4.0)
+    assert interval.seconds == pytest.approx(2 * 238.5, abs=0.1)
+
+
+@pytest.mark.parametrize(("stall", "hours"), [(1e-9, 1e-6), (0.0, 24.0), (3600.0, 0.01), (3600.0, 1e6), (1e-3, 1e9)])
+def test_an_automatic_interval_stays_within_limits(stall: float, hours: float) -> None:
+    interval = Interval(Checkpoint(interval_type="automatic", mean_time_to_failure_hours=hours))
+    interval.note(stall)
+    assert max(SHORTEST_SECONDS, 10 * stall) <= interval.seconds <= max(LONGEST_SECONDS, 10 * stall)
+
+
+def test_an_automatic_interval_is_longer_than_a_save_is_in_flight() -> None:
+    interval = Interval(Checkpoint(interval_type="automatic"))
+    interval.note(0.01)
+    interval.note_write(400.0)
+    assert interval.seconds == 600.0
+
+
+def test_the_interval_is_logged_when_it_changes_by_a_fifth(caplog: pytest.LogCaptureFixture) -> None:
+    interval = Interval(Checkpoint(interval_type="automatic"))
+    with caplog.at_level("INFO", logger="shardtrain"):
+        for stall in (1.0, 1.1, 1.2, 1.2, 1.2):
+            interval.note(stall)
+        assert caplog.text.count("saving every") == 1
+        for _ in range(9):
+            interval.note(2.0)
+    assert caplog.text.count("saving every") == 2
+
+
+def test_the_advised_interval_is_the_best_of_all() -> None:
+    for stall, mttf, restart in ((1.0, 28440.0, 240.0), (60.0, 28440.0, 900.0), (0.2, 6480.0, 60.0)):
+        best = best_seconds(stall, mttf)
+        shares = {
+            factor: useful_share(factor * best, stall, mttf, restart) for factor in (0.25, 0.5, 0.9, 1, 1.1, 2, 4)
+        }
+        assert max(shares, key=lambda factor: shares[factor]) in (0.9, 1, 1.1), "Young's is of the first order"
+        assert max(shares.values()) - shares[1] < 1e-4
+
+
+def test_the_command_prints_the_interval_and_what_it_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["interval", "--stall", "1", "--restart", "4min", "--mttf", "7.9h"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "save every 3m58s (sqrt(2 * stall * mttf) = 238 s)"
+    assert lines[2] == "every      3m58s: 98.3 % of the time trains"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "--stall must be a time above 0"),
+        (["--stall", "1"], "--mttf must be a time above 0"),
+        (["--stall", "0", "--mttf", "1h"], "--stall=0.0 must be a time above 0"),
+        (["--stall", "-1", "--mttf", "1h"], 'stall="-1" is no time'),
+        (["--stall", "1", "--mttf"], 'mttf="" is no time'),
+        (["--stall", "1", "--mttf", "nan"], 'mttf="nan" is no time'),
+        (["--mtbf", "1"], "--mtbf"),
+    ],
+)
+def test_the_command_refuses_what_is_no_time(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        command.main(["interval", *words])
+    assert told in str(caught.value) and "\n" not in str(caught.value)
