@@ -33,6 +33,7 @@ def timed_save(run: Run, checkpoints: Checkpoints, last: bool) -> int:
     with run.phases.within("checkpoint"):
         save(run, checkpoints, last)
     run.stop.saves.add(time.perf_counter() - started)
+    run.ledger.saved(run.state.step)
     return run.state.step
 
 

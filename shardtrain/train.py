@@ -20,6 +20,7 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.data import order_hash
 from shardtrain.evaluate import Validator
+from shardtrain.goodput.ledger import Ledger
 from shardtrain.log import logger
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
@@ -64,6 +65,7 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
         run = build(config, here)
         run.phases = phases
         resume(run, checkpoints)
+        run.ledger = Ledger(None if here.rank else folder, phases, run.state.step, here.size)
         _expect_end(run)
         if here.rank == 0:
             write_resolved_config(loaded, folder, here.size)
@@ -78,7 +80,8 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
             flops_per_token=run.flops_per_token,
         )
         validator = Validator(config, run.runner, run.mesh, run.stop)
-        with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
+        metrics = Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen)
+        with run.ledger, metrics:
             _steps(run, here, checkpoints, validator, metrics)
         return run.state
     finally:
@@ -115,7 +118,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
                     _validate(run, validator, metrics)
                 break
             step_seconds = time.perf_counter() - started
-            extra = run.runner.measures() if metrics.is_log_step(state.step) else {}
+            extra = run.ledger.note(state.step, metrics.is_log_step(state.step), run.runner.measures)
             metrics.update(state.step, **vars(outcome), extra=extra, order_hash=state.order_hash)
             if checkpoints.is_due(state.step, run.total_steps):
                 with metrics.pause():

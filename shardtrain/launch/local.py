@@ -16,12 +16,14 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain import log, stopping
 from shardtrain.errors import StorageError
+from shardtrain.goodput import ledger
 from shardtrain.launch import environment, failure
 from shardtrain.launch.restart import CRASH_LOOP, FRUITLESS, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
@@ -129,10 +131,11 @@ def launch(
     ``max_restarts`` times, and goes on from its last checkpoint; see ``restart``.
     """
     watch = Watch(loaded.config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS)
+    job = ledger.new_job()
     restarts = Restarts(max_restarts, lambda: stopping.step_of(_newest_checkpoint(loaded)))
     with watch.signals():
         while True:
-            code = _attempt(loaded, num_processes, main, command, watch, restarts.used)
+            code = _attempt(loaded, num_processes, main, command, watch, restarts.used, job)
             status = code if watch.signal_number else restarts.after(code)
             if status is None:
                 print(f"restart {restarts.used} of {max_restarts}", file=sys.stderr, flush=True)
@@ -145,7 +148,7 @@ def launch(
 
 
 def _attempt(
-    loaded: Loaded, num_processes: int, main: Main | None, command: Sequence[str], watch: Watch, restarts: int
+    loaded: Loaded, count: int, main: Main | None, command: Sequence[str], watch: Watch, restarts: int, job: str
 ) -> int:
     """Start the ranks and wait for them, with a store of their own: keys of an earlier attempt would mislead them."""
     run_folder = Path(loaded.config.job.dump_folder)
@@ -155,13 +158,16 @@ def _attempt(
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, records, ignore_errors=True)
         listener = stack.enter_context(socket.create_server((environment.LOCAL_ADDRESS, 0), backlog=1024))
-        processes = _start(loaded, num_processes, main, command, listener, records, restarts)
+        processes = _start(loaded, count, main, command, listener, records, restarts, job)
         watch.begin(processes.pids())
         try:
             store = _host_store(listener)
             statuses = watch.wait()
         finally:
             watch.send(signal.SIGKILL)
+        failed = [watch.ended_at[rank] for rank, status in statuses.items() if status not in FINE]
+        if failed:
+            ledger.note_death(run_folder, job.partition(":")[0], min(failed))
         del store
         processes.close(timeout=1)
         return _tell(loaded, run_folder, statuses, watch, records)
@@ -175,6 +181,7 @@ def _start(
     listener: socket.socket,
     records: Path,
     restarts: int,
+    job: str,
 ) -> PContext:
     from torch.distributed.elastic.multiprocessing import start_processes
 
@@ -182,8 +189,10 @@ def _start(
     port = listener.getsockname()[1]
     ranks = range(count)
     envs = {rank: environment.rank_environment(rank, count, port, run_id) for rank in ranks}
+    # the imports of this process are part of the first attempt
+    started = str(time.time()) if restarts else job.partition(":")[2]
     for rank in ranks:
-        envs[rank]["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+        envs[rank] |= {"TORCHELASTIC_RESTART_COUNT": str(restarts), ledger.JOB: job, ledger.STARTED: started}
         envs[rank]["TORCHELASTIC_ERROR_FILE"] = str(_record_path(records, rank))
     entrypoint: Any = _forked if main else command[0]
     arguments = {rank: (loaded, main, os.getpid(), listener) if main else tuple(command[1:]) for rank in ranks}
