@@ -83,11 +83,11 @@ def gone(pid: int) -> bool:
 
 def start(folder: Path, launcher: str, kills: int) -> subprocess.Popen[str]:
     text = folder / "words.txt"
-    text.write_text(" ".join(random.Random(0).choices(["mesh", "shard", "gather", "reduce", "loss"], k=20_000)))
+    text.write_text(" ".join(random.Random(0).choices(["mesh", "shard", "gather", "reduce", "loss"], k=200_000)))
     options = {
         "job.dump_folder": folder, "training.dataset": "text", "training.dataset_path": text, "training.seq_len": 32,
         "training.local_batch_size": 1, "training.steps": 1_000_000, "training.device": "cpu", "metrics.log_freq": 1,
-        "model.overrides.num_layers": 1, "checkpoint.enable": "true", "checkpoint.interval": 5,
+        "model.overrides.num_layers": 1, "checkpoint.enable": "true", "checkpoint.interval": 2,
         "checkpoint.keep_latest_k": 2,
     }  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]

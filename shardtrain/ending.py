@@ -77,8 +77,13 @@ def data_ended(run: Run, checkpoints: Checkpoints, saved_step: int) -> None:
     raise DataError(f'{message}; use more, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)')
 
 
-def name_collective(error: RuntimeError, step: int) -> Exception:
-    """An error that says which process or collective failed, where PyTorch's own does not; every other as it is."""
+def explain(error: Exception, run: Run) -> Exception:
+    """An error of a step, with the step and its data; it names what failed where PyTorch's own words do not."""
+    first, step = run.state.samples_consumed, run.state.step + 1
+    if run.stream.global_batch:
+        error.add_note(f"in step {step} (sequences {first} to {first + run.stream.global_batch - 1} of the data)")
+    if not isinstance(error, RuntimeError):
+        return error
     if dead := data.death_of_worker(error):
         return dead
     calls = [f for f in traceback.extract_tb(error.__traceback__) if "torch/distributed" in f.filename]

@@ -111,8 +111,8 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
             started = time.perf_counter()
             try:
                 outcome = step(run)
-            except RuntimeError as error:
-                raise ending.name_collective(error, state.step + 1) from error
+            except Exception as error:
+                raise ending.explain(error, run) from error
             if outcome is None:
                 if state.step >= first_step and not run.stop_word and validator.is_due(state.step, state.step):
                     _validate(run, validator, metrics)

@@ -155,11 +155,11 @@ class Ledger:
 
 
 def note_death(folder: Path, job: str, time_seconds: float) -> None:
-    """The launcher's line: a rank of its job failed at this time. Without a file there is nothing to add to."""
+    """The launcher's line: a rank of its job (see ``new_job``) failed. Without a file there is nothing to add to."""
     path = folder / events.FILE
     try:
         if path.exists():
-            events.append(path, events.Death(job, time_seconds))
+            events.append(path, events.Death(job.partition(":")[0], time_seconds))
     except OSError:
         pass  # the account is a little less exact; the failure itself is being told
 

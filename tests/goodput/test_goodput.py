@@ -71,7 +71,7 @@ class Life:
         if dies:
             self.spend(unknown)
             self.truth["lost"] += pending + unknown
-            note_death(self.folder, self.job.partition(":")[0], self.now)
+            note_death(self.folder, self.job, self.now)
             return
         phases.begin("end")
         self.spend(0.25, "start")
