@@ -34,7 +34,21 @@ def timed_save(run: Run, checkpoints: Checkpoints, last: bool) -> int:
         save(run, checkpoints, last)
     run.stop.saves.add(time.perf_counter() - started)
     run.ledger.saved(run.state.step)
+    _compare_with_grace(run)
     return run.state.step
+
+
+def _compare_with_grace(run: Run) -> None:
+    """Warn, once, when a request to stop could not be obeyed in time: the step under way is finished, then saved."""
+    step, saving = run.stop.steps.p95() or 0.0, run.stop.saves.p95() or 0.0
+    grace = run.config.checkpoint.grace_seconds
+    if step + saving > grace and not run.stop.warned_of_grace:
+        run.stop.warned_of_grace = True
+        logger.warning(
+            f"a step ({step:.1f} s) and a save ({saving:.1f} s) take longer than "
+            f"checkpoint.grace_seconds={grace}: a request to stop would lose what came after the last checkpoint; "
+            "raise it as far as your platform grants, make steps shorter, or save more often"
+        )
 
 
 def leave(run: Run, checkpoints: Checkpoints, saved_step: int) -> NoReturn:

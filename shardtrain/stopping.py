@@ -73,6 +73,7 @@ class Stop:
         self.saves, self.steps = Durations(), Durations()
         self.assumed_save_seconds = 0.0
         """Stands for the duration of a save before the first one has been measured."""
+        self.warned_of_grace = False
         self.can_save, self._grace_seconds, self._deadline = can_save, grace_seconds, math.inf
         self._end = math.inf if end_time is None else time.monotonic() + end_time - time.time()
         self._reading = self._raised = self._closed = False

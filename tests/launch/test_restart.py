@@ -11,6 +11,8 @@ from launched import STEPS, config, end, fork, losses, no_orphans, record
 
 from shardtrain import train
 from shardtrain.config import Loaded
+from shardtrain.goodput import events
+from shardtrain.goodput.account import account, attempts_of
 from shardtrain.launch import environment, local
 from shardtrain.launch.failure import Failure
 from shardtrain.launch.restart import CRASH_LOOP, FRUITLESS, Restarts
@@ -53,6 +55,41 @@ def test_a_rank_that_is_killed_costs_one_restart_and_changes_no_number(tmp_path,
     assert record(tmp_path)["code"] == 0
     assert losses(tmp_path) == losses(tmp_path / "whole") and len(losses(tmp_path)) == STEPS
     assert no_orphans(tmp_path)
+
+
+def kill_in_each_phase(folder):
+    """The first attempt dies in a step, the second while it loads, the third before it meets the others."""
+
+    def die_before(owner, name, rank):
+        original = getattr(owner, name)
+
+        def patched(*arguments, **names):
+            if int(os.environ["RANK"]) == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **names)
+
+        setattr(owner, name, patched)
+
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 0:
+        kill_once(folder, 4, 0)
+    elif attempt == 1:
+        die_before(train, "resume", 1)
+    elif attempt == 2:
+        die_before(train.world, "join", 0)
+
+
+@LINUX
+def test_a_rank_that_is_killed_while_the_run_starts_again_costs_one_restart_too(tmp_path, capfd):
+    assert end(fork(_launch, config(tmp_path), 3, lambda: kill_in_each_phase(tmp_path))) == 0
+    assert [line for line in capfd.readouterr().err.splitlines() if line.startswith("restart ")] == [
+        "restart 1 of 3",
+        "restart 2 of 3",
+        "restart 3 of 3",
+    ]
+    assert list(losses(tmp_path)) == list(range(1, STEPS + 1)) and no_orphans(tmp_path)
+    told = account(attempts_of(events.read(tmp_path)[0]))
+    assert (told.attempts, told.saves) == (2, 3) and told.seconds["restart"] > 0 and told.idle_seconds == 0
 
 
 def always():
