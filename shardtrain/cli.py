@@ -32,6 +32,7 @@ usage: shardtrain VERB ...
   config help  [SECTION[.KEY]]                                explain the options
   data VERB ...                                               prepare, check, show and probe data (data --help: all)
   checkpoint VERB ...                                         list, verify and compare checkpoints
+  goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
   help, --help                                                this text
   --version                                                   print the version
 
@@ -309,11 +310,9 @@ def _data(words: list[str]) -> int:
     return int(tool.main(rest))
 
 
-def _checkpoint(words: list[str]) -> int:
-    """Look at checkpoints."""
-    from shardtrain.checkpoint import command
-
-    return command.main(words)
+def _module(name: str) -> Callable[[list[str]], int]:
+    """A verb that a module answers by itself."""
+    return lambda words: int(importlib.import_module(name).main(words))
 
 
 def _help(_words: list[str]) -> int:
@@ -339,7 +338,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "verify": _verify,
     "config": _config,
     "data": _data,
-    "checkpoint": _checkpoint,
+    "checkpoint": _module("shardtrain.checkpoint.command"),
+    "goodput": _module("shardtrain.goodput.command"),
     "help": _help,
     "--help": _help,
     "-h": _help,

@@ -30,9 +30,15 @@ def expect(run: Run, checkpoints: Checkpoints) -> None:
     # until a save has been measured
     run.stop.assumed_save_seconds = _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
     run.saving, checkpoints.saved_step = checkpoints.saving, run.state.step
-    checkpoints.on_written = run.stop.saves.add
+    checkpoints.on_written = lambda step, seconds: _note_written(run, step, seconds)
     if checkpoints.best.exhausted:
         _no_patience(run, checkpoints)
+
+
+def _note_written(run: Run, step: int, seconds: float) -> None:
+    run.stop.saves.add(seconds)
+    run.ledger.saved(step)
+    _compare_with_grace(run)
 
 
 def save_when_due(run: Run, checkpoints: Checkpoints, pause: Callable[[], AbstractContextManager[None]]) -> None:
@@ -78,6 +84,19 @@ def _no_patience(run: Run, checkpoints: Checkpoints) -> None:
         f"{run.state.step} of {run.total_steps} (validation.patience={best.patience})"
     )
     run.total_steps = run.state.step
+
+
+def _compare_with_grace(run: Run) -> None:
+    """Warn, once, when a request to stop could not be obeyed in time: the step under way is finished, then saved."""
+    step, saving = run.stop.steps.p95() or 0.0, run.stop.saves.p95() or 0.0
+    grace = run.config.checkpoint.grace_seconds
+    if step + saving > grace and not run.stop.warned_of_grace:
+        run.stop.warned_of_grace = True
+        logger.warning(
+            f"a step ({step:.1f} s) and a save ({saving:.1f} s) take longer than "
+            f"checkpoint.grace_seconds={grace}: a request to stop would lose what came after the last checkpoint; "
+            "raise it as far as your platform grants, make steps shorter, or save more often"
+        )
 
 
 def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
@@ -130,8 +149,13 @@ def _folder(run: Run) -> Path:
     return Path(run.config.job.dump_folder) / run.config.checkpoint.folder
 
 
-def name_collective(error: RuntimeError, step: int) -> Exception:
-    """An error that says which process or collective failed, where PyTorch's own does not; every other as it is."""
+def explain(error: Exception, run: Run) -> Exception:
+    """An error of a step, with the step and its data; it names what failed where PyTorch's own words do not."""
+    first, step = run.state.samples_consumed, run.state.step + 1
+    if run.stream.global_batch:
+        error.add_note(f"in step {step} (sequences {first} to {first + run.stream.global_batch - 1} of the data)")
+    if not isinstance(error, RuntimeError):
+        return error
     if dead := data.death_of_worker(error):
         return dead
     calls = [f for f in traceback.extract_tb(error.__traceback__) if "torch/distributed" in f.filename]

@@ -12,6 +12,7 @@ from shardtrain.checkpoint.background import Saving
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.goodput.ledger import Ledger
 from shardtrain.metrics.flops import count_model
 from shardtrain.parallel import BATCH_AXES, Mesh, Runner, world
 from shardtrain.parallel.world import World
@@ -36,6 +37,7 @@ class Run:
     stop: stopping.Stop = field(default_factory=stopping.current)
     phases: Phases = field(default_factory=Phases)
     saving: Saving = field(default_factory=Saving)
+    ledger: Ledger = field(default_factory=Ledger)
     stop_word: float = 0.0
     """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
 

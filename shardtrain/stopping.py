@@ -37,6 +37,9 @@ AT_ONCE_SECONDS = 3.0
 """What a process has for its last lines where there is nothing to save."""
 RESERVE_SECONDS, RESERVE_FRACTION = 2.0, 0.1
 """Of the grace, the smaller of both is kept back: we want to be gone before somebody ends us."""
+END_OF_JOB = "the end of the Slurm job"
+LOOK_SECONDS = 1.0
+"""The longest from the moment at which a rank should stop for the end of its job until all of its node know."""
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
@@ -70,6 +73,7 @@ class Stop:
         self.saves, self.steps = Durations(), Durations()
         self.assumed_save_seconds = 0.0
         """Stands for the duration of a save before the first one has been measured."""
+        self.warned_of_grace = False
         self.can_save, self._grace_seconds, self._deadline = can_save, grace_seconds, math.inf
         self._end = math.inf if end_time is None else time.monotonic() + end_time - time.time()
         self._reading = self._raised = self._closed = False
@@ -83,7 +87,7 @@ class Stop:
     def asked(self) -> bool:
         """Whether a request has come; the end of the job is one when ``margin_seconds`` are left."""
         if not self.reason and self.can_save and time.monotonic() >= self._end - self.margin_seconds:
-            self._note("the end of the Slurm job")
+            self._note(END_OF_JOB)
         return bool(self.reason)
 
     def remaining_seconds(self) -> float:
@@ -137,6 +141,8 @@ class Stop:
         grace = self._grace_seconds
         grace -= min(RESERVE_SECONDS, RESERVE_FRACTION * grace) if grace < math.inf else 0.0
         now = time.monotonic()
+        if self.can_save and now >= self._end - self.margin_seconds - LOOK_SECONDS:
+            reason = END_OF_JOB  # a rank whose clock was ahead has told us of it by a signal
         self._deadline = min(self._end, now + (grace if self.can_save else AT_ONCE_SECONDS))
         self.reason = reason
 
@@ -167,7 +173,7 @@ class Stop:
     def _next_look_seconds(self) -> float:
         if self.reason:
             return min(max(self.remaining_seconds(), 0.0), 3600.0)
-        return 0.5 if self._end < math.inf else 3600.0
+        return LOOK_SECONDS / 2 if self._end < math.inf else 3600.0
 
 
 _current = Stop()

@@ -20,6 +20,7 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.data import order_hash
 from shardtrain.evaluate import Validator
+from shardtrain.goodput.ledger import Ledger
 from shardtrain.log import logger
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
@@ -64,6 +65,7 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
         run = build(config, here)
         run.phases = phases
         resume(run, checkpoints)
+        run.ledger = Ledger(None if here.rank else folder, phases, run.state.step, here.size)
         _expect_end(run, checkpoints)
         if config.checkpoint.create_seed_checkpoint:
             ending.save_seed(run, checkpoints)
@@ -81,7 +83,8 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
             flops_per_token=run.flops_per_token,
         )
         validator = Validator(config, run.runner, run.mesh, run.stop)
-        with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
+        metrics = Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen)
+        with run.ledger, metrics:
             _steps(run, here, checkpoints, validator, metrics)
         return run.state
     finally:
@@ -111,14 +114,14 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
             started = time.perf_counter()
             try:
                 outcome = step(run)
-            except RuntimeError as error:
-                raise ending.name_collective(error, state.step + 1) from error
+            except Exception as error:
+                raise ending.explain(error, run) from error
             if outcome is None:
                 if state.step >= first_step and not run.stop_word and validator.is_due(state.step, state.step):
                     _validate(run, validator, metrics, checkpoints)
                 break
             step_seconds = time.perf_counter() - started
-            extra = run.runner.measures() if metrics.is_log_step(state.step) else {}
+            extra = run.ledger.note(state.step, metrics.is_log_step(state.step), run.runner.measures)
             metrics.update(state.step, **vars(outcome), extra=extra, order_hash=state.order_hash)
             if validator.is_due(state.step, run.total_steps):
                 _validate(run, validator, metrics, checkpoints)

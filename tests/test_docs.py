@@ -45,6 +45,8 @@ NOT_RUN = {
     "tensorboard --logdir outputs/tb": "it serves until it is stopped",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     "-m shardtrain train configs/llama3_8b.toml": "it needs two machines",
+    "torchrun --nnodes 1:2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id my-run "
+    "--max-restarts 9 -m shardtrain train configs/llama3_8b.toml": "it needs two machines",
 }
 
 

@@ -59,8 +59,8 @@ class Saver:
         self.saved_step = 0
         """The newest step that is on disk, or that the run began with; equal on all ranks."""
         self.failures_in_a_row = self.skipped = 0
-        self.on_written: Callable[[float], object] = lambda seconds: None
-        """Told how long each save took until it was on disk."""
+        self.on_written: Callable[[int, float], object] = lambda step, seconds: None
+        """Told the step of each save and how long it took until it was on disk."""
 
     @property
     def _saves(self) -> bool:
@@ -236,7 +236,7 @@ class Saver:
 
     def _saved(self, step: int, seconds: float) -> None:
         self.saved_step, self.failures_in_a_row = step, 0
-        self.on_written(seconds)
+        self.on_written(step, seconds)
         logger.info(f"saved checkpoint {self._folder / f'step-{step}'}")
 
     def _tolerate(self, error: BaseException, must: bool) -> None:

@@ -9,12 +9,14 @@ import glob
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from shardtrain.config.derived import other_degrees
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.goodput import ledger
 
 LOCAL_ADDRESS = "127.0.0.1"
 PORTS_FROM_JOB_ID = 10_000
@@ -166,9 +168,17 @@ def choose_processes(
     return ProcessCount(_fit_batch(config, count, multiple), f"no accelerator found, {cores} CPU cores")
 
 
-def rank_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
-    """Variables of one local rank, the names of torchrun; the parent hosts the store, so every rank is its client."""
+def rank_environment(
+    rank: int, world_size: int, port: int, run_id: str, restarts: int = 0, job: str = ""
+) -> dict[str, str]:
+    """Variables of one local rank, the names of torchrun; the parent hosts the store, so every rank is its client.
+
+    ``job`` is that of ``goodput.ledger.new_job``: the first attempt began with it, the others begin now.
+    """
+    begun = str(time.time()) if restarts else job.partition(":")[2]
+    account = {ledger.JOB: job, ledger.STARTED: begun} if job else {}
     return {
+        **account,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "ROLE_RANK": str(rank),
@@ -180,7 +190,7 @@ def rank_environment(rank: int, world_size: int, port: int, run_id: str) -> dict
         "MASTER_ADDR": LOCAL_ADDRESS,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 import traceback
@@ -19,6 +20,8 @@ from shardtrain.log import redact
 GENERAL, PEER, OUT_OF_MEMORY, PREEMPTED, NOT_SAVED = 1, 6, 7, 75, 76
 RETRYABLE = frozenset({6, 8, 75, 76})
 MESSAGE_LENGTH = 500
+IN = "in "
+"""How the note of an exception begins that tells the step."""
 
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "PeerError"}
 # what gloo, NCCL and the store say when the other end has gone; a rank that says so is not the cause
@@ -44,6 +47,8 @@ class Failure:
     is_peer: bool = False
     trace: str = ""
     problems: tuple[str, ...] = ()
+    place: str = ""
+    """Step and data of an error in a step: ``step 41 (sequences 320 to 327)``."""
 
 
 def describe(error: BaseException, rank: int) -> Failure:
@@ -64,6 +69,7 @@ def describe(error: BaseException, rank: int) -> Failure:
         is_peer=is_peer,
         trace=redact("".join(traceback.format_exception(error))),
         problems=tuple(redact(str(problem)) for problem in error.problems) if isinstance(error, ConfigError) else (),
+        place=next((note[len(IN) :] for note in getattr(error, "__notes__", ()) if note.startswith(IN)), ""),
     )
 
 
@@ -87,10 +93,12 @@ def stopped(rank: int, reason: str, newest: Path | None = None) -> Failure:
     return Failure(rank, socket.gethostname(), "", message, "", time.time(), NOT_SAVED)
 
 
-def crash_loop(restarts: int, code: int, newest: Path | None) -> Failure:
-    """The end of a run that was started again and again and saved nothing new."""
+def crash_loop(why: str, code: int, newest: Path | None, run_folder: Path) -> Failure:
+    """The end of a run that was started again and would only fail again; ``why`` names the step where one is known."""
     kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
-    message = f"{restarts} restarts in a row gained nothing ({kept}), and each ended with the error above ({code})"
+    message = f"{why} ({kept}), and each ended with the error above ({code})"
+    if step := re.search(r"in step (\d+)", why):
+        message += f"; its data: shardtrain data show {run_folder} --step {step.group(1)}"
     return Failure(0, socket.gethostname(), "CrashLoop", message, "", time.time(), 93)
 
 

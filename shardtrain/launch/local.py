@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain import log, stopping
 from shardtrain.errors import StorageError
+from shardtrain.goodput import ledger
 from shardtrain.launch import environment, failure
-from shardtrain.launch.restart import CRASH_LOOP, FRUITLESS, Restarts
+from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 
 if TYPE_CHECKING:
@@ -129,24 +130,27 @@ def launch(
     ``max_restarts`` times, and goes on from its last checkpoint; see ``restart``.
     """
     watch = Watch(loaded.config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS)
+    job, folder = ledger.new_job(), Path(loaded.config.job.dump_folder)
     restarts = Restarts(max_restarts, lambda: stopping.step_of(_newest_checkpoint(loaded)))
     with watch.signals():
         while True:
-            code = _attempt(loaded, num_processes, main, command, watch, restarts.used)
-            status = code if watch.signal_number else restarts.after(code)
+            code, first = _attempt(loaded, num_processes, main, command, watch, restarts.used, job)
+            if first and code != failure.PREEMPTED:
+                ledger.note_death(folder, job, first.time_seconds)
+            status = code if watch.signal_number else restarts.after(code, first)
             if status is None:
                 print(f"restart {restarts.used} of {max_restarts}", file=sys.stderr, flush=True)
                 continue
             if status == CRASH_LOOP:
-                told = failure.crash_loop(FRUITLESS, code, _newest_checkpoint(loaded))
+                told = failure.crash_loop(restarts.why, code, _newest_checkpoint(loaded), folder)
                 print(*failure.lines(told, log_path(loaded, 0), 1), sep="\n", file=sys.stderr)
-                failure.write_exit(Path(loaded.config.job.dump_folder), told, status)
+                failure.write_exit(folder, told, status)
             return status
 
 
 def _attempt(
-    loaded: Loaded, num_processes: int, main: Main | None, command: Sequence[str], watch: Watch, restarts: int
-) -> int:
+    loaded: Loaded, count: int, main: Main | None, command: Sequence[str], watch: Watch, restarts: int, job: str
+) -> tuple[int, failure.Failure | None]:
     """Start the ranks and wait for them, with a store of their own: keys of an earlier attempt would mislead them."""
     run_folder = Path(loaded.config.job.dump_folder)
     prepare(run_folder)
@@ -155,7 +159,7 @@ def _attempt(
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, records, ignore_errors=True)
         listener = stack.enter_context(socket.create_server((environment.LOCAL_ADDRESS, 0), backlog=1024))
-        processes = _start(loaded, num_processes, main, command, listener, records, restarts)
+        processes = _start(loaded, count, main, command, listener, records, restarts, job)
         watch.begin(processes.pids())
         try:
             store = _host_store(listener)
@@ -175,15 +179,15 @@ def _start(
     listener: socket.socket,
     records: Path,
     restarts: int,
+    job: str,
 ) -> PContext:
     from torch.distributed.elastic.multiprocessing import start_processes
 
     run_id = secrets.token_hex(8)
     port = listener.getsockname()[1]
     ranks = range(count)
-    envs = {rank: environment.rank_environment(rank, count, port, run_id) for rank in ranks}
+    envs = {rank: environment.rank_environment(rank, count, port, run_id, restarts, job) for rank in ranks}
     for rank in ranks:
-        envs[rank]["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
         envs[rank]["TORCHELASTIC_ERROR_FILE"] = str(_record_path(records, rank))
     entrypoint: Any = _forked if main else command[0]
     arguments = {rank: (loaded, main, os.getpid(), listener) if main else tuple(command[1:]) for rank in ranks}
@@ -307,8 +311,10 @@ def _record_path(records: Path, rank: int) -> Path:
     return records / f"rank-{rank}.json"
 
 
-def _tell(loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Watch, records: Path) -> int:
-    """Find the first cause, say it in one line, write ``exit.json``; gives the exit status of the run."""
+def _tell(
+    loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Watch, records: Path
+) -> tuple[int, failure.Failure | None]:
+    """Find the first cause, say it in one line, write ``exit.json``; gives the exit status and the cause."""
     failures = []
     for rank, status in statuses.items():
         told = failure.read_record(_record_path(records, rank))
@@ -328,4 +334,4 @@ def _tell(loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Wat
     else:
         first, code = None, max(statuses.values())
     failure.write_exit(run_folder, first, code)
-    return code
+    return code, first

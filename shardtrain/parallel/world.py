@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardtrain.config.schema import Comm
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.parallel.rendezvous import store_of_attempt
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def join(comm: Comm, device: str) -> Iterator[World]:
     if size == 1:  # no launcher, so no address to meet at, and no port
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        with store_of_attempt(os.environ, timeout) as store:
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     try:
         yield World(rank, size, local_rank, torch_device)
     finally:

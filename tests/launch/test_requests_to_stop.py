@@ -25,6 +25,8 @@ from shardtrain.config import Loaded
 from shardtrain.config.schema import DataLoader
 from shardtrain.data import Stream
 from shardtrain.data.loader import MicroBatches
+from shardtrain.goodput import events
+from shardtrain.goodput.account import account, attempts_of
 from shardtrain.launch import environment, local
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
@@ -79,6 +81,8 @@ def patch(folder: Path, phase: str) -> None:
         before(train.optim, "set_learning_rate", in_step(HELD), held)
     elif phase == "slow second save":
         before(Checkpoints, "save", in_step(2), lambda: ((folder / "ready").touch(), time.sleep(TIMEOUT)))
+    elif phase == "ask itself":
+        before(train.optim, "set_learning_rate", in_step(1), lambda: os.kill(os.getpid(), signal.SIGUSR1))
     elif phase == "slow steps":
         before(train.optim, "set_learning_rate", lambda _: True, lambda: time.sleep(0.2))
 
@@ -259,9 +263,24 @@ def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, pha
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(finish)))
     process = run(config(tmp_path, steps=100_000), phase, 0)
     assert end(process) == 75
-    assert time.time() < finish
+    saved = tmp_path / "checkpoint" / f"step-{newest(tmp_path)}"
+    assert saved.stat().st_mtime < finish
     assert "the end of the Slurm job" in record(tmp_path)["message"]
     assert newest(tmp_path) == max(losses(tmp_path))
+
+
+def test_a_job_that_is_requeued_after_each_step_has_one_loss_curve(tmp_path, straight, monkeypatch):
+    """As Slurm does it: the same command under the same job id, and another count of restarts."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    one = config(tmp_path)
+    for requeued in range(STEPS - 1):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(requeued))
+        assert end(run(one, "ask itself", requeued % 2)) == record(tmp_path)["code"] == 75
+        assert newest(tmp_path) == requeued + 1 == max(losses(tmp_path))
+    assert go_on(tmp_path, one) == straight
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == STEPS, "no step twice, none missing"
+    told = account(attempts_of(events.read(tmp_path)[0]))
+    assert (told.attempts, told.failures) == (STEPS, 0) and told.seconds["lost"] == 0 and told.idle_seconds > 0
 
 
 def test_without_checkpoints_there_is_nothing_to_wait_for(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -12,7 +11,10 @@ from launched import STEPS, config, end, fork, losses, no_orphans, record
 
 from shardtrain import train
 from shardtrain.config import Loaded
+from shardtrain.goodput import events
+from shardtrain.goodput.account import account, attempts_of
 from shardtrain.launch import environment, local
+from shardtrain.launch.failure import Failure
 from shardtrain.launch.restart import CRASH_LOOP, FRUITLESS, Restarts
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
@@ -55,6 +57,41 @@ def test_a_rank_that_is_killed_costs_one_restart_and_changes_no_number(tmp_path,
     assert no_orphans(tmp_path)
 
 
+def kill_in_each_phase(folder):
+    """The first attempt dies in a step, the second while it loads, the third before it meets the others."""
+
+    def die_before(owner, name, rank):
+        original = getattr(owner, name)
+
+        def patched(*arguments, **names):
+            if int(os.environ["RANK"]) == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **names)
+
+        setattr(owner, name, patched)
+
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 0:
+        kill_once(folder, 4, 0)
+    elif attempt == 1:
+        die_before(train, "resume", 1)
+    elif attempt == 2:
+        die_before(train.world, "join", 0)
+
+
+@LINUX
+def test_a_rank_that_is_killed_while_the_run_starts_again_costs_one_restart_too(tmp_path, capfd):
+    assert end(fork(_launch, config(tmp_path), 3, lambda: kill_in_each_phase(tmp_path))) == 0
+    assert [line for line in capfd.readouterr().err.splitlines() if line.startswith("restart ")] == [
+        "restart 1 of 3",
+        "restart 2 of 3",
+        "restart 3 of 3",
+    ]
+    assert list(losses(tmp_path)) == list(range(1, STEPS + 1)) and no_orphans(tmp_path)
+    told = account(attempts_of(events.read(tmp_path)[0]))
+    assert (told.attempts, told.saves) == (2, 3) and told.seconds["restart"] > 0 and told.idle_seconds == 0
+
+
 def always():
     def patched(*_):
         raise RuntimeError("step 1 fails on every machine")
@@ -62,12 +99,26 @@ def always():
     train.optim.set_learning_rate = patched
 
 
+def always_killed():
+    train.optim.set_learning_rate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
 @LINUX
-def test_a_run_that_always_fails_at_the_same_step_is_given_up(tmp_path):
+def test_an_error_that_comes_twice_in_the_same_step_is_given_up_and_its_data_are_named(tmp_path, capfd):
     assert end(fork(_launch, config(tmp_path), 100, always)) == CRASH_LOOP
-    told = json.loads((tmp_path / "exit.json").read_text())
+    told = record(tmp_path)
     assert told["code"] == CRASH_LOOP and told["class"] == "CrashLoop" and not told["retryable"]
-    assert told["message"].startswith("3 restarts in a row gained nothing (there is no checkpoint)")
+    assert told["message"].startswith(
+        "two attempts in a row ended with RuntimeError in step 1 (sequences 0 to 7 of the data) (there is no"
+    )
+    assert told["message"].endswith(f"; its data: shardtrain data show {tmp_path} --step 1")
+    assert capfd.readouterr().err.count("restart 1 of 100") == 1
+
+
+@LINUX
+def test_a_run_whose_ranks_always_die_is_given_up(tmp_path):
+    assert end(fork(_launch, config(tmp_path), 100, always_killed)) == CRASH_LOOP
+    assert record(tmp_path)["message"].startswith("3 restarts in a row gained nothing (there is no checkpoint)")
 
 
 def attempts(codes, steps, limit):
@@ -86,6 +137,18 @@ def test_restarts_end_with_the_limit_with_success_and_with_what_would_come_again
     assert attempts([6, 0], [10], limit=5) == (1, 0)
     for code in (2, 3, 4, 5, 7, 75, 76):
         assert attempts([code], [], limit=5) == (0, code)
+
+
+def test_the_same_error_in_another_step_or_another_one_in_the_same_is_no_loop():
+    restarts = Restarts(9, iter(range(99)).__next__)
+    told = lambda kind, place: Failure(0, "h", kind, "m", "", 0.0, 1, place=place)  # noqa: E731
+    assert restarts.after(1, told("A", "step 3")) is None
+    assert restarts.after(1, told("A", "step 4")) is None
+    assert restarts.after(1, told("B", "step 4")) is None
+    assert restarts.after(6, told("B", "step 4")) is None, "a lost rank says nothing about the data"
+    assert restarts.after(1, told("B", "")) is None and restarts.after(1, told("B", "")) is None
+    assert restarts.after(1, told("B", "step 4")) is None
+    assert restarts.after(1, told("B", "step 4")) == CRASH_LOOP
 
 
 def test_progress_sets_the_count_of_fruitless_restarts_back():

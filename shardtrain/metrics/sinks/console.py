@@ -42,5 +42,6 @@ def _parts(record: Record) -> list[tuple[str, str]]:
         (_MAGENTA, f"mfu: {mfu}"),
         ("", f"data: {record.data_seconds:.3f}s"),
     ]
-    parts += [("", f"{key}: {value:.4g}") for key, value in record.extra.items()]
+    # the bins of the goodput are for the files: they would fill the line
+    parts += [("", f"{key}: {value:.4g}") for key, value in record.extra.items() if not key.startswith("goodput_")]
     return [*parts, ("", f"left: {format_seconds(record.eta_seconds)}")]

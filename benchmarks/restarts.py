@@ -1,0 +1,185 @@
+"""How long a killed run stands still: kill -9 of a rank until all ranks are gone, and until the next new step.
+
+    python benchmarks/restarts.py [--kills 20] [--launcher torchrun] [--at load|rendezvous] [--output FILE]
+
+A run of two CPU ranks is killed again and again, one rank at a time, each time when it has trained some new steps (or,
+with ``--at``, while it starts again). Counted are the restarts that the launcher spent. A new step is one whose number
+is above all that were logged before the kill or, where steps are done again, the first logged line after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_SECONDS = 120
+
+
+class Lines:
+    """What the launcher and rank 0 print, each line with the time at which it came."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.found: list[tuple[float, str]] = []
+        self._process = process
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stderr
+        for line in self._process.stderr:
+            self.found.append((time.monotonic(), line))
+
+    def wait(self, pattern: str, after: float) -> tuple[float, str]:
+        """The first line with ``pattern`` that came after a time."""
+        end, seen = time.monotonic() + TIMEOUT_SECONDS, 0
+        while time.monotonic() < end:
+            while seen < len(self.found):
+                came, line = self.found[seen]
+                seen += 1
+                if came > after and re.search(pattern, line):
+                    return came, line
+            if self._process.poll() is not None and seen == len(self.found):
+                raise SystemExit(f"the run has ended with {self._process.returncode}:\n{self.tail()}")
+            time.sleep(0.005)
+        raise SystemExit(f"waited in vain for {pattern}:\n{self.tail()}")
+
+    def tail(self) -> str:
+        return "".join(line for _, line in self.found[-15:])
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Rank -> process of the launcher's children that are ranks."""
+    found = {}
+    for task in Path(f"/proc/{launcher}/task").glob("*/children"):
+        for pid in map(int, task.read_text().split()):
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")
+            except OSError:
+                continue
+            rank = re.search(r"(?:^|\0)RANK=(\d+)", environment)
+            found[int(rank.group(1)) if rank else len(found)] = pid
+    return found
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def start(folder: Path, launcher: str, kills: int) -> subprocess.Popen[str]:
+    text = folder / "words.txt"
+    text.write_text(" ".join(random.Random(0).choices(["mesh", "shard", "gather", "reduce", "loss"], k=200_000)))
+    options = {
+        "job.dump_folder": folder, "training.dataset": "text", "training.dataset_path": text, "training.seq_len": 32,
+        "training.local_batch_size": 1, "training.steps": 1_000_000, "training.device": "cpu", "metrics.log_freq": 1,
+        "model.overrides.num_layers": 1, "checkpoint.enable": "true", "checkpoint.interval": 2,
+        "checkpoint.keep_latest_k": 2,
+    }  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    if launcher == "torchrun":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        elastic = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        elastic += ["--max-restarts", str(kills), "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
+        command = ["-m", "torch.distributed.run", *elastic, "-m", "shardtrain", "train", *words]
+    else:
+        command = ["-m", "shardtrain", "train", *words, "--nproc", "2", "--max_restarts", str(kills)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def p95(values: list[float]) -> float:
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1]
+
+
+def measure(launcher: str, kills: int, at: str, seed: int = 0) -> dict[str, object]:
+    dice = random.Random(seed)
+    stopped, resumed = [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        process = start(folder, launcher, kills)
+        try:
+            lines = Lines(process)
+            after = 0.0
+            done = 0
+            while done < kills:
+                if at == "step" or done % 2 == 0:
+                    for _ in range(dice.randrange(3, 9)):
+                        after, _ = lines.wait(r"step: *\d+ .*loss", after)
+                elif at == "load":
+                    after, _ = lines.wait("dataset text", after)
+                else:  # as soon as there are two processes again
+                    end = time.monotonic() + TIMEOUT_SECONDS
+                    while (
+                        len([p for p in ranks_of(process.pid).values() if not gone(p)]) < 2 and time.monotonic() < end
+                    ):
+                        time.sleep(0.002)
+                    time.sleep(dice.random() * (0.3 if launcher == "shardtrain" else 3.0))
+                ranks = ranks_of(process.pid)
+                rank = dice.choice(sorted(ranks))
+                killed = time.monotonic()
+                os.kill(ranks[rank], signal.SIGKILL)
+                done += 1
+                while not all(gone(pid) for pid in ranks.values()):
+                    time.sleep(0.005)
+                stopped.append(time.monotonic() - killed)
+                after = time.monotonic()
+                if at == "step" or done % 2 == 0:
+                    came, _ = lines.wait(r"step: *\d+ .*loss", after)
+                    resumed.append(came - killed)
+            if launcher == "shardtrain":
+                restarts = sum(bool(re.match(r"restart \d+ of", line)) for _, line in lines.found)
+            else:
+                environ = Path(f"/proc/{next(iter(ranks_of(process.pid).values()))}/environ").read_bytes()
+                restarts = int(re.search(rb"TORCHELASTIC_RESTART_COUNT=(\d+)", environ).group(1))  # type: ignore[union-attr]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+    return {
+        "launcher": launcher, "at": at, "kills": kills, "restarts_used": restarts,
+        "stopped_seconds_p50": sorted(stopped)[len(stopped) // 2], "stopped_seconds_p95": p95(stopped),
+        "new_step_seconds_p50": sorted(resumed)[len(resumed) // 2], "new_step_seconds_p95": p95(resumed),
+        "load_average": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--launcher", choices=["shardtrain", "torchrun"], default="shardtrain")
+    parser.add_argument("--at", choices=["step", "load", "rendezvous"], default="step")
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    import torch
+
+    found = measure(given.launcher, given.kills, given.at)
+    found |= {"torch": torch.__version__, "cores": os.cpu_count(), "python": platform.python_version()}
+    print(json.dumps(found, indent=2))
+    if given.output:
+        earlier = json.loads(given.output.read_text()) if given.output.exists() else []
+        kept = [one for one in earlier if (one["launcher"], one["at"]) != (found["launcher"], found["at"])]
+        given.output.write_text(json.dumps([*kept, found], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Under torchrun: one restart per killed rank, and a run that loses a node goes on with the others.
+
+Each process imports torch, so these take minutes: set SHARDTRAIN_TORCHRUN to a number of kills to run them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launched import losses, newest, record, wait_for
+from tiny import text_file
+
+ROOT = Path(__file__).parents[2]
+KILLS = int(os.environ.get("SHARDTRAIN_TORCHRUN", "0"))
+WAIT_SECONDS = 300
+
+pytestmark = pytest.mark.skipif(not KILLS or sys.platform != "linux", reason="takes minutes: set SHARDTRAIN_TORCHRUN")
+
+
+def words(folder: Path, steps: int) -> list[str]:
+    options = {
+        "job.dump_folder": folder, "training.dataset": "text", "training.dataset_path": text_file(),
+        "training.seq_len": 32, "training.local_batch_size": 1, "training.global_batch_size": 4,
+        "training.steps": steps, "training.device": "cpu", "model.overrides.num_layers": 1,
+        "parallelism.data_parallel_shard_degree": -1, "checkpoint.enable": "true", "checkpoint.interval": 5,
+        "metrics.log_freq": 1,
+    }  # fmt: skip
+    return [
+        "-m",
+        "shardtrain",
+        "train",
+        *(word for name, value in options.items() for word in (f"--{name}", str(value))),
+    ]
+
+
+def start(*command: str) -> subprocess.Popen:
+    names = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    log = subprocess.DEVNULL
+    return subprocess.Popen([sys.executable, *command], env=names, stdout=log, stderr=log, start_new_session=True)
+
+
+def torchrun(port: int, *options: str) -> list[str]:
+    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    return ["-m", "torch.distributed.run", *endpoint, "--monitor-interval", "0.2", *options]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for task in Path(f"/proc/{pid}/task").glob("*/children") for p in task.read_text().split()]
+
+
+def restart_count(agent: int) -> int:
+    environment = Path(f"/proc/{children(agent)[0]}/environ").read_bytes().split(b"\0")
+    return next(int(name.partition(b"=")[2]) for name in environment if name.startswith(b"TORCHELASTIC_RESTART_COUNT"))
+
+
+def num_steps(folder: Path) -> int:
+    return len(losses(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def test_each_kill_costs_one_restart(tmp_path):
+    kills = max(2, KILLS)
+    agent = start(
+        *torchrun(free_port(), "--nproc-per-node", "2", "--max-restarts", str(kills)), *words(tmp_path, 10**6)
+    )
+    try:
+        for number in range(kills):
+            before = newest(tmp_path)
+            wait_for(lambda before=before: newest(tmp_path) > before, WAIT_SECONDS)
+            assert restart_count(agent.pid) == number
+            os.kill(children(agent.pid)[number % 2], signal.SIGKILL)
+        before = newest(tmp_path)
+        wait_for(lambda: newest(tmp_path) > before, WAIT_SECONDS)
+        assert restart_count(agent.pid) == kills
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(WAIT_SECONDS) == 1  # torchrun's word for every end that it was asked for
+        assert record(tmp_path)["code"] == 75
+    finally:
+        agent.kill()
+
+
+def test_a_run_that_loses_a_node_goes_on_with_the_other_and_sees_the_same_data(tmp_path):
+    steps, port = 60, free_port()
+    options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-id", "law", "--max-restarts", "3", "--rdzv-conf"]
+    patience = "last_call_timeout=3,keep_alive_interval=1,is_host="
+    whole = start(*words(tmp_path / "whole", steps), "--nproc", "1")
+    assert whole.wait(WAIT_SECONDS) == 0
+    folder = tmp_path / "elastic"
+    agents = [start(*torchrun(port, *options, patience + host), *words(folder, steps)) for host in "10"]
+    try:
+        wait_for(lambda: num_steps(folder) > 8, WAIT_SECONDS)
+        lost = agents[1]
+        for pid in [*children(lost.pid), lost.pid]:
+            os.kill(pid, signal.SIGKILL)
+        assert agents[0].wait(WAIT_SECONDS) == 0
+    finally:
+        for agent in agents:
+            agent.kill()
+    sizes = [
+        one["world_size"]
+        for one in map(json.loads, (folder / "goodput.jsonl").read_text().splitlines())
+        if one["kind"] == "start"
+    ]
+    assert sizes == [2, 1]
+    mine, theirs = losses(folder), losses(tmp_path / "whole")
+    assert list(mine) == list(theirs) == list(range(1, steps + 1))
+    assert [h for _, h in mine.values()] == [h for _, h in theirs.values()]
+    for step, (loss, _) in mine.items():
+        assert loss == pytest.approx(theirs[step][0], rel=1e-3), step  # sums of bfloat16 in another order
