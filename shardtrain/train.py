@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from shardtrain import agreement, data, ending, heartbeat, log, moving, nonfinite, optim, profiling, schedule
 from shardtrain import config as configs
-from shardtrain import data, ending, log, nonfinite, optim, profiling, schedule
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.data import order_hash
@@ -41,7 +42,8 @@ def main(loaded: Loaded) -> TrainState:
     config, phases = loaded.config, Phases()
     folder = Path(config.job.dump_folder)
     os.environ.update(flight_recorder_environment(config, folder))  # read when the process group starts
-    with world.join(config.comm, config.training.device) as here:
+    alike = partial(agreement.check, config)
+    with world.join(config.comm, config.training.device, alike) as here, heartbeat.beating(config, here, phases):
         notices = configs.require(
             loaded, here.size, here.device.type, here.size if here.device.type == "cuda" else None
         )
@@ -106,6 +108,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
     with collector, profiler as trace:
         while state.step < run.total_steps:
             started = time.perf_counter()
+            moving.begin_step(state.step + 1, state.to_dict())
             try:
                 outcome = step(run)
             except RuntimeError as error:
@@ -115,7 +118,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
                     _validate(run, validator, metrics)
                 break
             step_seconds = time.perf_counter() - started
-            extra = run.runner.measures() if metrics.is_log_step(state.step) else {}
+            extra = {**run.runner.measures(), **moving.now().measures} if metrics.is_log_step(state.step) else {}
             metrics.update(state.step, **vars(outcome), extra=extra, order_hash=state.order_hash)
             if checkpoints.is_due(state.step, run.total_steps):
                 with metrics.pause():

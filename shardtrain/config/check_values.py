@@ -65,6 +65,8 @@ AT_LEAST_0 = (
     "parallelism.pipeline_parallel_first_stage_less_layers",
     "parallelism.pipeline_parallel_last_stage_less_layers",
     "checkpoint.keep_latest_k",
+    "comm.hang_timeout_seconds",
+    "comm.straggler_window_steps",
     "comm.trace_buf_size",
     "debug.seed",
     "fault_tolerance.replica_id",
