@@ -51,7 +51,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
         store.set("facts-0", json.dumps([own, _flat(config)]))
         store.set("agreed", _compare(store, config, own, world_size))
     else:
-        first, options = json.loads(store.get("facts-0"))
+        _, options = json.loads(store.get("facts-0"))
         ours = _flat(config)
         differing = {n: ours.get(n) for n in {*ours, *options} if ours.get(n) != options.get(n)}
         store.set(f"facts-{rank}", json.dumps([own, differing]))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
 import torch
-from launched import HELD, TIMEOUT, fork, text_file
-from tiny import tiny_config
+from launched import HELD, TIMEOUT, fork
+from tiny import text_file, tiny_config
 
 from shardtrain import train
 from shardtrain.checkpoint import agree, tensors
@@ -20,7 +21,7 @@ from shardtrain.data.loader import MicroBatches
 from shardtrain.launch import environment, local
 from shardtrain.parallel.runner import PlainRunner
 
-LIMIT = 2
+LIMIT = 3
 """comm.hang_timeout_seconds."""
 STEPS = 6
 PLACES = {
@@ -72,14 +73,20 @@ def before(owner, name: str, call: int, action) -> None:
     setattr(owner, name, patched)
 
 
-def sleep() -> None:
-    time.sleep(10 * TIMEOUT)
-
-
 def patch(folder: Path, place: str) -> None:
     """Let this rank hang; only in the process of one rank."""
+
+    def sleep() -> None:
+        (folder / "hangs").touch()
+        time.sleep(10 * TIMEOUT)
+
+    def stop() -> None:
+        time.sleep(LIMIT / 2)  # a few beats, so that the last sign of life is one of this phase
+        (folder / "hangs").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     if place == "stop":
-        before(PlainRunner, "forward_backward", HELD, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        before(PlainRunner, "forward_backward", HELD, stop)
     elif place == "data":
         before(Stream, "__next__", HELD, sleep)
     elif place == "worker":
@@ -88,15 +95,22 @@ def patch(folder: Path, place: str) -> None:
             (folder / "pid-worker").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        before(MicroBatches, "__getitem__", HELD, stop_worker)
+        before(MicroBatches, "__getitem__", 9, stop_worker)
     elif place == "forward":
-        before(torch.nn.functional, "scaled_dot_product_attention", 10 * HELD, sleep)
+        attention = torch.nn.functional, "scaled_dot_product_attention"
+        before(PlainRunner, "forward_backward", HELD, lambda: before(*attention, 2, sleep))
     elif place == "update":
         before(train.optim, "set_learning_rate", HELD, sleep)
     elif place == "validation":
         before(PlainRunner, "evaluate", 2, sleep)
     elif place == "save":
         before(tensors, "write", 1, sleep)
+    elif place == "slow validation":
+        for call in (1, 2, 3):
+            before(PlainRunner, "evaluate", call, lambda: time.sleep(0.5 * LIMIT))
+    elif place == "slow":
+        forward = PlainRunner.forward_backward
+        PlainRunner.forward_backward = lambda *all_: (time.sleep(0.08), forward(*all_))[1]  # type: ignore[method-assign]
     elif place == "mismatch":
         before(train.clip, "gradient_norm", HELD, lambda: agree.exchange("lost"))
 
@@ -124,3 +138,20 @@ def _launch(one, place, culprits, count):
 def run(one, place: str = "none", culprits: tuple[int, ...] = (), count: int = 2):
     Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
     return fork(_launch, one, place, culprits, count)
+
+
+def _rank(one, place, culprits, count, rank, port):
+    """One rank as srun would start it: the first one holds the store."""
+    environment.set_process_defaults(os.environ, count, 2, alone=True)
+    os.environ.update(environment.rank_environment(rank, count, port, "foreign"), TORCHELASTIC_USE_AGENT_STORE="False")
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    folder = Path(one.job.dump_folder)
+    local.leave(local.run_rank(Loaded(one), trainer(folder, place, culprits), count))
+
+
+def run_foreign(one, place: str = "none", culprits: tuple[int, ...] = (), count: int = 2):
+    """The ranks of a run without a launcher of ours."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
+    return [fork(_rank, one, place, culprits, count, rank, port) for rank in range(count)]

@@ -1,4 +1,4 @@
-"""What marks of all ranks tell together: a rank that has gone another way, and ranks that are slower than their peers."""
+"""What marks of all ranks tell together: a rank that has gone another way, and ranks slower than their peers."""
 
 from __future__ import annotations
 
