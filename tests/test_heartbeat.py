@@ -269,8 +269,8 @@ CLEAN_RUNS = int(os.environ.get("SHARDTRAIN_CLEAN_RUNS", "1"))
 
 
 def steps_alone(folder):
-    """Ninety steps without saves and validation, compared every four."""
-    one, plain = config(folder, comm={"straggler_window_steps": 4}, steps=90), tiny_config()
+    """Forty short steps without saves and validation, compared every two."""
+    one, plain = config(folder, comm={"straggler_window_steps": 2}, steps=40, seq_len=16), tiny_config()
     return dataclasses.replace(one, validation=plain.validation, checkpoint=plain.checkpoint)
 
 
