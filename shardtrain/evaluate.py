@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardtrain import data
+from shardtrain import data, moving
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, Validation
 from shardtrain.errors import DataError
@@ -91,6 +91,7 @@ def _batches(stream: data.Stream, limit: int, mesh: Mesh, stop: Stop) -> Iterato
             raise Interrupted
         assert batch is not None
         yield batch
+        moving.tick()
         count += 1
 
 

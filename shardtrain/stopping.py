@@ -55,8 +55,15 @@ class Durations:
 
     def p95(self) -> float | None:
         """What 95 of 100 did not exceed, the longest where there are few; None before the first."""
+        return self._quantile(0.95)
+
+    def p99(self) -> float | None:
+        """What 99 of 100 did not exceed."""
+        return self._quantile(0.99)
+
+    def _quantile(self, share: float) -> float | None:
         ordered = sorted(self._seconds)
-        return ordered[math.ceil(0.95 * len(ordered)) - 1] if ordered else None
+        return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
 
 
 class Interrupted(BaseException):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from shardtrain import agreement, data, ending, heartbeat, log, moving, nonfinite, optim, profiling, schedule
 from shardtrain import config as configs
-from shardtrain import data, ending, log, nonfinite, optim, profiling, schedule
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.data import order_hash
@@ -42,7 +43,8 @@ def main(loaded: Loaded) -> TrainState:
     config, phases = loaded.config, Phases()
     folder = Path(config.job.dump_folder)
     os.environ.update(flight_recorder_environment(config, folder))  # read when the process group starts
-    with world.join(config.comm, config.training.device) as here:
+    alike = partial(agreement.check, config)
+    with world.join(config.comm, config.training.device, alike) as here, heartbeat.beating(config, here, phases):
         notices = configs.require(
             loaded, here.size, here.device.type, here.size if here.device.type == "cuda" else None
         )
@@ -112,6 +114,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
     with collector, profiler as trace:
         while state.step < run.total_steps:
             started = time.perf_counter()
+            moving.begin_step(state.step + 1, state.to_dict())
             try:
                 outcome = step(run)
             except Exception as error:
@@ -121,7 +124,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
                     _validate(run, validator, metrics, checkpoints)
                 break
             step_seconds = time.perf_counter() - started
-            extra = run.ledger.note(state.step, metrics.is_log_step(state.step), run.runner.measures)
+            extra = run.ledger.note(state.step, metrics.is_log_step(state.step), lambda: _measures(run))
             metrics.update(state.step, **vars(outcome), extra=extra, order_hash=state.order_hash)
             if validator.is_due(state.step, run.total_steps):
                 _validate(run, validator, metrics, checkpoints)
@@ -138,6 +141,11 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
         ending.leave(run, checkpoints)
     if state.step < run.total_steps:
         ending.data_ended(run, checkpoints)
+
+
+def _measures(run: Run) -> dict[str, float]:
+    """What a logged step reports beside its numbers: of experts, and of slow ranks."""
+    return {**run.runner.measures(), **moving.now().measures}
 
 
 def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Checkpoints) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from shardtrain import moving
 from shardtrain.checkpoint.manifest import StoredFile
 
 PIECE_BYTES = 2**23
@@ -54,6 +55,7 @@ def write_hashed(path: Path, blocks: Iterable[memoryview], wait_seconds: float =
                     finally:
                         hashed.result()
                     size += len(piece)
+                    moving.tick()
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -133,6 +135,7 @@ def find_damage(folder: Path, file: StoredFile) -> str:
             while piece := os.read(descriptor, PIECE_BYTES):
                 digest.update(piece)
                 size += len(piece)
+                moving.tick()
         finally:
             os.close(descriptor)
     except OSError as error:

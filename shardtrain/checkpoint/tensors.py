@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardtrain import moving
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.agree import exchange
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, StoredFile, StoredTensor
@@ -150,6 +151,7 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Path) -> Non
                     descriptors[chunk.file] = files.open_stored(folder / manifest.files[chunk.file].name)
                 found = _read_box(descriptors[chunk.file], chunk, stored.dtype, shared)
                 _part(into, shared, offsets).copy_(found)
+                moving.tick()
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)

@@ -68,6 +68,8 @@ AT_LEAST_0 = (
     "checkpoint.keep_every_n_steps",
     "checkpoint.max_stall_seconds",
     "validation.patience",
+    "comm.hang_timeout_seconds",
+    "comm.straggler_window_steps",
     "comm.trace_buf_size",
     "debug.seed",
     "fault_tolerance.replica_id",

@@ -77,6 +77,11 @@ class Comm:
     """Limit of a collective until the first step is done."""
     train_timeout_seconds: int = 100
     """Limit of a collective after the first step."""
+    hang_timeout_seconds: int = 30
+    """The run hangs when no rank has moved for so long, or for five times the longest steps (99 of 100 are shorter); 0
+    looks for no hangs (shardtrain)."""
+    straggler_window_steps: int = 100
+    """Compare every so many steps how long ranks work, and what they have counted; 0 does not (shardtrain)."""
     trace_buf_size: int = 20000
     """Entries of the flight recorder of collectives; 0 turns it off."""
     save_traces_folder: str = "comm_traces"

@@ -49,6 +49,8 @@ class Failure:
     problems: tuple[str, ...] = ()
     place: str = ""
     """Step and data of an error in a step: ``step 41 (sequences 320 to 327)``."""
+    phase: str = ""
+    """Of a rank that hangs: what it was doing; its message is a sentence about the rank."""
 
 
 def describe(error: BaseException, rank: int) -> Failure:
@@ -114,9 +116,9 @@ def lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]:
     start = f"error[{failure.exit_code}]: "
     if failure.problems:
         return [start + problem for problem in failure.problems]
-    cause = ": ".join(part for part in (failure.kind, failure.message) if part)
+    cause = failure.message if failure.phase else ": ".join(part for part in (failure.kind, failure.message) if part)
     if world_size > 1:
-        verb = "failed: " if failure.kind else ""
+        verb = "failed: " if failure.kind and not failure.phase else ""
         cause = f"rank {failure.rank} (host {failure.host}) {verb}{cause}"
     where = f" ({failure.where})" if failure.where else ""
     trace = f"; full trace: {log_path}" if failure.trace else f"; see {log_path}"
@@ -163,6 +165,8 @@ def write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
         "host": failure.host if failure else socket.gethostname(),
         "retryable": code in RETRYABLE,
     }
+    if failure and failure.phase:
+        record["phase"] = failure.phase
     step = last_step(run_folder / "metrics.jsonl")
     if step is not None:
         record["last_step"] = step

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardtrain import log, stopping
 from shardtrain.errors import StorageError
 from shardtrain.goodput import ledger
-from shardtrain.launch import environment, failure
+from shardtrain.launch import environment, failure, last_words
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 
@@ -69,7 +69,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         told = failure.stopped(rank, reason, _newest_checkpoint(loaded))
         print(*failure.lines(told, "", world_size), sep="\n", file=sys.stderr, flush=True)
         failure.write_exit(run_folder, told, told.exit_code)
-        _end(told.exit_code)
+        last_words.end(told.exit_code)
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stopping.die_with_parent(signal.SIGTERM)  # SIGUSR1, which Slurm sends, ends torchrun and not its processes
@@ -107,12 +107,6 @@ def _saves(loaded: Loaded) -> bool:
 def _newest_checkpoint(loaded: Loaded) -> Path | None:
     config = loaded.config
     return stopping.newest_checkpoint(Path(config.job.dump_folder) / config.checkpoint.folder)
-
-
-def _end(code: int) -> None:
-    """End this rank from a thread, whatever its main thread waits for."""
-    stopping.end_children()
-    os._exit(code)
 
 
 def launch(
@@ -259,8 +253,9 @@ def run_child(loaded: Loaded, main: Main) -> int:
     def hurry(reason: str) -> None:
         told = failure.stopped(rank, reason, _newest_checkpoint(loaded))
         failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
-        _end(told.exit_code)
+        last_words.end(told.exit_code)
 
+    last_words.leave_to_parent()
     stop = _listen(loaded, hurry, parent=os.getppid())
     try:
         main(loaded)

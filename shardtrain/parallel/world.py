@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,8 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    store: dist.Store | None = None
+    """Where the ranks met; None where they met otherwise, as in tests."""
 
 
 def pick_device_type(wanted: str) -> str:
@@ -35,10 +37,11 @@ def pick_device_type(wanted: str) -> str:
 
 
 @contextmanager
-def join(comm: Comm, device: str) -> Iterator[World]:
+def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] | None = None) -> Iterator[World]:
     """Join the process group that the launcher's environment describes, or be a world of one; leave it at the end.
 
-    Reads RANK, WORLD_SIZE and LOCAL_RANK, which torchrun and ``shardtrain train`` set.
+    Reads RANK, WORLD_SIZE and LOCAL_RANK, which torchrun and ``shardtrain train`` set. ``check`` is called with the
+    store, the rank and the number of ranks before the group is made, and may refuse.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -48,15 +51,29 @@ def join(comm: Comm, device: str) -> Iterator[World]:
         torch.cuda.set_device(torch_device)
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    if size == 1:  # no launcher, so no address to meet at, and no port
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        with store_of_attempt(os.environ, timeout) as store:
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    with _meeting(size, timeout) as store:
+        if check:
+            check(store, rank, size)
+        group_store = dist.PrefixStore("default_pg", store)
+        dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
     try:
-        yield World(rank, size, local_rank, torch_device)
+        yield World(rank, size, local_rank, torch_device, store)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _meeting(size: int, timeout: timedelta) -> Iterator[dist.Store]:
+    """The store in which the ranks find each other; stay until all have."""
+    if size == 1:  # no launcher, so no address to meet at, and no port
+        yield dist.HashStore()
+        return
+    with store_of_attempt(os.environ, timeout) as own:
+        store = own
+        if store is None:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        yield store
 
 
 def set_timeout(seconds: int) -> None:

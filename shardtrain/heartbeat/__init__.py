@@ -1,0 +1,39 @@
+"""A heartbeat beside the process group: hangs are found, and the rank and phase that did not arrive are named.
+
+Each rank says every two seconds through the run's store where it is; a few of them read what all say. ``judge`` holds
+the rules of hangs, ``marks`` those of slow ranks and of ranks that have gone another way, ``heart`` the threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from shardtrain.config.schema import Config
+from shardtrain.heartbeat.heart import Heart
+from shardtrain.parallel.world import World
+from shardtrain.phases import Phases
+
+__all__ = ["Heart", "beating"]
+
+
+@contextmanager
+def beating(config: Config, here: World, phases: Phases) -> Iterator[None]:
+    """Let this rank's heart beat until the block ends; a process that hangs in it is ended, and the run with it."""
+    if here.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
+        yield
+        return
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # a connection of its own: a wait in the process group's would hold the heartbeat too
+    own: Any = here.store
+    store = dist.PrefixStore(f"heartbeat-{attempt}", own.clone())
+    heart = Heart(store, here.rank, here.size, config, phases, here.device.type)
+    heart.start()
+    try:
+        yield
+    finally:
+        heart.close()

@@ -1,0 +1,105 @@
+"""Where the main thread of this process is: waiting in a collective, compiling, or at which line of ours.
+
+Read from the stack at that moment, so training pays nothing for it. A collective is recognised by the innermost frames
+alone: PyTorch's pipeline schedules, for example, are on the stack while a stage computes, too.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import shardtrain
+
+_OURS = str(Path(shardtrain.__file__).parent)
+_COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
+_DEBUGGERS = ("/pdb.py", "/bdb.py")
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_FSDP = "torch/distributed/fsdp/"
+_PIPELINING = "torch/distributed/pipelining/"
+_DEVICE_WAITS = (".tolist()", ".item()", ".synchronize(")
+"""Where a CPU waits for its GPU, and so for the collective that the GPU waits in."""
+_OWN_LINES = 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a thread is. ``collective`` is the function it waits in or ""; ``at`` our own lines, innermost first."""
+
+    collective: str
+    at: str
+    compiling: bool = False
+    debugging: bool = False
+
+
+def main_thread(device_type: str = "cpu") -> Place:
+    """Where the main thread is; in backward on a device it is the thread that PyTorch runs the hooks in."""
+    frames = sys._current_frames()
+    own = threading.main_thread().ident
+    frame = frames.pop(own, None) if own is not None else None
+    if frame is None:
+        return Place("", "")
+    place = locate(frame, device_type)
+    if not place.collective and frame.f_code.co_name == "_engine_run_backward":
+        known = {thread.ident for thread in threading.enumerate()}
+        for other in (f for ident, f in frames.items() if ident not in known):
+            if found := _collective(other, device_type):
+                return Place(found, place.at)
+    return place
+
+
+def locate(frame: FrameType, device_type: str = "cpu") -> Place:
+    """Where the thread with this innermost frame is."""
+    names: list[str] = []
+    lines: list[str] = []
+    for outer in _outwards(frame):
+        file = outer.f_code.co_filename
+        names.append(file)
+        if len(lines) < _OWN_LINES and _is_own(file):
+            lines.append(f"{Path(file).name}:{outer.f_lineno} in {outer.f_code.co_name}")
+    return Place(
+        _collective(frame, device_type),
+        ", from ".join(lines),
+        compiling=any(name.endswith(_COMPILERS) for name in names),
+        debugging=any(name.endswith(_DEBUGGERS) for name in names),
+    )
+
+
+def is_waiting(frame: FrameType, device_type: str = "cpu") -> bool:
+    """Whether the thread with this innermost frame waits for other ranks."""
+    return bool(_collective(frame, device_type))
+
+
+def _collective(frame: FrameType, device_type: str) -> str:
+    """The collective among the innermost frames, those of PyTorch before the first of anybody else."""
+    found = ""
+    for inner in _outwards(frame):
+        file, name = inner.f_code.co_filename, inner.f_code.co_name
+        if "/torch/" not in file:
+            line = linecache.getline(file, inner.f_lineno)
+            compiled = "wait_tensor" in line or "_c10d_functional" in line
+            waits = device_type != "cpu" and any(call in line for call in _DEVICE_WAITS)
+            return found or ("wait_tensor" if compiled else "the device" if waits else "")
+        if file.endswith(_COLLECTIVES):
+            return name
+        if _FSDP in file:
+            found = name
+        elif _PIPELINING in file and ("p2p" in name or "wait" in name):
+            return name
+    return found
+
+
+def _is_own(file: str) -> bool:
+    return file.startswith(_OURS) or not any(part in file for part in ("/torch/", "/lib/python", "<frozen"))
+
+
+def _outwards(frame: FrameType) -> Iterator[FrameType]:
+    outer: FrameType | None = frame
+    while outer is not None:
+        yield outer
+        outer = outer.f_back

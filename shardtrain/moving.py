@@ -1,0 +1,76 @@
+"""Signs that this process moves, counted for whoever watches it: steps, and pieces of work within a long phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+GRAINS = (1, 16, 256)
+"""Marks are kept at multiples of ``mark_steps`` times these: ranks that are asked at different moments have one in
+common, however short their steps are."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where this process stood at the beginning of a step that all ranks begin together."""
+
+    begun: int
+    """Steps begun by this process: equal on all ranks, whatever they believe of themselves."""
+    facts: str
+    """What must be equal on all ranks then."""
+    seconds: float
+    """The watcher's clock: seconds in which it has sampled."""
+    busy_data: int
+    """Samples that found the main thread busy with data."""
+    busy_step: int
+    """Samples that found it busy with the step, and in no collective."""
+    samples: int
+
+
+@dataclass
+class Moving:
+    """The counts of one process; ``mark_steps`` is 0 where nobody reads marks."""
+
+    ticks: int = 0
+    """Pieces of work within phases: a batch of validation, a piece of a file."""
+    step: int = 0
+    """The step that this process is in, 1 is the first of the run."""
+    begun: int = 0
+    mark_steps: int = 0
+    marks: dict[int, Mark] = field(default_factory=dict)
+    seconds: float = 0.0
+    busy_data: int = 0
+    busy_step: int = 0
+    samples: int = 0
+    measures: dict[str, float] = field(default_factory=dict)
+    """What the watcher wants to see among the metrics."""
+
+
+_now = Moving()
+
+
+def now() -> Moving:
+    """The counts of this process."""
+    return _now
+
+
+def restart(mark_steps: int) -> Moving:
+    """Begin to count anew: a fork has inherited the counts of its parent."""
+    global _now
+    _now = Moving(mark_steps=mark_steps)
+    return _now
+
+
+def tick() -> None:
+    """A piece of work within a phase is done: the process moves."""
+    _now.ticks += 1
+
+
+def begin_step(step: int, facts: Mapping[str, object]) -> None:
+    """A step begins, on all ranks; ``facts`` are counters that must be equal on them."""
+    m = _now
+    m.step, m.begun = step, m.begun + 1
+    for grain in GRAINS if m.mark_steps else ():
+        if m.begun % (grain * m.mark_steps) == 0:
+            text = ", ".join(f"{name} {value}" for name, value in facts.items())
+            m.marks[grain] = Mark(m.begun, text, m.seconds, m.busy_data, m.busy_step, m.samples)

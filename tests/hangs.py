@@ -1,0 +1,166 @@
+"""A small run of which one rank hangs, under a launcher of its own: where it hangs, and what is told of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import torch
+from launched import HELD, TIMEOUT, fork
+from tiny import text_file, tiny_config
+
+from shardtrain import train
+from shardtrain.checkpoint import agree, tensors
+from shardtrain.config import Loaded
+from shardtrain.config.schema import DataLoader
+from shardtrain.data import Stream
+from shardtrain.data.loader import MicroBatches
+from shardtrain.launch import environment, local
+from shardtrain.parallel.runner import PlainRunner
+
+LIMIT = 3
+"""comm.hang_timeout_seconds."""
+STEPS = 6
+PLACES = {
+    "stop": "step",
+    "data": "data",
+    "worker": "data",
+    "forward": "step",
+    "update": "step",
+    "validation": "validation",
+    "save": "checkpoint",
+}
+"""Where a rank hangs -> the phase that has to be named."""
+
+
+def config(folder: Path, workers: int = 0, comm: dict | None = None, parallelism: dict | None = None, **training):
+    return tiny_config(
+        job={"dump_folder": str(folder)},
+        training={
+            "steps": STEPS,
+            "local_batch_size": 2,
+            "dataloader": DataLoader(num_workers=workers),
+            **training,
+        },
+        parallelism=parallelism or {},
+        comm={"hang_timeout_seconds": LIMIT, "init_timeout_seconds": 60, "train_timeout_seconds": 60, **(comm or {})},
+        checkpoint={"enable": True, "interval": HELD, "grace_seconds": 60},
+        validation={
+            "enable": True,
+            "freq": HELD,
+            "steps": 3,
+            "dataset": "text",
+            "dataset_path": text_file(),
+            "seq_len": 64,
+            "local_batch_size": 2,
+        },
+    )
+
+
+def before(owner, name: str, call: int, action) -> None:
+    """Do something before one call of a method."""
+    original, calls = getattr(owner, name), []
+
+    def patched(*arguments, **names):
+        calls.append(1)
+        if len(calls) == call:
+            action()
+        return original(*arguments, **names)
+
+    setattr(owner, name, patched)
+
+
+def patch(folder: Path, place: str) -> None:
+    """Let this rank hang; only in the process of one rank."""
+
+    def sleep() -> None:
+        (folder / "hangs").touch()
+        time.sleep(10 * TIMEOUT)
+
+    def stop() -> None:
+        time.sleep(LIMIT / 2)  # a few beats, so that the last sign of life is one of this phase
+        (folder / "hangs").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if place == "stop":
+        before(PlainRunner, "forward_backward", HELD, stop)
+    elif place == "data":
+        before(Stream, "__next__", HELD, sleep)
+    elif place == "worker":
+
+        def stop_worker():
+            (folder / "pid-worker").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        before(MicroBatches, "__getitem__", 9, stop_worker)
+    elif place == "forward":
+        attention = torch.nn.functional, "scaled_dot_product_attention"
+        before(PlainRunner, "forward_backward", HELD, lambda: before(*attention, 2, sleep))
+    elif place == "update":
+        before(train.optim, "set_learning_rate", HELD, sleep)
+    elif place == "validation":
+        before(PlainRunner, "evaluate", 2, sleep)
+    elif place == "save":
+        before(tensors, "write", 1, sleep)
+    elif place == "slow validation":
+        for call in (1, 2, 3):
+            before(PlainRunner, "evaluate", call, lambda: time.sleep(0.5 * LIMIT))
+    elif place == "slow":
+        forward, seconds = PlainRunner.forward_backward, [0.1]
+
+        def three_times(*arguments):
+            time.sleep(max(0.1, 2 * seconds[0]))  # however busy the machine is
+            started = time.perf_counter()
+            try:
+                return forward(*arguments)
+            finally:
+                seconds[0] = time.perf_counter() - started
+
+        PlainRunner.forward_backward = three_times  # type: ignore[method-assign]
+    elif place == "mismatch":
+        before(train.clip, "gradient_norm", HELD, lambda: agree.exchange("lost"))
+
+
+def trainer(folder: Path, place: str, culprits: tuple[int, ...]):
+    def main(loaded):
+        torch.set_num_threads(1)
+        rank = int(os.environ["RANK"])
+        (folder / f"pid-{rank}").write_text(str(os.getpid()))
+        if rank in culprits:
+            patch(folder, place)
+        return train.main(loaded)
+
+    return main
+
+
+def _launch(one, place, culprits, count):
+    environment.set_process_defaults(os.environ, count, 2, alone=True)
+    folder = Path(one.job.dump_folder)
+    with (folder / "terminal").open("w") as terminal:
+        os.dup2(terminal.fileno(), 2)
+    os._exit(local.launch(Loaded(one), count, main=trainer(folder, place, culprits)))
+
+
+def run(one, place: str = "none", culprits: tuple[int, ...] = (), count: int = 2):
+    Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
+    return fork(_launch, one, place, culprits, count)
+
+
+def _rank(one, place, culprits, count, rank, port):
+    """One rank as srun would start it: the first one holds the store."""
+    environment.set_process_defaults(os.environ, count, 2, alone=True)
+    os.environ.update(environment.rank_environment(rank, count, port, "foreign"), TORCHELASTIC_USE_AGENT_STORE="False")
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    folder = Path(one.job.dump_folder)
+    local.leave(local.run_rank(Loaded(one), trainer(folder, place, culprits), count))
+
+
+def run_foreign(one, place: str = "none", culprits: tuple[int, ...] = (), count: int = 2):
+    """The ranks of a run without a launcher of ours."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
+    return [fork(_rank, one, place, culprits, count, rank, port) for rank in range(count)]

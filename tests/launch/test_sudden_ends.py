@@ -1,0 +1,49 @@
+"""Nothing outlives a rank or a launcher that is killed; SHARDTRAIN_SUDDEN_ENDS of each are measured (1 unless set)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hangs import config, run
+from launched import alive, end, no_orphans, record, wait_for
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
+
+ENDS = int(os.environ.get("SHARDTRAIN_SUDDEN_ENDS", "1"))
+LIMIT_SECONDS = 10.0
+
+
+def pid_of(folder: Path, rank: int) -> int:
+    path = folder / f"pid-{rank}"
+    wait_for(lambda: path.exists() and path.read_text())
+    return int(path.read_text())
+
+
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_all_processes_are_gone_within_ten_seconds_of_a_kill(tmp_path, victim):
+    seconds = []
+    for number in range(ENDS):
+        folder = tmp_path / str(number)
+        process = run(config(folder, steps=1000))
+        pids = [pid_of(folder, rank) for rank in range(2)]
+        # in the middle of steps, saves and validation
+        wait_for(lambda folder=folder: (folder / "metrics.jsonl").exists())
+        time.sleep(0.05 * number)
+        started = time.monotonic()
+        os.kill(pids[number % 2] if victim == "rank" else process.pid, signal.SIGKILL)
+        wait_for(lambda pids=pids: not any(alive(pid) for pid in pids), LIMIT_SECONDS)
+        status = end(process)
+        seconds.append(time.monotonic() - started)
+        assert no_orphans(folder)
+        if victim == "rank":
+            assert (status, record(folder)["rank"], record(folder)["code"]) == (6, number % 2, 6)
+    seconds.sort()
+    print(
+        f"\n{ENDS} kills of a {victim}: all gone after p95 {seconds[int(0.95 * ENDS)]:.1f} s, max {seconds[-1]:.1f} s"
+    )
+    assert seconds[-1] <= LIMIT_SECONDS
