@@ -21,7 +21,20 @@ _ASSUMED_BYTES_PER_SECOND, _ASSUMED_SECONDS = 100e6, 1.0
 
 
 def expect(run: Run) -> None:
-    """Assume how long a save will take, from this rank's bytes, until one has been measured."""
+    """Where the data will end before the last step, say so; and assume how long a save will take."""
+    left, position = run.stream.steps_left, run.stream.samples_consumed
+    if left is not None and run.stream.end is not None:
+        left -= run.guard.steps_left_out(position, run.stream.end, run.stream.global_batch)
+        last, policy = run.state.step + left, run.config.training.on_data_end
+        if run.config.training.epochs is not None:
+            run.total_steps = last
+        elif last < run.total_steps:
+            logger.warning(f"the data end after step {last} of {run.total_steps}; then training.on_data_end={policy}")
+    _assume_save_seconds(run)
+
+
+def _assume_save_seconds(run: Run) -> None:
+    """From this rank's bytes, until one has been measured."""
     tensors = {**weights(run), **optimizer_state(run)}.values()
     num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
     run.stop.assumed_save_seconds = _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND

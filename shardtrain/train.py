@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import config as configs
-from shardtrain import data, ending, log, nonfinite, optim, profiling, schedule
+from shardtrain import data, ending, log, nonfinite, optim, profiling, schedule, spikes
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.data import order_hash
@@ -26,6 +26,7 @@ from shardtrain.metrics.flight_recorder import flight_recorder_environment
 from shardtrain.parallel import BATCH_AXES, LOSS_AXES, clip, world
 from shardtrain.parallel.world import World
 from shardtrain.phases import Phases
+from shardtrain.replicas import Replicas
 from shardtrain.resume import resume
 from shardtrain.run import Outcome, Run, build
 from shardtrain.run_facts import ReduceOverMesh, run_facts
@@ -64,36 +65,23 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
         run = build(config, here)
         run.phases = phases
         resume(run, checkpoints)
-        _expect_end(run)
+        ending.expect(run)
         if here.rank == 0:
             write_resolved_config(loaded, folder, here.size)
         for line in describe(loaded, run.mesh, run.num_params, run.total_steps, run.stream.num_samples):
             logger.info(line)
-        facts = run_facts(
-            config,
-            here,
-            start_step=run.state.step,
-            total_steps=run.total_steps,
-            num_params=run.num_params,
-            flops_per_token=run.flops_per_token,
-        )
-        validator = Validator(config, run.runner, run.mesh, run.stop)
-        with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
-            _steps(run, here, checkpoints, validator, metrics)
-        return run.state
+        validator, started_at = Validator(config, run.runner, run.mesh, run.stop), run.state.step
+        while True:
+            try:
+                facts = run_facts(run, here)
+                with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
+                    _steps(run, here, checkpoints, validator, metrics)
+                return run.state
+            except spikes.GoBack as why:
+                spikes.go_back(run, checkpoints, why, started_at)
+                ending.expect(run)
     finally:
         checkpoints.close()  # another run may write the folder, however this one has ended
-
-
-def _expect_end(run: Run) -> None:
-    """Where the data will end before the last step, say so; and assume how long a save will take."""
-    if run.stream.steps_left is not None:
-        last, policy = run.state.step + run.stream.steps_left, run.config.training.on_data_end
-        if run.config.training.epochs is not None:
-            run.total_steps = last
-        elif last < run.total_steps:
-            logger.warning(f"the data end after step {last} of {run.total_steps}; then training.on_data_end={policy}")
-    ending.expect(run)
 
 
 def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator, metrics: Metrics) -> None:
@@ -102,6 +90,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
     collector = profiling.GarbageCollection(config.training.gc_freq, config.training.gc_debug)
     profiler = profiling.profiler(config, Path(config.job.dump_folder), here.rank, here.device.type, state.step)
     first_step, saved_step = state.step + 1, state.step
+    replicas = Replicas(run)
     run.phases.begin("compile")  # the first step compiles and warms up
     with collector, profiler as trace:
         while state.step < run.total_steps:
@@ -115,9 +104,10 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
                     _validate(run, validator, metrics)
                 break
             step_seconds = time.perf_counter() - started
-            extra = run.runner.measures() if metrics.is_log_step(state.step) else {}
+            extra = {**run.runner.measures(), **run.measures()} if metrics.is_log_step(state.step) else {}
             metrics.update(state.step, **vars(outcome), extra=extra, order_hash=state.order_hash)
-            if checkpoints.is_due(state.step, run.total_steps):
+            replicas.check(state.step, saves := checkpoints.is_due(state.step, run.total_steps))
+            if saves:
                 with metrics.pause():
                     saved_step = ending.timed_save(run, checkpoints, last=state.step == run.total_steps)
             if validator.is_due(state.step, run.total_steps):
@@ -171,13 +161,14 @@ def step(run: Run) -> Outcome | None:
     if not finite:
         nonfinite.stop_or_skip(run, loss, local)
     apply = run.scaler.update(finite) if run.scaler else finite
+    apply = apply and spikes.may_apply(run, global_loss, grad_norm)
     if apply:
         max_norm = config.training.max_norm
         clip.scale_gradients(run.runner.parameters().values(), min(1.0, max_norm / (grad_norm + 1e-6)) / scale)
         optim.set_learning_rate(run.optimizer, lr)
         run.runner.update(run.optimizer)
     run.runner.forget_gradients()
-    state.advance(run.stream.samples_consumed, int(tokens), order_hash.join(hash_parts), applied=apply)
+    state.advance(run.stream.samples_consumed, int(tokens), order_hash.join(hash_parts), apply, finite)
     return Outcome(loss / weight, run.runner.own_targets(local), int(tokens), grad_norm, lr, data_seconds)
 
 
@@ -189,7 +180,7 @@ def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
     """
     empty, data_seconds = 0, 0.0
     while True:
-        started = time.perf_counter()
+        started, first_row = time.perf_counter(), run.stream.samples_consumed
         try:
             read = run.stop.read(lambda: [next(run.stream) for _ in range(run.stream.accumulation)])
         except StopIteration:
@@ -207,9 +198,10 @@ def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
         if run.stop_word:
             return None
         sums = sums[:-1]
-        if not run.stream.ends_without_notice or sums[1] > 0:
+        left_out = run.guard.leaves_out(first_row, first_row + run.stream.global_batch)
+        if not left_out and (not run.stream.ends_without_notice or sums[1] > 0):
             return local, sums, data_seconds
-        empty += run.stream.global_batch
+        empty += 0 if left_out else run.stream.global_batch
         run.state.samples_consumed = run.stream.samples_consumed
-        if empty >= run.stream.num_readers:
+        if empty >= run.stream.num_readers and not left_out:
             return None

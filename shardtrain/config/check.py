@@ -21,6 +21,7 @@ from shardtrain.config.check_model import (
     check_sequence,
     check_tensor_parallel,
 )
+from shardtrain.config.check_numbers import check_numbers, numbers_notes
 from shardtrain.config.check_pairs import check_pairs, check_schedule, check_without_effect
 from shardtrain.config.check_pipeline import check_context, check_pipeline
 from shardtrain.config.check_values import check_forms, check_ranges, check_steps, check_words
@@ -34,6 +35,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_ranges,
     check_words,
     check_forms,
+    check_numbers,
     check_model,
     check_dataset,
     check_data_ranges,
@@ -133,7 +135,7 @@ def notes(loaded: Loaded) -> list[str]:
         found.append(f"{overlap}: without effect, experts' exchanges are not overlapped with compute")
     if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
         found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
-    return found + data_notes(loaded)
+    return found + numbers_notes(loaded) + data_notes(loaded)
 
 
 def _unused(schedule: str) -> tuple[str, ...]:
