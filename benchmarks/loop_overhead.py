@@ -86,9 +86,7 @@ def bare_step(config: Config) -> Callable[[], None]:
 def trainer_step(config: Config, here: world.World) -> Callable[[], None]:
     """The trainer's step, with its metrics."""
     run = train.build(config, here)
-    sizes = {"num_params": run.num_params, "flops_per_token": run.flops_per_token}
-    facts = run_facts(config, here, start_step=0, total_steps=run.total_steps, **sizes)
-    metrics = Metrics(config, Path(config.job.dump_folder), facts, ReduceOverMesh(run.mesh))
+    metrics = Metrics(config, Path(config.job.dump_folder), run_facts(run, here), ReduceOverMesh(run.mesh))
 
     def step() -> None:
         outcome = train.step(run)

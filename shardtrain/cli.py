@@ -33,27 +33,13 @@ usage: shardtrain VERB ...
   data VERB ...                                               prepare, check, show and probe data (data --help: all)
   checkpoint VERB ...                                         list, verify and compare checkpoints
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
+  replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
   help, --help                                                this text
   --version                                                   print the version
 
 Without CONFIG.toml the defaults train a small Llama on the Python standard library's own source text.
 NGPU, LOG_RANK: number of ranks, and the ranks that write to the terminal ("0" unless set).
 With --comm.mode fake_backend nothing is trained: one process builds rank RANK (0) of any number of ranks.
-"""
-
-
-DATA_USAGE = """\
-usage: shardtrain data VERB ...
-
-  prepare  [CONFIG.toml] --output FOLDER ...   turn text into shards of tokens, on all cores; goes on where it stopped
-  check    [CONFIG.toml] ...                   count rows, tokens, steps; find bad rows, duplicates and leakage
-  show     [CONFIG.toml] ...                   print decoded samples with what is learned, documents and positions
-  probe    [CONFIG.toml] ...                   change one token and report which logits move: no leak between documents
-  tokenizer train --input FILE ... ...         make a byte-level BPE tokenizer from files of yours
-  download --repo_id NAME --local_dir FOLDER   fetch the tokenizer of a Hugging Face repository (HF_TOKEN is used)
-
-The data are those of the configuration: [training] dataset and dataset_path or [data.sources.NAME], and [data].
-Each verb explains itself with --help.
 """
 
 
@@ -300,7 +286,9 @@ def _data(words: list[str]) -> int:
     """Work with data: one module of ``data_tools`` per verb."""
     verb, rest = (words[0], words[1:]) if words else ("", [])
     if verb in ("", "help", "--help", "-h"):
-        print(DATA_USAGE, end="")
+        from shardtrain.data_tools import USAGE as text
+
+        print(text, end="")
         return 0
     if verb not in DATA_VERBS:
         near = difflib.get_close_matches(verb, DATA_VERBS, 1)
@@ -313,6 +301,13 @@ def _data(words: list[str]) -> int:
 def _module(name: str) -> Callable[[list[str]], int]:
     """A verb that a module answers by itself."""
     return lambda words: int(importlib.import_module(name).main(words))
+
+
+def _replay(words: list[str]) -> int:
+    """Make steps of a run again, through the trainer's own step."""
+    from shardtrain import replay
+
+    return replay.main(words, _train_module)
 
 
 def _help(_words: list[str]) -> int:
@@ -340,6 +335,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "data": _data,
     "checkpoint": _module("shardtrain.checkpoint.command"),
     "goodput": _module("shardtrain.goodput.command"),
+    "replay": _replay,
     "help": _help,
     "--help": _help,
     "-h": _help,

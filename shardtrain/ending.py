@@ -24,7 +24,22 @@ _ASSUMED_BYTES_PER_SECOND, _ASSUMED_SECONDS = 100e6, 1.0
 
 
 def expect(run: Run, checkpoints: Checkpoints) -> None:
-    """Let the run and its checkpoints know of each other; called once, when the run stands where it begins."""
+    """Let the run and its checkpoints know of each other, and say where the data will end before the last step.
+
+    Called when the run stands where it begins, and where it goes on after going back.
+    """
+    left, position = run.stream.steps_left, run.stream.samples_consumed
+    if left is not None and run.stream.end is not None:
+        left -= run.guard.steps_left_out(position, run.stream.end, run.stream.global_batch)
+        last, policy = run.state.step + left, run.config.training.on_data_end
+        if run.config.training.epochs is not None:
+            run.total_steps = last
+        elif last < run.total_steps:
+            logger.warning(f"the data end after step {last} of {run.total_steps}; then training.on_data_end={policy}")
+    _introduce(run, checkpoints)
+
+
+def _introduce(run: Run, checkpoints: Checkpoints) -> None:
     tensors = {**weights(run), **optimizer_state(run)}.values()
     num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
     # until a save has been measured

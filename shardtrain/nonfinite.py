@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardtrain import data
+from shardtrain import culprit, data
 from shardtrain.errors import NumericalError
+from shardtrain.guard import RECENT_STEPS
 from shardtrain.log import logger
 from shardtrain.parallel import world
 
@@ -17,23 +18,35 @@ if TYPE_CHECKING:
 
 
 def stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
-    """Say which rank's numbers went wrong, and stop the run unless it may skip; the same on all ranks."""
+    """Say which rank's numbers went wrong, and stop the run unless it may skip; the same on all ranks.
+
+    Raises:
+        NumericalError: unless the update may be skipped; names ranks and the first bad tensor.
+    """
     own = [] if bool(torch.isfinite(loss)) else [run.mesh.device_mesh.get_rank()]
     ranks = world.gather_flags(bool(own), run.mesh.device)
+    step = run.state.step + 1
     if own:
         ids = [int(i) for batch in local for i in batch.sample_ids_B]
-        logger.error(f"step {run.state.step + 1}: the loss of this rank is not finite; sample ids {ids}")
+        logger.error(f"step {step}: the loss of this rank is not finite; sample ids {ids}")
     culprits = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient"
-    policy, skips = run.config.training.nonfinite_policy, run.state.nonfinite_skips
     if run.scaler and run.scaler.can_shrink:
-        logger.warning(f"step {run.state.step + 1}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}")
-    elif policy == "skip" and skips < run.config.training.nonfinite_max_skips:
-        logger.warning(
-            f"step {run.state.step + 1}: {culprits} is not finite; the update is skipped ({skips + 1} in a row)"
-        )
-    else:
-        raise NumericalError(
-            f"step {run.state.step + 1}: {culprits} is not finite; the weights are still those of step "
-            f"{run.state.step}; lower optimizer.lr, look at the samples named in the rank's log, or set "
-            "training.nonfinite_policy=skip"
-        )
+        logger.warning(f"step {step}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}")
+        return
+    first, advice = culprit.find(run, local, in_loss=bool(ranks))
+    training, skips = run.config.training, run.state.nonfinite_skips
+    bound = ""
+    if training.nonfinite_policy == "skip":
+        if skips >= training.nonfinite_max_skips:
+            bound = f"; {skips} updates in a row were skipped (training.nonfinite_max_skips)"
+        elif not run.guard.may_skip(step, training.nonfinite_max_skip_fraction):
+            count = sum(skipped > step - RECENT_STEPS for skipped in run.guard.skipped_steps)
+            bound = f"; {count} of {RECENT_STEPS} updates were skipped (training.nonfinite_max_skip_fraction)"
+        else:
+            skipped = f"the update is skipped ({skips + 1} in a row)"
+            logger.warning(f"step {step}: {culprits} is not finite; {first}; {skipped}")
+            return
+    raise NumericalError(
+        f"step {step}: {culprits} is not finite; the weights are still those of step {step - 1}; {first}{bound}; "
+        f"{advice}{'' if bound else ', or set training.nonfinite_policy=skip'}"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     """Write the run's state to its checkpoint folder (a collective); see ``Checkpoints.save``."""
     facts: dict[str, Any] = {
         "state": run.state.to_dict(),
+        "guard": run.guard.to_dict(),
         "data_fingerprint": run.stream.fingerprint,
         "data_files": dict(run.stream.files),
         "data_cursors": _cursors(run),
@@ -51,11 +52,21 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     excluded = set(options.exclude_from_loading)
     if initial and options.initial_load_model_only:
         excluded |= {"optimizer", "train_state", "dataloader"}
+    load(run, checkpoints, path, excluded, own=not initial)
+    logger.info(f"continuing from {path} at step {run.state.step}")
+
+
+def load(run: Run, checkpoints: Checkpoints, path: Path, excluded: Collection[str], own: bool = True) -> None:
+    """Fill the run in place from a checkpoint, and stand where its data go on; raises what ``resume`` raises.
+
+    ``own`` says that it is one of this run, and not of the one that it starts from.
+    """
     rest = {} if "optimizer" in excluded else optimizer_state(run)
     facts = checkpoints.load(path, weights(run), rest)
     if "train_state" not in excluded:
         run.state.load(facts.get("state", {}))
-        checkpoints.best.load(facts.get("best"), None if initial else path.parent)
+        checkpoints.best.load(facts.get("best"), path.parent if own else None)
+        _load_guard(run, path, facts)
         if run.scaler:
             run.scaler.load(_scaler_state(path, facts))
     if "lr_scheduler" in excluded:
@@ -63,11 +74,11 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     cursors: np.ndarray | None = None
     if "dataloader" in excluded:
         run.state.samples_consumed = run.state.order_hash = 0
+        run.guard.rewinds = []  # the rows that they leave out are those of other data
     elif "train_state" not in excluded:
         _check_same_data(run, path, facts)
         cursors = _saved_cursors(path, facts)
     run.stream.seek(run.state.samples_consumed, cursors)
-    logger.info(f"continuing from {path} at step {run.state.step}")
 
 
 def weights(run: Run) -> dict[str, Tensor]:
@@ -80,6 +91,16 @@ def optimizer_state(run: Run) -> dict[str, Tensor]:
     """The optimizer's tensors by name."""
     states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
     return {f"optimizer.{name}": tensor for name, tensor in states.items()}
+
+
+def _load_guard(run: Run, path: Path, facts: Mapping[str, Any]) -> None:
+    values = facts.get("guard")
+    if values is None:
+        logger.warning(f"checkpoint {path} remembers no earlier losses: spikes are found when the window is full again")
+        return
+    if not isinstance(values, dict):
+        raise CheckpointError(f"checkpoint {path}: the guard's state is no table; use another one")
+    run.guard.load(values)
 
 
 def _cursors(run: Run) -> list[list[int]] | None:

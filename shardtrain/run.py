@@ -13,6 +13,7 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.goodput.ledger import Ledger
+from shardtrain.guard import Guard
 from shardtrain.metrics.flops import count_model
 from shardtrain.parallel import BATCH_AXES, Mesh, Runner, world
 from shardtrain.parallel.world import World
@@ -38,8 +39,16 @@ class Run:
     phases: Phases = field(default_factory=Phases)
     saving: Saving = field(default_factory=Saving)
     ledger: Ledger = field(default_factory=Ledger)
+    guard: Guard = field(default_factory=Guard)
+    names: tuple[str, ...] = ()
+    """Of all parameters of the whole model, in its order."""
     stop_word: float = 0.0
     """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
+
+    def measures(self) -> dict[str, float]:
+        """Counts since the start of the run, for the metrics."""
+        skipped = self.state.step - self.state.updates
+        return {"skipped_updates": skipped, "spikes": self.guard.spikes, "rewinds": len(self.guard.rewinds)}
 
 
 @dataclass(frozen=True)
@@ -86,4 +95,6 @@ def build(config: Config, here: World) -> Run:
     total_steps = training.steps
     if training.epochs is not None and stream.steps_left is not None:
         total_steps = stream.steps_left
-    return Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, num_params, flops)
+    run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, num_params, flops)
+    run.names = tuple(names)
+    return run

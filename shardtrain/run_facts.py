@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from shardtrain.config import derived
-from shardtrain.config.schema import Config
 from shardtrain.metrics import Reduce, RunFacts
 from shardtrain.parallel import LOSS_AXES, Mesh
 from shardtrain.parallel.world import World
 
+if TYPE_CHECKING:
+    from shardtrain.run import Run
 
-def run_facts(
-    config: Config, here: World, *, start_step: int, total_steps: int, num_params: int, flops_per_token: float
-) -> RunFacts:
-    """Facts that stay the same from the first step of this process to the last."""
-    cuda = here.device.type == "cuda"
+
+def run_facts(run: Run, here: World) -> RunFacts:
+    """Facts that stay the same from the first step of this process to the last, or until it goes back."""
+    config, cuda = run.config, here.device.type == "cuda"
     return RunFacts(
         rank=here.rank,
         world_size=here.size,
         is_writer=here.rank == 0,
-        start_step=start_step,
-        total_steps=total_steps,
-        num_params=num_params,
-        flops_per_token=flops_per_token,
+        start_step=run.state.step,
+        total_steps=run.total_steps,
+        num_params=run.num_params,
+        flops_per_token=run.flops_per_token,
         device_type=here.device.type,
         device_name=torch.cuda.get_device_name(here.device) if cuda else "cpu",
         compute_dtype=derived.compute_dtype(config),

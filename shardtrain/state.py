@@ -26,11 +26,13 @@ class TrainState:
     order_hash: int = 0
     """What the run has seen, as one number (see ``data.order_hash``): equal for equal rows in equal order."""
 
-    def advance(self, samples_consumed: int, tokens: int, row_hashes: int, applied: bool = True) -> None:
+    def advance(
+        self, samples_consumed: int, tokens: int, row_hashes: int, applied: bool = True, finite: bool = False
+    ) -> None:
         """Count one step, whose update was applied or skipped; ``samples_consumed`` is the position after it."""
         self.step += 1
         self.updates += applied
-        self.nonfinite_skips = 0 if applied else self.nonfinite_skips + 1
+        self.nonfinite_skips = 0 if applied or finite else self.nonfinite_skips + 1
         self.samples_consumed = samples_consumed
         self.tokens_seen += tokens
         self.order_hash = (self.order_hash + row_hashes) % 2**64

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardtrain import agreement, data, ending, heartbeat, log, moving, nonfinite, optim, profiling, schedule
+from shardtrain import agreement, data, ending, heartbeat, log, moving, nonfinite, optim, profiling, schedule, spikes
 from shardtrain import config as configs
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
@@ -28,6 +28,7 @@ from shardtrain.metrics.flight_recorder import flight_recorder_environment
 from shardtrain.parallel import BATCH_AXES, LOSS_AXES, clip, world
 from shardtrain.parallel.world import World
 from shardtrain.phases import Phases
+from shardtrain.replicas import Replicas
 from shardtrain.resume import resume
 from shardtrain.run import Outcome, Run, build
 from shardtrain.run_facts import ReduceOverMesh, run_facts
@@ -68,7 +69,7 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
         run.phases = phases
         resume(run, checkpoints)
         run.ledger = Ledger(None if here.rank else folder, phases, run.state.step, here.size)
-        _expect_end(run, checkpoints)
+        ending.expect(run, checkpoints)
         if config.checkpoint.create_seed_checkpoint:
             ending.save_seed(run, checkpoints)
             return run.state
@@ -76,32 +77,19 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
             write_resolved_config(loaded, folder, here.size)
         for line in describe(loaded, run.mesh, run.num_params, run.total_steps, run.stream.num_samples):
             logger.info(line)
-        facts = run_facts(
-            config,
-            here,
-            start_step=run.state.step,
-            total_steps=run.total_steps,
-            num_params=run.num_params,
-            flops_per_token=run.flops_per_token,
-        )
-        validator = Validator(config, run.runner, run.mesh, run.stop)
-        metrics = Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen)
-        with run.ledger, metrics:
-            _steps(run, here, checkpoints, validator, metrics)
-        return run.state
+        validator, started_at = Validator(config, run.runner, run.mesh, run.stop), run.state.step
+        with run.ledger:
+            while True:
+                try:
+                    facts = run_facts(run, here)
+                    with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
+                        _steps(run, here, checkpoints, validator, metrics)
+                    return run.state
+                except spikes.GoBack as why:
+                    spikes.go_back(run, checkpoints, why, started_at)
+                    ending.expect(run, checkpoints)
     finally:
         checkpoints.close()  # another run may write the folder, however this one has ended
-
-
-def _expect_end(run: Run, checkpoints: Checkpoints) -> None:
-    """Where the data will end before the last step, say so; and see how the run's checkpoints stand."""
-    if run.stream.steps_left is not None:
-        last, policy = run.state.step + run.stream.steps_left, run.config.training.on_data_end
-        if run.config.training.epochs is not None:
-            run.total_steps = last
-        elif last < run.total_steps:
-            logger.warning(f"the data end after step {last} of {run.total_steps}; then training.on_data_end={policy}")
-    ending.expect(run, checkpoints)
 
 
 def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator, metrics: Metrics) -> None:
@@ -109,7 +97,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
     config, state = run.config, run.state
     collector = profiling.GarbageCollection(config.training.gc_freq, config.training.gc_debug)
     profiler = profiling.profiler(config, Path(config.job.dump_folder), here.rank, here.device.type, state.step)
-    first_step = state.step + 1
+    first_step, replicas = state.step + 1, Replicas(run)
     run.phases.begin("compile")  # the first step compiles and warms up
     with collector, profiler as trace:
         while state.step < run.total_steps:
@@ -126,6 +114,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
             step_seconds = time.perf_counter() - started
             extra = run.ledger.note(state.step, metrics.is_log_step(state.step), lambda: _measures(run))
             metrics.update(state.step, **vars(outcome), extra=extra, order_hash=state.order_hash)
+            replicas.check(state.step, checkpoints.is_due(state.step, run.total_steps))
             if validator.is_due(state.step, run.total_steps):
                 _validate(run, validator, metrics, checkpoints)
             ending.save_when_due(run, checkpoints, metrics.pause)  # what the validation found is part of it
@@ -145,7 +134,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
 
 def _measures(run: Run) -> dict[str, float]:
     """What a logged step reports beside its numbers: of experts, and of slow ranks."""
-    return {**run.runner.measures(), **moving.now().measures}
+    return {**run.runner.measures(), **run.measures(), **moving.now().measures}
 
 
 def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Checkpoints) -> None:
@@ -185,13 +174,14 @@ def step(run: Run) -> Outcome | None:
     if not finite:
         nonfinite.stop_or_skip(run, loss, local)
     apply = run.scaler.update(finite) if run.scaler else finite
+    apply = apply and spikes.may_apply(run, global_loss, grad_norm)
     if apply:
         max_norm = config.training.max_norm
         clip.scale_gradients(run.runner.parameters().values(), min(1.0, max_norm / (grad_norm + 1e-6)) / scale)
         optim.set_learning_rate(run.optimizer, lr)
         run.runner.update(run.optimizer)
     run.runner.forget_gradients()
-    state.advance(run.stream.samples_consumed, int(tokens), order_hash.join(hash_parts), applied=apply)
+    state.advance(run.stream.samples_consumed, int(tokens), order_hash.join(hash_parts), apply, finite)
     return Outcome(loss / weight, run.runner.own_targets(local), int(tokens), grad_norm, lr, data_seconds)
 
 
@@ -203,7 +193,7 @@ def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
     """
     empty, data_seconds = 0, 0.0
     while True:
-        started = time.perf_counter()
+        started, first_row = time.perf_counter(), run.stream.samples_consumed
         try:
             read = run.stop.read(lambda: [next(run.stream) for _ in range(run.stream.accumulation)])
         except StopIteration:
@@ -222,9 +212,10 @@ def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
         if run.stop_word:
             return None
         sums = sums[: len(own)]
-        if not run.stream.ends_without_notice or sums[1] > 0:
+        left_out = run.guard.leaves_out(first_row, first_row + run.stream.global_batch)
+        if not left_out and (not run.stream.ends_without_notice or sums[1] > 0):
             return local, sums, data_seconds
-        empty += run.stream.global_batch
+        empty += 0 if left_out else run.stream.global_batch
         run.state.samples_consumed = run.stream.samples_consumed
-        if empty >= run.stream.num_readers:
+        if empty >= run.stream.num_readers and not left_out:
             return None

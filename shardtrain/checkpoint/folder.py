@@ -91,6 +91,36 @@ class Checkpoints(Saver):
         together(read)
         return dict(stored.facts)
 
+    def newest_good(self, last: int, started_at: int) -> Path | None:
+        """The newest whole checkpoint of this run's own history up to step ``last``, verified; None without one.
+
+        Own is what this process has saved, and what it found up to the step at which it started.
+        """
+        self.finish()
+        for step in [step for step in reversed(exchange(self.steps())[0]) if step <= last]:
+            path = self._folder / f"step-{step}"
+            damage = self._verify(path)
+            if damage:
+                logger.warning(f"{damage}: passed over")
+                continue
+            assert self._verified is not None
+            stored = self._verified[1]
+            own = step <= started_at or stored.run == exchange(self._lease.nonce)[0]
+            if own and not stored.facts.get("weights_only"):
+                return path
+        return None
+
+    def forget(self, steps: range, started_at: int) -> None:
+        """Delete checkpoints of this run's own history that it has undone: a later start would take it up again."""
+
+        def discard() -> None:
+            for step in self.steps():
+                path = self._folder / f"step-{step}"
+                if step in steps and (step <= started_at or manifest.read(path).run == self._lease.nonce):
+                    retention.discard(path)
+
+        together(discard, only_first=True)
+
     def _chosen(self, found: list[int]) -> Path:
         wanted = self._options.load_step
         if wanted not in found:

@@ -22,6 +22,7 @@ from shardtrain.config.check_model import (
     check_sequence,
     check_tensor_parallel,
 )
+from shardtrain.config.check_numbers import check_numbers, numbers_notes
 from shardtrain.config.check_pairs import check_pairs, check_schedule, check_without_effect
 from shardtrain.config.check_pipeline import check_context, check_pipeline
 from shardtrain.config.check_values import check_forms, check_ranges, check_steps, check_words
@@ -35,6 +36,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_ranges,
     check_words,
     check_forms,
+    check_numbers,
     check_model,
     check_dataset,
     check_data_ranges,
@@ -135,7 +137,7 @@ def notes(loaded: Loaded) -> list[str]:
         found.append(f"{overlap}: without effect, experts' exchanges are not overlapped with compute")
     if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
         found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
-    return found + checkpoint_notes(loaded) + data_notes(loaded)
+    return found + checkpoint_notes(loaded) + numbers_notes(loaded) + data_notes(loaded)
 
 
 def _unused(schedule: str) -> tuple[str, ...]:

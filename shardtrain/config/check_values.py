@@ -31,6 +31,9 @@ AT_LEAST_1 = (
     "training.seq_len",
     "training.loss_scale_growth_interval",
     "training.nonfinite_max_skips",
+    "training.spike_rewind_steps",
+    "training.spike_skip_steps",
+    "training.max_rewinds",
     "training.gc_freq",
     "training.epochs",
     "training.dataloader.prefetch_factor",
@@ -58,6 +61,7 @@ AT_LEAST_1 = (
     "fault_tolerance.num_fragments",
 )
 AT_LEAST_0 = (
+    "training.replica_check_interval",
     "profiling.profiler_warmup",
     "lr_scheduler.warmup_steps",
     "training.dataloader.num_workers",
@@ -84,6 +88,7 @@ MINUS_1_OR_AT_LEAST_1 = (
     "validation.steps",
 )
 ABOVE_0 = (
+    "training.spike_sigmas",
     "optimizer.eps",
     "optimizer.muon_update_rms",
     "training.max_norm",
@@ -94,6 +99,7 @@ ABOVE_0 = (
 MAY_BE_INFINITE = ("training.max_norm",)  # inf measures the norm and never scales
 FROM_0_BELOW_1 = ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum")
 FROM_0_TO_1 = (
+    "training.nonfinite_max_skip_fraction",
     "lr_scheduler.decay_ratio",
     "lr_scheduler.min_lr_factor",
     "lr_scheduler.warmup_proportion",

@@ -53,8 +53,9 @@ def options() -> Mapping[str, Option]:
 def options_of(section: str, cls: type) -> dict[str, Option]:
     """Return the options of one dataclass by their dotted names, not those of the sections below it."""
     found: dict[str, Option] = {}
-    hints, texts = get_type_hints(cls), _help_texts().get(cls.__name__, {})
-    for field in dataclasses.fields(cls):
+    hints, own = get_type_hints(cls), inspect.get_annotations(cls)
+    texts = {name: text for owner in cls.__mro__ for name, text in _help_texts().get(owner.__name__, {}).items()}
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own):  # inherited ones come last
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
             continue

@@ -70,6 +70,34 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """What happens when numbers go wrong: the last options of [training]."""
+
+    nonfinite_policy: Literal["stop", "skip"] = "stop"
+    """On a loss or gradient that is not finite: stop before the update, or skip the update (shardtrain)."""
+    nonfinite_max_skips: int = 10
+    """Updates skipped in a row after which the run stops all the same (shardtrain)."""
+    nonfinite_max_skip_fraction: float = 0.01
+    """Share of the last 1000 steps whose update may be skipped, 0..1; one more stops the run (shardtrain)."""
+    spike_policy: Literal["log", "off", "skip", "rewind"] = "log"
+    """On a loss or gradient norm far above those before: say so, nothing, skip the update, or go back to an older
+    checkpoint and leave out the data of the last steps (shardtrain)."""
+    spike_window: int = 128
+    """Steps that a loss is compared with; half of them, and at least 20, must have been made (shardtrain)."""
+    spike_sigmas: float = 6.0
+    """Standard deviations above the mean of the window that make a spike (shardtrain)."""
+    spike_rewind_steps: int = 100
+    """Steps to go back on a spike, or more, to the newest good checkpoint (shardtrain)."""
+    spike_skip_steps: int = 100
+    """Steps before and with the spike whose data are left out after going back (shardtrain)."""
+    max_rewinds: int = 2
+    """Times to go back from spikes within spike_rewind_steps of each other; the next one stops (shardtrain)."""
+    replica_check_interval: int = 0
+    """Steps between two comparisons of what several ranks hold alike; a difference stops the run; 0 is never
+    (shardtrain)."""
+
+
+@dataclass(frozen=True)
 class Comm:
     """Process groups."""
 

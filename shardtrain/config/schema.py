@@ -12,7 +12,7 @@ from typing import Literal
 from shardtrain.config.data_schema import Data, DataLoader
 from shardtrain.config.data_schema import DataSource as DataSource
 from shardtrain.config.data_schema import DataStage as DataStage
-from shardtrain.config.safety_schema import Checkpoint, Comm, FaultTolerance
+from shardtrain.config.safety_schema import Checkpoint, Comm, FaultTolerance, Numbers
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class LRScheduler:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Numbers):
     """Data, batch sizes, length and precision of training."""
 
     dataset: str = "python_stdlib"
@@ -199,10 +199,6 @@ class Training:
     """First loss scale with float16 (shardtrain)."""
     loss_scale_growth_interval: int = 2000
     """Finite steps in a row after which the loss scale doubles, with float16 (shardtrain)."""
-    nonfinite_policy: Literal["stop", "skip"] = "stop"
-    """On a loss or gradient that is not finite: stop before the update, or skip the update (shardtrain)."""
-    nonfinite_max_skips: int = 10
-    """Updates skipped in a row after which the run stops all the same (shardtrain)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes CUDA where a device is found (shardtrain)."""
     gc_freq: int = 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import socket
@@ -15,7 +16,7 @@ from shardtrain.errors import DataError
 from shardtrain.goodput import events
 from shardtrain.goodput.account import Account, Attempt, account, attempts_of, bins
 from shardtrain.log import logger
-from shardtrain.phases import Phases
+from shardtrain.phases import Phase, Phases
 from shardtrain.units import format_seconds
 
 JOB, STARTED = "SHARDTRAIN_JOB", "SHARDTRAIN_STARTED"
@@ -42,6 +43,7 @@ class Ledger:
         """``folder`` is the run's, None for a rank that keeps no account; ``step`` is the one it goes on from."""
         self._path = folder / events.FILE if folder else None
         self._phases, self._now = phases or Phases(), now
+        self._offset: dict[Phase, float] = {}
         self._step, self._saves, self._written = step, 0, -float("inf")
         if folder is None:
             return
@@ -86,6 +88,19 @@ class Ledger:
         if self._path is not None:
             self._progress()
 
+    def go_back(self, step: int) -> None:
+        """The run has taken the state of an older step in place: what came after that one is lost."""
+        self._step = step
+        if self._path is None:
+            return
+        self._write(self._point(ended=True))
+        self._offset, self._before, self._saves = self._phases.seconds(), 0.0, 0
+        earlier = self._earlier(self._path.parent)
+        attempt, now = secrets.token_hex(8), self._now()
+        self._start = dataclasses.replace(self._start, attempt=attempt, started=now, step=step)
+        self._past = account([*earlier, Attempt(self._start)])
+        self._write(self._start)
+
     def account(self) -> Account:
         """The account of all attempts until now; rank 0's alone."""
         current = Attempt(self._start, [self._point()])
@@ -113,7 +128,7 @@ class Ledger:
 
     def _point(self, ended: bool = False) -> events.Progress:
         rounded = {
-            str(name): round(value + self._before * (name == "start"), 4)
+            str(name): round(value - self._offset.get(name, 0.0) + self._before * (name == "start"), 4)
             for name, value in self._phases.seconds().items()
         }
         return events.Progress(self._start.attempt, round(self._now(), 3), self._step, self._saves, rounded, ended)
