@@ -39,15 +39,15 @@ class Place:
 
 def main_thread(device_type: str = "cpu") -> Place:
     """Where the main thread is; in backward on a device it is the thread that PyTorch runs the hooks in."""
-    frames = sys._current_frames()
-    own = threading.main_thread().ident
-    frame = frames.pop(own, None) if own is not None else None
+    # the table holds the frame of this function too: kept in a variable, it would be a cycle that holds every local of
+    # every thread, tensors among them, until garbage is collected
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return Place("", "")
     place = locate(frame, device_type)
     if not place.collective and frame.f_code.co_name == "_engine_run_backward":
         known = {thread.ident for thread in threading.enumerate()}
-        for other in (f for ident, f in frames.items() if ident not in known):
+        for other in [f for ident, f in sys._current_frames().items() if ident not in known]:
             if found := _collective(other, device_type):
                 return Place(found, place.at)
     return place
