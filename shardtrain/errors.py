@@ -3,7 +3,7 @@
 ShardtrainError
 ├── ConfigError        exit 2   the configuration or an input is wrong; never worth a retry
 ├── DataError          exit 3   the data is unusable or has ended
-├── NumericalError     exit 4   a loss or gradient is not finite
+├── NumericalError     exit 4   a number is not finite, or not what it must be
 ├── CheckpointError    exit 5   a checkpoint cannot be used
 ├── PeerError          exit 6   another rank or a collective failed; a retry may help
 ├── OutOfMemoryError   exit 7   host or device memory ran out
@@ -64,7 +64,7 @@ class DataError(ShardtrainError):
 
 
 class NumericalError(ShardtrainError):
-    """A loss or a gradient stopped being a finite number."""
+    """A loss or a gradient is no finite number, spikes do not end, or ranks hold different bits of the same weights."""
 
     exit_code = 4
 

@@ -16,16 +16,18 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import Ended, assert_bitwise, tiny_config, train_whole
+from tiny import Ended, assert_bitwise, text_file, tiny_config, train_whole
 
 from shardtrain import data, train
 from shardtrain.checkpoint import manifest
-from shardtrain.config.schema import Config
+from shardtrain.config.schema import Config, Data, Parallelism
 from shardtrain.data.batch import Batch
 from shardtrain.errors import NumericalError
 
 STEPS, POISONED = 16, 11
 """Steps of the run, and the one whose rows are poisoned. Checkpoints are those of steps 4, 8, 12 and 16."""
+EPOCH = 18
+"""Steps of an epoch of the short text."""
 BACK = {"spike_policy": "rewind", "spike_rewind_steps": 2, "spike_skip_steps": 2}
 
 
@@ -85,12 +87,25 @@ def one_rank(rank: int, root: Path) -> dict[str, Ended]:
     runs["late kill"] = poisoned(rank, config(root / "late", 8, **BACK), stop=(1, 14))
     shutil.copytree(root / "late", root / "late-two")
     runs["late resumed"] = poisoned(rank, config(root / "late", 8, **BACK))
+    streamed = {"data": Data(mode="stream", readers=3)}
+    runs["stream"] = poisoned(rank, config(root / "stream", 8, streamed, **BACK))
+    poisoned(rank, config(root / "stream-killed", 8, streamed, **BACK), stop=(1, 14))
+    runs["stream resumed"] = poisoned(rank, config(root / "stream-killed", 8, streamed, **BACK))
+    short = root / "short.txt"
+    short.write_text(Path(text_file()).read_text()[: EPOCH * 8 * 32 - 1])
+    epoch = {**BACK, "dataset_path": str(short), "epochs": 1}
+    runs["epoch"] = poisoned(rank, config(root / "epoch", 8, **epoch))
+    poisoned(rank, config(root / "epoch-killed", 8, **epoch), stop=(1, 13))
+    runs["epoch resumed"] = poisoned(rank, config(root / "epoch-killed", 8, **epoch))
     return runs
 
 
 def two_ranks(rank: int, root: Path) -> dict[str, Ended]:
     return {
         "rewind": poisoned(rank, config(root / "rewind-two", 4, **BACK)),
+        "pp": poisoned(
+            rank, config(root / "rewind-pp", 8, {"parallelism": Parallelism(pipeline_parallel_degree=2)}, **BACK)
+        ),
         "resumed": poisoned(rank, config(root / "late-two", 4, **BACK)),
     }
 
@@ -179,9 +194,28 @@ def test_a_rewound_run_that_ends_and_goes_on_is_the_one_that_never_ended(
 def test_every_number_of_ranks_decides_alike(root: Path, one: dict[str, Ended], two: list[dict[str, Ended]]) -> None:
     for rank in two:
         assert rank["rewind"].state == rank["resumed"].state == one["rewind"].state
-        assert rank["rewind"].losses == pytest.approx(one["rewind"].losses, abs=1e-4)
-    for name in ("rewind-two", "late-two"):
+        assert rank["pp"].state == one["rewind"].state
+        for mesh in ("rewind", "pp"):
+            assert rank[mesh].losses == pytest.approx(one["rewind"].losses, abs=1e-4)
+    for name in ("rewind-two", "late-two", "rewind-pp"):
         assert guard_of(root / name, STEPS)["rewinds"] == [[11, 8, 72, 88]]
+
+
+def test_rows_of_a_stream_are_left_out_alike(root: Path, one: dict[str, Ended]) -> None:
+    straight, resumed = one["stream"], one["stream resumed"]
+    assert straight.error is None and resumed.error is None
+    assert guard_of(root / "stream", STEPS)["rewinds"] == [[11, 8, 72, 88]]
+    assert straight.state["samples_consumed"] == 8 * (STEPS + 2) and resumed.state == straight.state
+    assert_bitwise(resumed.weights, straight.weights)
+
+
+def test_data_that_end_earlier_by_what_was_left_out_end_the_run_well(root: Path, one: dict[str, Ended]) -> None:
+    straight, resumed = one["epoch"], one["epoch resumed"]
+    assert straight.error is None and resumed.error is None
+    assert straight.state["step"] == EPOCH - 2 and straight.state["samples_consumed"] == 8 * EPOCH
+    assert (root / f"epoch/checkpoint/step-{EPOCH - 2}").is_dir()
+    assert resumed.state == straight.state and resumed.lrs == straight.lrs[-len(resumed.lrs) :]
+    assert_bitwise(resumed.weights, straight.weights)
 
 
 def test_without_an_old_checkpoint_the_rows_of_the_spike_alone_are_left_out(root: Path, one: dict[str, Ended]) -> None:
