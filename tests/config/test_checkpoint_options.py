@@ -1,0 +1,71 @@
+"""Options of checkpoints: what cannot work is refused with its fix, and what waits for another is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardtrain.config import load
+from shardtrain.config.check import check, notes
+from shardtrain.config.machine import machine_notes
+
+ON = "[checkpoint]\nenable = true\n"
+VALIDATION = '[validation]\nenable = true\ndataset = "text"\ndataset_path = "x"\n'
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('keep_best = "loss"', 'checkpoint.keep_best="loss" must be validation.loss or validation.perplexity'),
+        ('keep_best = "validation.los"', 'did you mean "validation.loss"?'),
+        ('keep_best = "validation.loss"', "needs a validation, and there is none"),
+        ("create_seed_checkpoint = true\nload_only = true", "checkpoint.load_only forbids it"),
+        ('interval_type = "automatic"\ninterval = 5', "checkpoint.interval=5 is not used with"),
+        ("mean_time_to_failure_hours = 0.0", "must be above 0"),
+        ("max_stall_seconds = -1.0", "must not be negative"),
+        ("keep_every_n_steps = -1", "must not be negative"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    lines = [str(problem) for problem in check(load(written(tmp_path, ON + text)))]
+    assert any(told in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ON + 'keep_best = "validation.perplexity"\nbest_mode = "max"\n' + VALIDATION + "patience = 3",
+        ON + 'async_mode = "async"\non_save_error = "continue"\nmax_stall_seconds = 0.0\nkeep_every_n_steps = 1000',
+        ON + 'interval_type = "automatic"\nmean_time_to_failure_hours = 7.9',
+        ON + 'interval_type = "seconds"\ninterval = 600',
+        ON + "create_seed_checkpoint = true",
+    ],
+)
+def test_what_works_is_taken_without_a_word(tmp_path: Path, text: str) -> None:
+    loaded = load(written(tmp_path, text))
+    assert [p for p in check(loaded) if "checkpoint." in str(p) or "patience" in str(p)] == []
+    assert notes(loaded) == []
+
+
+def test_memory_is_pinned_for_cuda_alone(tmp_path: Path) -> None:
+    loaded = load(written(tmp_path, ON + 'async_mode = "async_with_pinned_mem"'))
+    for device, refused in (("cpu", True), ("cuda", False), (None, False)):
+        lines = [str(p) for p in machine_notes(loaded, None, device, None)]
+        assert any('use "async"' in line for line in lines) == refused
+
+
+def test_options_that_wait_for_another_are_named(tmp_path: Path) -> None:
+    text = ON + 'max_stall_seconds = 5.0\nmean_time_to_failure_hours = 2.0\nbest_mode = "max"'
+    found = notes(load(written(tmp_path, text)))
+    assert [line.partition(":")[0].removeprefix("checkpoint.") for line in found] == [
+        "max_stall_seconds",
+        "mean_time_to_failure_hours",
+        "best_mode",
+    ]
