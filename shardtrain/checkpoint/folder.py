@@ -7,7 +7,6 @@ A checkpoint is written as ``step-N.tmp-<run>``, put on disk, and renamed when e
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +56,7 @@ class Checkpoints:
             return None
         if not self._options.load_only:
             together(self._begin_to_write, only_first=True)
+        self._check_writers(self._folder)
         # the first rank decides: where a shared folder lags, ranks would start from different steps
         found, without = exchange([self.steps(), self._without_manifest()])[0]
         if self._options.load_step != -1:
@@ -116,7 +116,7 @@ class Checkpoints:
             together(lambda: self._commit(temporary, final, stored), only_first=True)
         except BaseException:
             if self._is_first:
-                shutil.rmtree(temporary, ignore_errors=True)
+                retention.remove(temporary)
             raise
         logger.info(f"saved checkpoint {final}")
         together(lambda: self._delete_old(step), only_first=True)
@@ -127,6 +127,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks, before a tensor is touched, when the checkpoint is damaged or does not fit.
         """
+        self._check_writers(path)
         if self._verified is None or self._verified[0] != path:
             damage = self._verify(path)
             if damage:
@@ -198,6 +199,15 @@ class Checkpoints:
             self._verified = path, stored
         return damage
 
+    def _check_writers(self, folder: Path) -> None:
+        """Refuse what anybody may have put there: hashes find damage, and not whose checkpoint it is."""
+        found = exchange(retention.open_to_all(folder) if self._is_first else "")[0]
+        if found and not self._options.allow_shared_writable:
+            raise ConfigError(
+                f"checkpoint.folder: {found} can be written by every user, who could put weights of his there; run "
+                f'"chmod o-w {found}", or set checkpoint.allow_shared_writable=true'
+            )
+
     def _without_manifest(self) -> list[int]:
         return sorted({*retention.step_folders(self._folder)} - {*self.steps()})
 
@@ -216,7 +226,7 @@ class Checkpoints:
                 f"cannot write checkpoint {temporary}: {free} bytes are free and {needed} are needed; nothing was "
                 "touched: free space, or keep fewer with checkpoint.keep_latest_k"
             )
-        shutil.rmtree(temporary, ignore_errors=True)
+        retention.remove(temporary)
         with files.naming(temporary):
             temporary.mkdir()
 

@@ -144,7 +144,7 @@ def _why_free(holder: dict[str, Any], age: float) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb", opener=whole_file.without_waiting) as file:
+        with open(path, "rb", opener=whole_file.without_waiting) as file:
             found = json.loads(file.read(4096))
     except (OSError, ValueError, RecursionError):
         return {}

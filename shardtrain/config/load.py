@@ -25,7 +25,7 @@ from shardtrain.errors import ConfigError, Problem
 MAX_FILE_BYTES = 2**20
 """A larger file is refused before it is parsed."""
 
-MAX_VALUES = 10_000
+MAX_VALUES = 5_000
 """Keys and values in one file: 100 datasets with weights in 20 stages are 2,000."""
 
 _KEY = r"""[ \t]*(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')[ \t]*"""

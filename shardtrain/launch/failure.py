@@ -169,7 +169,7 @@ def write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
 def last_step(metrics: Path) -> int | None:
     """The step of the last whole line of ``metrics.jsonl``, or None; reads the end of the file alone."""
     try:
-        with metrics.open("rb", opener=whole_file.without_waiting) as file:
+        with open(metrics, "rb", opener=whole_file.without_waiting) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 65_536))
             tail: Sequence[bytes] = file.read().splitlines()
     except OSError:

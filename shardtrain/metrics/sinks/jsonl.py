@@ -112,7 +112,7 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
     """Make the file on disk a rising history up to ``start_step``; returns it."""
     if not path.exists():
         return []
-    with path.open("rb", opener=whole_file.without_waiting) as file:
+    with open(path, "rb", opener=whole_file.without_waiting) as file:
         content = file.read()
     records, bad = _parse(content)
     if start_step == 0:
