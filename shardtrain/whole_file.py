@@ -9,6 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+
 def write(path: Path, content: bytes | str, durable: bool = False) -> None:
     """Replace ``path`` by a file with this content; ``durable`` puts it on disk first. Raises OSError.
 

@@ -22,7 +22,7 @@ from shardtrain.checkpoint.agree import exchange, together
 from shardtrain.checkpoint.lease import Lease
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest, StoredFile
 from shardtrain.config.schema import Checkpoint, Config
-from shardtrain.errors import CheckpointError, StorageError
+from shardtrain.errors import CheckpointError, ConfigError, StorageError
 from shardtrain.log import logger
 
 SPARE = 1.2

@@ -9,6 +9,7 @@ from typing import Any
 from shardtrain.config.check_values import problem
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import options
+from shardtrain.config.settings import COMMAND_LINE
 from shardtrain.errors import Problem
 from shardtrain.masking import MASK, redact, redact_all
 
@@ -57,6 +58,26 @@ def _path_rule(text: str, one_name: bool) -> str | None:
     if one_name:
         return "is the beginning of one name, and no path" if "/" in text else None
     return "is no name of a file or folder" if not path.parts else None
+
+
+def code_of_a_run(loaded: Loaded) -> list[Problem]:
+    """Python files that the resolved configuration in a run's folder names: they run only if the user names them too.
+
+    A configuration that a user gives is the user's own word; one that lies in a folder may be anybody's.
+    """
+    config = loaded.config
+    named = {
+        "model.name": config.model.name,
+        "training.dataset": config.training.dataset,
+        "validation.dataset": config.validation.dataset,
+        **{f"data.sources.{name}.dataset": source.dataset for name, source in config.data.sources.items()},
+    }
+    rule = "is code that the folder of a run names, and opening a folder runs none"
+    return [
+        Problem(option, value, rule, f"if you trust that file, say so: --{option} {value}", loaded.where(option))
+        for option, value in named.items()
+        if isinstance(value, str) and value.endswith(".py") and loaded.origins.get(option) != COMMAND_LINE
+    ]
 
 
 def check_secrets(loaded: Loaded) -> Iterator[Problem]:

@@ -21,7 +21,6 @@ from shardtrain.config.settings import COMMAND_LINE, DEFAULT, Setting, Value
 from shardtrain.config.toml_lines import key_lines
 from shardtrain.errors import ConfigError, Problem
 
-
 MAX_FILE_BYTES = 2**20
 """A larger file is refused before it is parsed."""
 
