@@ -38,8 +38,9 @@ def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None
 
 def read_world_size(resolved: Path) -> int | None:
     """The number of ranks of the run that wrote a resolved configuration, or None where it does not say."""
-    first = resolved.read_text(encoding="utf-8").partition("\n")[0]
-    found = re.search(r", (\d+) ranks, started from ", first)
+    with resolved.open(encoding="utf-8", errors="replace") as file:
+        first = file.readline(4096)
+    found = re.search(r", (\d{1,9}) ranks, started from ", first)
     return int(found[1]) if found else None
 
 

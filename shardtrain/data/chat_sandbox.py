@@ -15,7 +15,7 @@ MAX_CHARACTERS = 2**26
 """Characters of one text, and of what a conversation is written as."""
 MAX_WORK = 2**28
 """Characters of all texts that one rendering makes on the way: loops that grow a text make many."""
-MAX_ROUNDS = 10**6
+MAX_ROUNDS = 300_000
 """Rounds of loops and calls of macros in one rendering."""
 _ITEM_CHARACTERS = 8
 """What an entry of a list counts as."""
@@ -23,7 +23,7 @@ _MAX_INTEGER_BITS = 256
 _MAX_WIDTH = 10_000
 
 # filters and methods whose result has the length that an argument says
-_WIDE_FILTERS = ("center", "indent", "batch", "slice", "truncate", "wordwrap", "tojson")
+_WIDE_FILTERS = ("center", "indent", "batch", "slice", "truncate", "wordwrap")
 _WIDE_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})
 _LONG_NUMBER = re.compile(r"\d{5}")
 
@@ -78,8 +78,22 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return super().call_binop(context, operator, left, right)
 
         def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if function == self.shardtrain_count:
+                return work.count()
             _plan_call(work, function, args, kwargs)
             return super().call(context, function, *args, **kwargs)
+
+        def wrap_str_format(self, value: Any) -> Any:
+            """The sandbox's own ``format``, which looks at what attributes a form asks for, after a look at widths."""
+            wrapped = super().wrap_str_format(value)
+            if wrapped is None:
+                return None
+
+            def checked(*args: Any, **kwargs: Any) -> str:
+                _plan_format(work, str(value.__self__), (*args, *kwargs.values()))
+                return str(wrapped(*args, **kwargs))
+
+            return checked
 
         def _parse(self, source: str, name: Any, filename: Any) -> Any:
             template = super()._parse(source, name, filename)
@@ -94,7 +108,7 @@ def sandbox(work: Work, *extensions: Any) -> Any:
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=list(extensions))
     del environment.globals["lipsum"]
     for name in _WIDE_FILTERS:
-        environment.filters[name] = _bounded(environment.filters[name], work)
+        environment.filters[name] = bounded(environment.filters[name], work)
     environment.filters["replace"] = lambda text, *words: _replaced(work, str(text), *words)
     environment.filters["join"] = _joined(environment.filters["join"], work)
     environment.filters["format"] = lambda text, *args, **kwargs: _formatted(work, str(text), args, kwargs)
@@ -151,8 +165,6 @@ def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[st
         work.plan(_size(owner) * (_MAX_WIDTH if name == "expandtabs" and "\t" in str(owner) else 1))
     elif name == "replace" and len(args) >= 2:
         _plan_replace(work, str(owner), *args)
-    elif name in ("format", "format_map"):
-        _plan_format(work, str(owner), (*args, *kwargs.values()))
     elif name == "join" and args and isinstance(args[0], Sequence):
         work.plan(sum(_size(item) + _size(owner) for item in args[0]))
     elif name == "translate":
@@ -196,16 +208,16 @@ def _formatted(work: Work, text: str, args: tuple[Any, ...], kwargs: dict[str, A
     return text % (kwargs or args)
 
 
-def _bounded(function: Callable[..., Any], work: Work) -> Callable[..., Any]:
+def bounded(function: Callable[..., Any], work: Work) -> Callable[..., Any]:
     """A filter whose width is bounded; ``pass_environment`` and the like are kept."""
 
-    def bounded(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         _check_widths((*args, *kwargs.values()))
         work.plan(sum(map(_size, args)))
         return function(*args, **kwargs)
 
-    bounded.__dict__.update(function.__dict__)
-    return bounded
+    checked.__dict__.update(function.__dict__)
+    return checked
 
 
 def _joined(function: Callable[..., Any], work: Work) -> Callable[..., Any]:
