@@ -151,7 +151,9 @@ def make_foreign(root: Path, canary: Path) -> list[Path]:
         "overlap": safetensors({"a": one, "b": {**one, "data_offsets": [4, 12]}}, bytes(12)),
         "negative": safetensors({"a": {**one, "data_offsets": [-8, 0]}}, bytes(8)),
         "beyond": safetensors({"a": {**one, "data_offsets": [0, 2**40]}}, bytes(8)),
-        "twice": safetensors(b'{"a":' + json.dumps(one).encode() + b',"a":' + json.dumps(one).encode() + b"}", bytes(8)),
+        "twice": safetensors(
+            b'{"a":' + json.dumps(one).encode() + b',"a":' + json.dumps(one).encode() + b"}", bytes(8)
+        ),
     }
     found = [write(root / name / "model.safetensors", content).parent for name, content in files.items()]
     for name, bomb in bombs(canary).items():
@@ -322,9 +324,9 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
         path = root / f"parquet-{name}.parquet"
         pq.write_table(odd, path)
         found.append(path)
-        with pa.OSFile(str(root / f"huggingface-{name}.arrow"), "wb") as sink:
-            with pa.ipc.new_stream(sink, odd.schema) as stream:
-                stream.write_table(odd)
+        arrow = str(root / f"huggingface-{name}.arrow")
+        with pa.OSFile(arrow, "wb") as sink, pa.ipc.new_stream(sink, odd.schema) as stream:
+            stream.write_table(odd)
         found.append(root / f"huggingface-{name}.arrow")
     found += [write(root / f"parquet-{name}.parquet", bomb) for name, bomb in bombs(canary).items()]
     folder = write(root / "huggingface-script/state.json", '{"_data_files": [{"filename": "../../x"}]}').parent

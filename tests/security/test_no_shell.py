@@ -13,8 +13,26 @@ PACKAGE = Path(shardtrain.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
-SHELLS = ("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "commands.getoutput", "pty.spawn")
-SERVERS = {"http.server", "socketserver", "xmlrpc", "pdb", "debugpy", "rpdb", "bdb", "code", "asyncio", "multiprocessing.managers"}
+SHELLS = (
+    "os.system",
+    "os.popen",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "commands.getoutput",
+    "pty.spawn",
+)
+SERVERS = {
+    "http.server",
+    "socketserver",
+    "xmlrpc",
+    "pdb",
+    "debugpy",
+    "rpdb",
+    "bdb",
+    "code",
+    "asyncio",
+    "multiprocessing.managers",
+}
 LISTENS = {
     "launch/local.py": "the ranks' rendezvous, on the loopback address",
 }

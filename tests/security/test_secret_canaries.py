@@ -121,7 +121,9 @@ def test_a_commit_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = "89abcdef0123456789abcdef0123456789abcdef"
     monkeypatch.setenv("GIT_COMMIT", commit)
     assert redact(f"at {commit}") == f"at {commit}"
-    assert redact("model.hf_assets_path and TOKENIZERS_PARALLELISM") == "model.hf_assets_path and TOKENIZERS_PARALLELISM"
+    assert (
+        redact("model.hf_assets_path and TOKENIZERS_PARALLELISM") == "model.hf_assets_path and TOKENIZERS_PARALLELISM"
+    )
 
 
 def test_known_forms_are_masked_without_the_environment() -> None:
