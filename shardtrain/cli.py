@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardtrain import __version__
+from shardtrain import __version__, process
 from shardtrain.errors import ConfigError, Problem, ShardtrainError
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class Arguments:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; gives the exit status (see ``errors.py``). Every error a user can meet is one line each."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        process.own_process()
     try:
         return _dispatch(words)
     except ConfigError as error:

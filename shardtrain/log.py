@@ -13,18 +13,10 @@ from pathlib import Path
 from typing import TextIO
 
 from shardtrain.errors import ConfigError, Problem, StorageError
+from shardtrain.masking import redact
 
 logger = logging.getLogger("shardtrain")
 
-MASK = "***"
-"""What a secret is replaced by."""
-
-MIN_SECRET_LENGTH = 8
-"""Shorter values are not masked: they are no secrets, and would blot out ordinary words."""
-
-_SECRET_NAME = re.compile(
-    r"(^|_)(TOKEN|PASSWORD|PASSWD)$|SECRET|(^|_)API_?KEY$|PRIVATE_KEY$|^AWS_ACCESS_KEY_ID$", re.IGNORECASE
-)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -100,17 +92,6 @@ def color_allowed(stream: TextIO, wanted: bool = True) -> bool:
     return os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
-def redact(text: str) -> str:
-    """Replace the value of every secret environment variable in ``text`` by ``***``.
-
-    Secret are ``*_TOKEN``, ``*_PASSWORD``, ``*_API_KEY``, ``*PRIVATE_KEY``, everything with ``SECRET`` in its name,
-    and the AWS key id; a value counts from 8 characters on.
-    """
-    for value in _secret_values():
-        text = text.replace(value, MASK)
-    return text
-
-
 class SecretFilter(logging.Filter):
     """Masks secrets in a record's message, its coloured form and its traceback; put it on any handler."""
 
@@ -162,14 +143,3 @@ class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
         """Write one record."""
         self._formatter.color = color_allowed(sys.stderr, self._color_wanted)
         super().emit(record)
-
-
-def _secret_values() -> list[str]:
-    """Values of the secret variables of this process, longest first so that one inside another is masked whole."""
-    # Read anew each time: a token may be put into the environment after the log was set up.
-    values = {
-        value.strip()
-        for name, value in os.environ.items()
-        if _SECRET_NAME.search(name) and len(value.strip()) >= MIN_SECRET_LENGTH
-    }
-    return sorted(values, key=len, reverse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
@@ -10,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from shardtrain import __version__
+from shardtrain import __version__, whole_file
 from shardtrain import config as configs
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import StorageError
+from shardtrain.masking import redact
 from shardtrain.parallel.mesh import BATCH_AXES, Mesh
 from shardtrain.units import format_count
 
@@ -24,24 +24,23 @@ RESOLVED_CONFIG = "config.resolved.toml"
 def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None:
     """Write every option as it holds, with the versions as comments; loading the file gives the same config."""
     header = f"# {versions()}, {world_size} ranks, started from {loaded.path or 'the defaults'}\n"
-    text = header + configs.resolved_toml(loaded.config)
+    text = redact(header + configs.resolved_toml(loaded.config))
     paths = [folder / RESOLVED_CONFIG]
     if loaded.config.job.save_config_file:
         paths.append(folder / loaded.config.job.save_config_file)
     try:
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            temporary.write_text(text)
-            temporary.replace(path)
+            whole_file.write(path, text)
     except OSError as error:
         raise StorageError(f"cannot write {error.filename}: {error.strerror}; check job.dump_folder") from error
 
 
 def read_world_size(resolved: Path) -> int | None:
     """The number of ranks of the run that wrote a resolved configuration, or None where it does not say."""
-    first = resolved.read_text(encoding="utf-8").partition("\n")[0]
-    found = re.search(r", (\d+) ranks, started from ", first)
+    with resolved.open(encoding="utf-8", errors="replace") as file:
+        first = file.readline(4096)
+    found = re.search(r", (\d{1,9}) ranks, started from ", first)
     return int(found[1]) if found else None
 
 

@@ -10,13 +10,12 @@ import contextlib
 import errno
 import hashlib
 import os
-import stat
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shardtrain import moving
+from shardtrain import moving, whole_file
 from shardtrain.checkpoint.manifest import StoredFile
 
 PIECE_BYTES = 2**23
@@ -115,11 +114,7 @@ def free_bytes(path: Path) -> int:
 
 def open_stored(path: Path) -> int:
     """A descriptor of a regular file for reading; a pipe or device raises OSError instead of waiting for ever."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
-    return descriptor
+    return whole_file.without_waiting(str(path), os.O_RDONLY)
 
 
 def find_damage(folder: Path, file: StoredFile) -> str:

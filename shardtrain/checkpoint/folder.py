@@ -14,7 +14,7 @@ from shardtrain.checkpoint.agree import exchange, together
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.save import Saver
 from shardtrain.config.schema import Config
-from shardtrain.errors import CheckpointError
+from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.log import logger
 
 
@@ -42,6 +42,7 @@ class Checkpoints(Saver):
             return None
         if not self._options.load_only:
             together(self._begin_to_write, only_first=True)
+        self._check_writers(self._folder)
         # the first rank decides: where a shared folder lags, ranks would start from different steps
         found, without = exchange([self.steps(), self._without_manifest()])[0]
         if self._options.load_step != -1:
@@ -68,6 +69,7 @@ class Checkpoints(Saver):
         Raises:
             CheckpointError: on all ranks, before a tensor is touched, when the checkpoint is damaged or does not fit.
         """
+        self._check_writers(path)
         if self._verified is None or self._verified[0] != path:
             damage = self._verify(path)
             if damage:
@@ -120,6 +122,15 @@ class Checkpoints(Saver):
                     retention.discard(path)
 
         together(discard, only_first=True)
+
+    def _check_writers(self, folder: Path) -> None:
+        """Refuse what anybody may have put there: hashes find damage, and not whose checkpoint it is."""
+        found = exchange(retention.open_to_all(folder) if self._is_first else "")[0]
+        if found and not self._options.allow_shared_writable:
+            raise ConfigError(
+                f"checkpoint.folder: {found} can be written by every user, who could put weights of his there; run "
+                f'"chmod o-w {found}", or set checkpoint.allow_shared_writable=true'
+            )
 
     def _chosen(self, found: list[int]) -> Path:
         wanted = self._options.load_step

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardtrain import whole_file
 from shardtrain.checkpoint import files
 from shardtrain.errors import ConfigError
 from shardtrain.log import logger
@@ -143,7 +144,7 @@ def _why_free(holder: dict[str, Any], age: float) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=whole_file.without_waiting) as file:
             found = json.loads(file.read(4096))
     except (OSError, ValueError, RecursionError):
         return {}

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -65,7 +66,28 @@ def discard(path: Path) -> None:
     """Delete a checkpoint: from the rename on it is none. Raises OSError when it cannot be renamed."""
     trash = path.with_name(f"{path.name}.trash-{secrets.token_hex(4)}")
     files.rename(path, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    remove(trash)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder and what is in it, as far as possible; of a link the link alone, never what it leads to."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def open_to_all(folder: Path) -> str:
+    """The folder or the manifest in it that every user may write or replace; empty where there is none.
+
+    A sticky folder, as /tmp is, lets nobody replace what is another's, but does let everybody add.
+    """
+    for path in (folder, folder / MANIFEST):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mode & stat.S_IWOTH:
+                return str(path)
+    return ""
 
 
 def sweep(folder: Path, own_nonce: str, now: float) -> list[Path]:
@@ -79,7 +101,7 @@ def sweep(folder: Path, own_nonce: str, now: float) -> list[Path]:
         if left and (left[1] == own_nonce or now - _touched(path) < LEFTOVER_SECONDS):
             continue
         if left or _TRASH.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
             gone.append(path)
     return gone
 

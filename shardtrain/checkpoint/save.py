@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -108,7 +107,7 @@ class Saver:
             (self._begin if in_background else self._save_now)(step, tensors, facts)
         except BaseException as error:
             if self._is_first:
-                shutil.rmtree(self._temporary(step, self._lease.nonce), ignore_errors=True)
+                retention.remove(self._temporary(step, self._lease.nonce))
             self._tolerate(error, must)
         else:
             if not in_background:
@@ -153,7 +152,7 @@ class Saver:
             together(writing.result)
         except BaseException as error:
             if self._is_first:
-                shutil.rmtree(self._temporary(writing.step, self._lease.nonce), ignore_errors=True)
+                retention.remove(self._temporary(writing.step, self._lease.nonce))
             self._tolerate(error, must=False)
         else:
             self._saved(writing.step, writing.seconds)
@@ -171,7 +170,7 @@ class Saver:
                 if writing.ended and not writing.failed:
                     logger.info(f"saved checkpoint {self._folder / f'step-{writing.step}'}")
                 else:
-                    shutil.rmtree(self._temporary(writing.step, self._lease.nonce), ignore_errors=True)
+                    retention.remove(self._temporary(writing.step, self._lease.nonce))
             self.saving.writing = None
         if self._is_first:
             self._lease.release()
@@ -274,7 +273,7 @@ class Saver:
                 f"cannot write checkpoint {temporary}: {free} bytes are free and {needed} are needed; nothing was "
                 "touched: free space, or keep fewer with checkpoint.keep_latest_k"
             )
-        shutil.rmtree(temporary, ignore_errors=True)
+        retention.remove(temporary)
         with files.naming(temporary):
             temporary.mkdir()
         return [self._lease.nonce, secrets.token_hex(4)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardtrain.config.availability import unavailable
 from shardtrain.config.check import check, notes
+from shardtrain.config.check_safety import code_of_a_run
 from shardtrain.config.load import Loaded, load
 from shardtrain.config.machine import machine_notes
 from shardtrain.config.model_file import ModelFacts, model_names, read_model_file, shape
@@ -22,6 +23,7 @@ __all__ = [
     "ModelFacts",
     "check",
     "check_report",
+    "code_of_a_run",
     "help_text",
     "load",
     "machine_notes",

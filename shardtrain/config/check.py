@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from shardtrain.config.check_checkpoint import check_checkpoint, checkpoint_notes
 from shardtrain.config.check_data import (
@@ -25,8 +26,9 @@ from shardtrain.config.check_model import (
 from shardtrain.config.check_numbers import check_numbers, numbers_notes
 from shardtrain.config.check_pairs import check_pairs, check_schedule, check_without_effect
 from shardtrain.config.check_pipeline import check_context, check_pipeline
+from shardtrain.config.check_safety import check_paths, check_secrets
 from shardtrain.config.check_values import check_forms, check_ranges, check_steps, check_words
-from shardtrain.config.load import Loaded
+from shardtrain.config.load import MAX_PROBLEMS, Loaded
 from shardtrain.config.options import options
 from shardtrain.config.schema import Config
 from shardtrain.errors import Problem
@@ -37,6 +39,8 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_words,
     check_forms,
     check_numbers,
+    check_paths,
+    check_secrets,
     check_model,
     check_dataset,
     check_data_ranges,
@@ -59,8 +63,8 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
 
 
 def check(loaded: Loaded) -> list[Problem]:
-    """Return every problem of a config that can be known without torch and without the machine it will run on."""
-    return [problem for rule in CHECKS for problem in rule(loaded)]
+    """Return every problem, up to a hundred, that can be known without torch and without the machine of the run."""
+    return list(islice((problem for rule in CHECKS for problem in rule(loaded)), MAX_PROBLEMS))
 
 
 # A feature that is off, and the options that wait for it: (when it is off, the options' start, what would turn it on).

@@ -7,6 +7,7 @@ Each key of each entry is a setting with a dotted name and a line of its own: ``
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ def names_list(option: str) -> bool:
     return option in _names() and get_origin(options()[option].kind) is list
 
 
+@functools.cache
 def _names() -> list[str]:
     return [name for name, option in options().items() if option.entry]
 

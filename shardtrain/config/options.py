@@ -28,7 +28,7 @@ class Option:
     default: Any
     help: str
 
-    @property
+    @functools.cached_property
     def entry(self) -> type | None:
         """The dataclass of each entry of a table or list of tables, as ``data.sources`` is; see ``nested.py``."""
         inner = get_args(self.kind)[-1] if get_origin(self.kind) in (dict, list) else None

@@ -64,6 +64,9 @@ class Checkpoint:
     """Save the initial state as step-0 and stop. Not needed for equal starts: weights do not depend on the mesh."""
     load_only: bool = False
     """Load, never save."""
+    allow_shared_writable: bool = False
+    """Use a folder of checkpoints that every user of the machine can write, whose checkpoints anybody may have made
+    (shardtrain)."""
     grace_seconds: int = 30
     """Time from a request to stop (SIGTERM and others) to the end of the last process; a save that would take longer is
     skipped. What your platform grants (Kubernetes 30 s), or less (shardtrain)."""

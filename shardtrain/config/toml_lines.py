@@ -31,6 +31,7 @@ class _Scanner:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
+        self.counted, self.line = 0, 1
         self.lines: dict[Key, int] = {}
         self.entries: dict[Key, int] = {}  # entries so far of each array of tables
 
@@ -117,7 +118,10 @@ class _Scanner:
 
     def _enter(self, key: Key, start: int, already: int = 0) -> None:
         """Note the line of a key and of the tables it opens on the way."""
-        line = self.text.count("\n", 0, start) + 1
+        # keys come in the order of the text: what was counted before is not counted again
+        self.line += self.text.count("\n", self.counted, start)
+        self.counted = start
+        line = self.line
         for length in range(already + 1, len(key) + 1):
             self.lines.setdefault(key[:length], line)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from shardtrain.data.chat_sandbox import MAX_CHARACTERS, Work, bounded, sandbox
 from shardtrain.data.columns import Unusable
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.log import logger
@@ -22,8 +23,6 @@ template falls back to."""
 
 # Noncharacters of Unicode, which no text has: they mark the {% generation %} blocks and are taken out again.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_MOST_CHARACTERS = 2**26
-_MOST_ROUNDS = 10**6
 _SAFE_JINJA = (3, 1, 6)  # older ones have known ways out of the sandbox
 _LONGEST_REASON = 200
 
@@ -31,7 +30,7 @@ _LONGEST_REASON = 200
 class ChatTemplate:
     """A compiled template. What it writes depends on its arguments alone.
 
-    Rendering is bounded: 64 Mi characters, and a million rounds of ``range``.
+    Rendering is bounded: see ``chat_sandbox.py``.
     """
 
     def __init__(self, text: str, special_tokens: Mapping[str, str], file: str | None = None) -> None:
@@ -40,7 +39,7 @@ class ChatTemplate:
         """Whether the template marks what the assistant says with {% generation %}."""
         self._special_tokens = dict(special_tokens)
         self._marking = False
-        self._rounds = 0
+        self._work = Work()
         self._told_date = False
         self._template = self._compile(text, file)
 
@@ -74,7 +73,7 @@ class ChatTemplate:
         return plain, spans
 
     def _write(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool) -> str:
-        self._rounds = 0
+        self._work.begin()
         pieces: list[str] = []
         size = 0
         arguments = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
@@ -82,8 +81,8 @@ class ChatTemplate:
             for piece in self._template.generate(**{**self._special_tokens, **arguments}):
                 pieces.append(piece)
                 size += len(piece)
-                if size > _MOST_CHARACTERS:
-                    raise Unusable(f"the chat template writes more than {_MOST_CHARACTERS} characters")
+                if size > MAX_CHARACTERS:
+                    raise Unusable(f"the chat template writes more than {MAX_CHARACTERS} characters")
         except (Unusable, MemoryError):
             raise
         except Exception as error:  # a template can fail in any way that Python code can
@@ -105,8 +104,8 @@ class ChatTemplate:
         if tuple(int(part) for part in version.split(".")[:3] if part.isdecimal()) < _SAFE_JINJA:
             rule = f"needs jinja2 3.1.6, whose sandbox holds; here is {version}"
             raise ConfigError(Problem(option, None, rule, "pip install -U jinja2"))
-        environment = _sandbox(self, loopcontrols)
-        environment.filters["tojson"] = _tojson
+        environment = sandbox(self._work, _generation_tag(self), loopcontrols)
+        environment.filters["tojson"] = bounded(_tojson, self._work)
         environment.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": self._strftime_now,
@@ -114,8 +113,10 @@ class ChatTemplate:
         }
         try:
             return environment.from_string(text)
-        except jinja2.TemplateSyntaxError as error:
-            where = f"line {error.lineno}: {error.message}"
+        except (jinja2.TemplateSyntaxError, RecursionError, MemoryError) as error:
+            where = "it nests too deeply"
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                where = f"line {error.lineno}: {error.message}"
             rule = f"is no Jinja template ({where})"
             if file is None:
                 rule = f"is not set, and the tokenizer's own is no Jinja template ({where})"
@@ -123,9 +124,7 @@ class ChatTemplate:
 
     def _range(self, *bounds: int) -> range:
         numbers = range(*bounds)
-        self._rounds += len(numbers)
-        if self._rounds > _MOST_ROUNDS:
-            raise OverflowError(f"it counts further than {_MOST_ROUNDS}")
+        self._work.count(len(numbers))
         return numbers
 
     def _strftime_now(self, form: str) -> str:
@@ -136,15 +135,12 @@ class ChatTemplate:
         return FIXED_DATE.strftime(form)
 
 
-def _sandbox(template: ChatTemplate, *extensions: Any) -> Any:
-    """An environment with Hugging Face's settings, the {% generation %} tag, and texts that cannot explode."""
+def _generation_tag(template: ChatTemplate) -> Any:
+    """The extension of Jinja that reads ``{% generation %}`` ... ``{% endgeneration %}``: what the assistant says."""
     import jinja2
     from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}: what the assistant says."""
-
         tags = {"generation"}  # noqa: RUF012 - an attribute of jinja2's own class
 
         def parse(self, parser: Any) -> jinja2.nodes.Node:
@@ -157,25 +153,7 @@ def _sandbox(template: ChatTemplate, *extensions: Any) -> Any:
             text = str(caller())
             return f"{_OPEN}{text}{_CLOSE}" if template._marking else text
 
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """Refuses products and powers that would fill the memory."""
-
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            numbers = isinstance(left, int | float) and isinstance(right, int | float)
-            if operator == "**" and numbers and (abs(left) > 2**32 or abs(right) > 64):
-                raise OverflowError("it raises a number too high")
-            if operator == "*" and not numbers:
-                sizes = (len(side) if hasattr(side, "__len__") else side for side in (left, right))
-                product = 1
-                for size in sizes:
-                    product *= size if isinstance(size, int) else 1
-                if product > _MOST_CHARACTERS:
-                    raise OverflowError(f"it makes a text of more than {_MOST_CHARACTERS} characters")
-            return super().call_binop(context, operator, left, right)
-
-    return Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, *extensions])
+    return Generation
 
 
 def _take_out(marked: str) -> tuple[str, list[Span]]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from shardtrain import whole_file
 from shardtrain.errors import ConfigError, Problem
 
 VERSION = 1
@@ -29,6 +30,8 @@ STARTS = "starts.bin"
 UNFINISHED = "unfinished"
 """Folder inside, of what ``shardtrain data prepare`` needs to go on."""
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
+MAX_INDEX_BYTES = 2**28
+"""A larger index is refused unread: one of 100,000 shards has 64 MiB."""
 _ENDS_BYTES = 4096
 _START_BYTES = 8
 
@@ -116,7 +119,7 @@ def dtype_for(vocab_size: int) -> str:
 
 def ends_sha256(path: Path) -> str:
     """SHA-256 in hex of the first and last 4 KiB of a file."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=whole_file.without_waiting) as file:
         digest = hashlib.sha256(file.read(_ENDS_BYTES))
         file.seek(max(0, os.fstat(file.fileno()).st_size - _ENDS_BYTES))
         digest.update(file.read(_ENDS_BYTES))
@@ -160,6 +163,8 @@ def _load(folder: Path, path: Path, option: str) -> dict[str, Any]:
         fix = f"name one of its folders: {', '.join(inner)}" if inner else 'run "shardtrain data prepare" first'
         raise ConfigError(Problem(option, str(folder), rule, fix))
     try:
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise _broken(path, option, f"has more than {MAX_INDEX_BYTES} bytes")
         table = json.loads(path.read_bytes())
     except OSError as error:
         rule = f"cannot be read ({error.strerror})"

@@ -18,6 +18,9 @@ __all__ = ["ByteTokenizer", "Ids", "Spans", "Tokenizer", "open_tokenizer"]
 Ids = npt.NDArray[np.int32]
 Spans = npt.NDArray[np.int64]
 
+MAX_FILE_BYTES = 2**28
+"""A larger file is refused unread: the largest vocabularies in use take 40 MiB."""
+
 _NAMES = ("tokenizer.json", "tokenizer.model")
 
 
@@ -87,6 +90,9 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
         if not file.is_file():
             fix = 'name a folder that holds one of them, or use "bytes"'
             raise ConfigError(Problem(option, path, f"holds no {' or '.join(_NAMES)}", fix))
+        if file.stat().st_size > MAX_FILE_BYTES:
+            rule = f"has more than {MAX_FILE_BYTES} bytes, which no tokenizer has"
+            raise ConfigError(Problem(option, str(file), rule, "name a tokenizer's file"))
         content = file.read_bytes()
     except OSError as error:
         fix = "make the file readable"

@@ -100,6 +100,9 @@ def _open(path: str | None, overrides: list[str], world_size: int | None) -> tup
             raise ConfigError(Problem("RUN_FOLDER", path, f"holds no {RESOLVED_CONFIG}", fix, COMMAND_LINE))
         world_size = world_size or read_world_size(resolved)
         path = str(resolved)
+        loaded = configs.load(path, overrides)
+        if code := configs.code_of_a_run(loaded):
+            raise ConfigError(code)
     loaded = configs.load(path, overrides)
     if problems := configs.check(loaded):
         raise ConfigError(problems)

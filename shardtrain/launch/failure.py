@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shardtrain import whole_file
 from shardtrain.errors import ConfigError, ShardtrainError
 from shardtrain.log import redact
 
@@ -151,7 +152,7 @@ def read_record(path: str | os.PathLike[str]) -> Failure | None:
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))["shardtrain"]
         return replace(Failure(**fields), problems=tuple(fields["problems"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -180,15 +181,15 @@ def write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
 def last_step(metrics: Path) -> int | None:
     """The step of the last whole line of ``metrics.jsonl``, or None; reads the end of the file alone."""
     try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - 65_536))
+        with open(metrics, "rb", opener=whole_file.without_waiting) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 65_536))
             tail: Sequence[bytes] = file.read().splitlines()
     except OSError:
         return None
     for line in reversed(tail):
         try:
             return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return None
 
@@ -216,6 +217,4 @@ def _shorten(text: str) -> str:
 def _replace_file(path: Path, record: dict[str, Any]) -> None:
     """Write JSON so that a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    whole_file.write(path, json.dumps(record, indent=2) + "\n")

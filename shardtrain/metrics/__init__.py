@@ -17,6 +17,7 @@ from shardtrain.config.schema import Config
 from shardtrain.errors import Problem
 from shardtrain.hardware import peak_flops
 from shardtrain.log import logger
+from shardtrain.masking import redact_all
 from shardtrain.metrics.memory import read_peak
 from shardtrain.metrics.meters import Window, WindowMeans
 from shardtrain.metrics.progress import Progress, progress_allowed
@@ -235,7 +236,7 @@ class Metrics:
             return None
         facts = {f"run.{key}": value for key, value in dataclasses.asdict(self._facts).items()}
         rank = self._facts.rank if everyone else None
-        return WandbSink(self._run_folder, dataclasses.asdict(config) | facts, rank)
+        return WandbSink(self._run_folder, redact_all(dataclasses.asdict(config) | facts), rank)
 
     def _log_header(self) -> None:
         """Say what runs, and how the MFU is measured or why it is not."""

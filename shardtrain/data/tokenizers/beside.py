@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardtrain import whole_file
 from shardtrain.errors import ConfigError, Problem
 
 # used only when no file says which token begins a document, which ends it, and which fills a row
@@ -102,9 +103,11 @@ def read_text(file: Path, option: str) -> str:
         ConfigError: when it cannot be read or is no UTF-8.
     """
     try:
-        if file.stat().st_size > _MAX_FILE_BYTES:
+        with open(file, "rb", opener=whole_file.without_waiting) as opened:
+            content = opened.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
             raise ConfigError(Problem(option, str(file), f"is larger than {_MAX_FILE_BYTES} bytes", _FIX))
-        return file.read_bytes().decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(Problem(option, str(file), f"cannot be read ({error.strerror})", _FIX)) from error
     except UnicodeDecodeError as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,8 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Ids of a text, without bos and eos."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        with self._panics():
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """Ids of each text; the library's threads share the work."""
@@ -73,11 +75,23 @@ class JsonTokenizer:
 
     def _encode_many(self, texts: Sequence[str], batch: Callable[..., Any]) -> list[Any]:
         global _threads_of_process
-        if _threads_of_process not in (None, os.getpid()):
-            return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        _threads_of_process = os.getpid()
-        encoded: list[Any] = batch(list(texts), add_special_tokens=False)
-        return encoded
+        with self._panics():
+            if _threads_of_process not in (None, os.getpid()):
+                return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            _threads_of_process = os.getpid()
+            encoded: list[Any] = batch(list(texts), add_special_tokens=False)
+            return encoded
+
+    @contextlib.contextmanager
+    def _panics(self) -> Iterator[None]:
+        """Turn a panic of the library, which is no Exception, into ConfigError: a pattern that takes too long."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            rule = f"cannot encode a text ({str(error)[:200]})"
+            raise ConfigError(Problem(self._option, self.spec, rule, "use a tokenizer whose patterns end")) from None
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
         """Text of ids; special tokens are left out unless they are to be kept."""

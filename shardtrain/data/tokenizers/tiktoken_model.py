@@ -36,7 +36,7 @@ _FIRST_SPECIAL = (
     "<|reserved_special_token_4|>",
     "<|eot_id|>",
 )
-_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]+)\r?")
+_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]{1,10})\r?")
 # the ranks alone do not say how a text is split; these belong to others, which split otherwise
 _OTHERS = {50256: "GPT-2", 50257: "GPT-2", 100256: "cl100k_base", 151643: "Qwen", 199998: "o200k_base"}
 # The regular expressions overflow their stack on longer runs; Llama 3's reference code cuts at the same places.

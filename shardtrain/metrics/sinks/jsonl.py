@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardtrain import whole_file
 from shardtrain.log import logger
 from shardtrain.metrics.record import finite_or_none
 
@@ -85,20 +86,34 @@ def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and type(record.get("step")) is int:
+        if _is_record(record):
             records.append(record)
         else:
             bad += 1
     return records, bad
 
 
+def _is_record(record: Any) -> bool:
+    """Whether a line is one that this class writes: a step, and numbers, null or short texts beside it."""
+    if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**63:
+        return False
+    return all(_is_value(value) for value in record.values())
+
+
+def _is_value(value: Any) -> bool:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return False
+    return value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 1000)
+
+
 def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
     """Make the file on disk a rising history up to ``start_step``; returns it."""
     if not path.exists():
         return []
-    content = path.read_bytes()
+    with open(path, "rb", opener=whole_file.without_waiting) as file:
+        content = file.read()
     records, bad = _parse(content)
     if start_step == 0:
         if records:
@@ -117,16 +132,7 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
         kept.append(record)
     removed = len(records) - len(kept)
     if removed or bad or not content.endswith(b"\n"):
-        _replace(path, b"".join(json.dumps(record).encode() + b"\n" for record in kept))
+        content = b"".join(json.dumps(record).encode() + b"\n" for record in kept)
+        whole_file.write(path, content, durable=True)
         logger.info(f"{path}: continuing after step {start_step}; {removed} later records and {bad} torn lines removed")
     return kept
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that a crash leaves the old or the new content, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -109,8 +109,8 @@ class WandbSink:
                 run.log(values, step=step)
             run.finish()
         except BaseException as error:  # even SystemExit, which the client raises in this thread where it cannot log in
-            self._failed = True
             logger.warning(f"W&B failed: {redact(f'{type(error).__name__}: {error}')}; training goes on without it")
+            self._failed = True
 
 
 def _settings(wandb: ModuleType) -> object:

@@ -1,0 +1,230 @@
+"""The sandbox that chat templates run in: Jinja's own, and bounds on the work and the memory that a template may use.
+
+Jinja's sandbox keeps a template from reaching Python: no attribute that begins with an underscore, no change of what it
+was given. It does not keep it from running for hours or filling the memory. Here every round of a loop and every call
+of a macro is counted, and so is every text that operators, methods and filters make.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+MAX_CHARACTERS = 2**26
+"""Characters of one text, and of what a conversation is written as."""
+MAX_WORK = 2**28
+"""Characters of all texts that one rendering makes on the way: loops that grow a text make many."""
+MAX_ROUNDS = 300_000
+"""Rounds of loops and calls of macros in one rendering."""
+_ITEM_CHARACTERS = 8
+"""What an entry of a list counts as."""
+_MAX_INTEGER_BITS = 256
+_MAX_WIDTH = 10_000
+
+# filters and methods whose result has the length that an argument says
+_WIDE_FILTERS = ("center", "indent", "batch", "slice", "truncate", "wordwrap")
+_WIDE_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})
+_LONG_NUMBER = re.compile(r"\d{5}")
+
+
+class Work:
+    """What one rendering has done so far; ``begin`` starts anew."""
+
+    def __init__(self) -> None:
+        self.rounds = self.characters = 0
+
+    def begin(self) -> None:
+        """Forget the last rendering."""
+        self.rounds = self.characters = 0
+
+    def count(self, rounds: int = 1) -> str:
+        """Count rounds of loops or calls of macros; raises OverflowError when they are too many."""
+        self.rounds += rounds
+        if self.rounds > MAX_ROUNDS:
+            raise OverflowError(f"it makes more than {MAX_ROUNDS} rounds")
+        return ""
+
+    def plan(self, characters: int) -> None:
+        """Count characters that are about to be made; raises OverflowError before they are."""
+        if characters > MAX_CHARACTERS:
+            raise OverflowError(f"it makes a text of more than {MAX_CHARACTERS} characters")
+        self.characters += characters
+        if self.characters > MAX_WORK:
+            raise OverflowError(f"it makes texts of more than {MAX_WORK} characters in all")
+
+
+def sandbox(work: Work, *extensions: Any) -> Any:
+    """An environment with Hugging Face's settings, in which a template's work is counted."""
+    from jinja2 import nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Counts rounds, and the size of what operators and calls make, before they make it."""
+
+        intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+        def shardtrain_count(self) -> str:
+            return work.count()
+
+        def shardtrain_join(self, *parts: Any) -> str:
+            """What ``~`` does."""
+            texts = [str(part) for part in parts]
+            work.plan(sum(map(len, texts)))
+            return "".join(texts)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            _plan_operator(work, operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+        def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if function == self.shardtrain_count:
+                return work.count()
+            _plan_call(work, function, args, kwargs)
+            return super().call(context, function, *args, **kwargs)
+
+        def wrap_str_format(self, value: Any) -> Any:
+            """The sandbox's own ``format``, which looks at what attributes a form asks for, after a look at widths."""
+            wrapped = super().wrap_str_format(value)
+            if wrapped is None:
+                return None
+
+            def checked(*args: Any, **kwargs: Any) -> str:
+                _plan_format(work, str(value.__self__), (*args, *kwargs.values()))
+                return str(wrapped(*args, **kwargs))
+
+            return checked
+
+        def _parse(self, source: str, name: Any, filename: Any) -> Any:
+            template = super()._parse(source, name, filename)
+            counters: tuple[Any, ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
+            for kind in counters:
+                for node in template.find_all(kind):
+                    counted = nodes.Call(nodes.EnvironmentAttribute("shardtrain_count"), [], [], None, None)
+                    node.body.insert(0, nodes.Output([counted]).set_lineno(node.lineno))
+            _replace_joins(template, nodes)
+            return template.set_environment(self)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=list(extensions))
+    del environment.globals["lipsum"]
+    for name in _WIDE_FILTERS:
+        environment.filters[name] = bounded(environment.filters[name], work)
+    environment.filters["replace"] = lambda text, *words: _replaced(work, str(text), *words)
+    environment.filters["join"] = _joined(environment.filters["join"], work)
+    environment.filters["format"] = lambda text, *args, **kwargs: _formatted(work, str(text), args, kwargs)
+    return environment
+
+
+def _replace_joins(node: Any, nodes: Any) -> None:
+    """Turn every ``~`` into a call that counts; Jinja offers no hook for it."""
+    for name in node.fields:
+        value = getattr(node, name)
+        items = value if isinstance(value, list) else [value]
+        for place, item in enumerate(items):
+            if not isinstance(item, nodes.Node):
+                continue
+            _replace_joins(item, nodes)
+            if isinstance(item, nodes.Concat):
+                join = nodes.EnvironmentAttribute("shardtrain_join")
+                call = nodes.Call(join, item.nodes, [], None, None).set_lineno(item.lineno)
+                if isinstance(value, list):
+                    value[place] = call
+                else:
+                    setattr(node, name, call)
+
+
+def _size(value: Any) -> int:
+    """Characters that a value counts as."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    return _ITEM_CHARACTERS * len(value) if isinstance(value, Sequence) else 0
+
+
+def _plan_operator(work: Work, operator: str, left: Any, right: Any) -> None:
+    numbers = isinstance(left, int | float) and isinstance(right, int | float)
+    if operator == "%" and not numbers:
+        _check_form(str(left), star=True)
+        work.plan(_size(left) + sum(map(_size, right if isinstance(right, tuple) else (right,))))
+    elif operator == "+" and not numbers:
+        work.plan(_size(left) + _size(right))
+    elif operator == "*" and not numbers:
+        times = next((side for side in (left, right) if isinstance(side, int)), 1)
+        work.plan(max(times, 0) * max(_size(left), _size(right)))
+    elif numbers and isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        if operator in ("*", "**") and bits > _MAX_INTEGER_BITS:
+            raise OverflowError("it makes a number too large")
+
+
+def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if not isinstance(owner, str | bytes | int):
+        return
+    if name in _WIDE_METHODS:
+        _check_widths((*args, *kwargs.values()))
+        work.plan(_size(owner) * (_MAX_WIDTH if name == "expandtabs" and "\t" in str(owner) else 1))
+    elif name == "replace" and len(args) >= 2:
+        _plan_replace(work, str(owner), *args)
+    elif name == "join" and args and isinstance(args[0], Sequence):
+        work.plan(sum(_size(item) + _size(owner) for item in args[0]))
+    elif name == "translate":
+        raise OverflowError("it calls translate, which templates may not")
+    else:
+        work.plan(_size(owner))
+
+
+def _check_widths(values: Sequence[Any]) -> None:
+    if any(isinstance(value, int) and abs(value) > _MAX_WIDTH for value in values):
+        raise OverflowError(f"it asks for a width of more than {_MAX_WIDTH}")
+
+
+def _check_form(form: str, star: bool) -> None:
+    """Refuse widths that a form takes from elsewhere or that are long: they make texts of any size."""
+    if _LONG_NUMBER.search(form) or (star and re.search(r"%[-#0 +]*(?:\*|\d*\.\*)", form)):
+        raise OverflowError("it formats to a width that is too large")
+
+
+def _plan_format(work: Work, form: str, values: Sequence[Any]) -> None:
+    if _LONG_NUMBER.search(form) or re.search(r"\{[^{}]*\{", form.replace("{{", "")):
+        raise OverflowError("it formats to a width that is too large")
+    fields = form.count("{")
+    work.plan(len(form) + fields * max((_size(value) + _MAX_WIDTH for value in values), default=0))
+
+
+def _plan_replace(work: Work, text: str, old: Any, new: Any, *_: Any) -> None:
+    old, new = str(old), str(new)
+    times = text.count(old) if old else len(text) + 1
+    work.plan(len(text) + times * len(new))
+
+
+def _replaced(work: Work, text: str, old: Any, new: Any, count: int = -1) -> str:
+    _plan_replace(work, text, old, new)
+    return text.replace(str(old), str(new), -1 if count is None else count)
+
+
+def _formatted(work: Work, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    _check_form(text, star=True)
+    work.plan(len(text) + sum(map(_size, (*args, *kwargs.values()))))
+    return text % (kwargs or args)
+
+
+def bounded(function: Callable[..., Any], work: Work) -> Callable[..., Any]:
+    """A filter whose width is bounded; ``pass_environment`` and the like are kept."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check_widths((*args, *kwargs.values()))
+        work.plan(sum(map(_size, args)))
+        return function(*args, **kwargs)
+
+    checked.__dict__.update(function.__dict__)
+    return checked
+
+
+def _joined(function: Callable[..., Any], work: Work) -> Callable[..., Any]:
+    def joined(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
+        items = list(value)
+        work.plan(sum((_size(item) or _MAX_WIDTH // 100) + len(str(d)) for item in items))
+        return function(context, items, d, attribute)
+
+    joined.__dict__.update(function.__dict__)
+    return joined

@@ -1,0 +1,80 @@
+"""Secrets leave no trace: values that must not be written are known by the name of their variable, or by their look.
+
+Every line of the log, every traceback, ``exit.json``, the resolved configuration and what W&B is told go through
+``redact``. The standard library alone is imported, so that anything may import this.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+MASK = "***"
+"""What a secret is replaced by."""
+
+MIN_SECRET_LENGTH = 8
+"""Shorter values are not masked: they are no secrets, and would blot out ordinary words."""
+
+_SECRET_NAME = re.compile(
+    r"TOKEN$|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|(^|_)(KEY|PAT|AUTH)$",
+    re.IGNORECASE,
+)
+# public, and needed in logs: a commit is 40 hexadecimal digits too
+_PUBLIC_NAME = re.compile(r"COMMIT|REVISION|(^|_)SHA\d*($|_)|HASH|DIGEST|(^|_)REF($|_)", re.IGNORECASE)
+_LOOKS_SECRET = re.compile(r"[0-9a-fA-F]{40}")
+
+# The forms of tokens that say what they are; a bare run of 40 digits is not among them, as commits have that form.
+_FORMS = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}\b"  # Hugging Face
+    r"|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_[A-Za-z0-9_]{20,}"  # GitHub
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"  # AWS key ids
+    r"|\bsk-[A-Za-z0-9_-]{32,}|\bxox[abprs]-[A-Za-z0-9-]{10,}"  # keys of model and chat services
+    r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"  # user:password in an address
+)
+_SAID = re.compile(
+    r"(?i)\b([A-Z0-9_-]*(?:TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_?KEY))(\s*[=:]\s*[\"']?)([0-9a-f]{40})\b"
+)
+
+
+def redact(text: str) -> str:
+    """Replace secrets in ``text`` by ``***``.
+
+    Secret are values, from 8 characters on, of environment variables named like ``HF_TOKEN``, ``DB_PASSWORD``,
+    ``WANDB_API_KEY`` or ``MY_SECRET_THING``; values of 40 hexadecimal digits of any variable that does not call itself
+    a commit or a hash; and what has the form of a token of a known service.
+
+    >>> redact("login with hf_0123456789abcdefghijk failed at https://me:word@host/x")
+    'login with *** failed at https://***@host/x'
+    """
+    for value in secret_values():
+        text = text.replace(value, MASK)
+    return _SAID.sub(rf"\1\2{MASK}", _FORMS.sub(MASK, text))
+
+
+def redact_all(value: Any) -> Any:
+    """The same value with every text in it redacted; dicts, lists and tuples are gone through, keys included."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {redact_all(key): redact_all(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(redact_all(item) for item in value)
+    return value
+
+
+def secret_values() -> list[str]:
+    """Values of the secret variables of this process, longest first so that one inside another is masked whole."""
+    # Read anew each time: a token may be put into the environment after the log was set up.
+    values = {
+        value.strip()
+        for name, value in os.environ.items()
+        if len(value.strip()) >= MIN_SECRET_LENGTH and _is_secret(name, value.strip())
+    }
+    return sorted(values, key=len, reverse=True)
+
+
+def _is_secret(name: str, value: str) -> bool:
+    if _SECRET_NAME.search(name) or name == "AWS_ACCESS_KEY_ID":
+        return True
+    return bool(_LOOKS_SECRET.fullmatch(value)) and not _PUBLIC_NAME.search(name)

@@ -1,0 +1,48 @@
+"""Small files that are replaced as one: a reader sees the old content or the new, and no name is known beforehand."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+
+def write(path: Path, content: bytes | str, durable: bool = False) -> None:
+    """Replace ``path`` by a file with this content; ``durable`` puts it on disk first. Raises OSError.
+
+    The new file is made beside it under a name that nobody can foresee, and only if there is none of that name: a link
+    planted by somebody else is neither followed nor written through. Its mode is what the umask gives.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), 0o666 & ~umask())
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def umask() -> int:
+    """The umask of this process; asking needs setting it for a moment."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def without_waiting(path: str, flags: int) -> int:
+    """An opener for ``open``: a regular file, or OSError; a pipe planted in its place would be waited for."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file", path)
+    return descriptor

@@ -1,0 +1,228 @@
+"""Opens every hostile artefact through the package's entry points, under an audit hook; prints JSON of what happened.
+
+Run as a process of its own, as a hook stays for ever: ``python hostile_child.py FOLDER``. An audit event is a fault
+unless this file says why it is none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import hostile_files
+import torch.distributed as dist
+from small_checkpoint import checkpoints, rest, weights
+
+import shardtrain
+from shardtrain import cli, config, data
+from shardtrain.data import sources
+from shardtrain.data.chat_template import ChatTemplate
+from shardtrain.data.shards import ShardLine
+from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.errors import ShardtrainError
+from shardtrain.launch import failure, local
+from shardtrain.metrics.sinks.jsonl import JsonlFile
+
+SECONDS, BYTES = 30, 2 * 2**30
+"""Limits of one artefact: time, and growth of the memory of the process."""
+
+# code that was installed on purpose: the interpreter's, its packages', and ours
+TRUSTED = tuple(
+    os.path.realpath(path) + os.sep
+    for path in {*sysconfig.get_paths().values(), sys.base_prefix, sys.prefix, Path(shardtrain.__file__).parent}
+)
+# code objects without a file: namedtuple and dataclass make classes from the text of their own field names, Jinja
+# compiles a template into functions that only its sandbox calls, and re-imports have names in angle brackets
+MADE = ("<string>", "<template>", "<frozen ", "<__array_function__", "<eval_with_key>", "<unknown>")
+ALWAYS = {
+    "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn",
+    "socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "urllib.Request", "pickle.find_class",
+    "code.__new__", "webbrowser.open",
+}  # fmt: skip
+WRITES = {"os.remove": 0, "os.rename": 1, "os.mkdir": 0, "os.rmdir": 0, "os.chmod": 0, "os.link": 1, "os.symlink": 1}
+
+events: list[str] = []
+watching, run_folder = False, ""
+
+
+def hook(event: str, args: tuple[Any, ...]) -> None:
+    if not watching:
+        return
+    if event == "code.__new__" and str(args[1]) == "<template>":
+        return  # Jinja makes a traceback point into the template; nothing of it is run
+    if event in ALWAYS:
+        events.append(f"{event} {str(args)[:100]}")
+    elif event == "exec":
+        file = str(getattr(args[0], "co_filename", args[0]))
+        if not trusted(file):
+            events.append(f"exec of {file}")
+    elif event == "ctypes.dlopen" and not trusted(str(args[0])):
+        events.append(f"dlopen {args[0]}")
+    elif event == "open" and isinstance(args[0], str) and isinstance(args[2], int):
+        if args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            check_write(event, args[0])
+    elif event in WRITES:
+        check_write(event, args[WRITES[event]])
+
+
+def trusted(file: str) -> bool:
+    return file.startswith(MADE) or os.path.realpath(file).startswith(TRUSTED)
+
+
+def check_write(event: str, path: int | str | bytes | os.PathLike[str]) -> None:
+    if isinstance(path, int):
+        return  # a file that was opened, which was looked at then
+    text = os.path.realpath(os.fsdecode(path))
+    if text != run_folder.rstrip(os.sep) and not text.startswith(run_folder) and text != os.devnull:
+        events.append(f"{event} {text}")
+
+
+def open_checkpoint(path: Path) -> None:
+    kept = checkpoints(path)
+    try:
+        found = kept.to_continue()
+        if found is not None:
+            kept.load(found, weights(0), rest(0))
+    finally:
+        kept.close()
+
+
+def list_checkpoint(path: Path) -> None:
+    for verb in ("ls", "verify"):
+        raise_status(cli.main(["checkpoint", verb, str(path / "checkpoint")]))
+
+
+def open_initial(path: Path) -> None:
+    checkpoints(path / "run").load(path, weights(0), rest(0))
+
+
+def open_tokens(path: Path) -> None:
+    tokenizer = open_tokenizer(str(path))
+    ids = tokenizer.encode("hello " + "a" * 28 + "!")
+    tokenizer.decode(ids)
+    assert all(0 <= i < tokenizer.vocab_size for i in ids.tolist())
+
+
+def open_template(path: Path) -> None:
+    ChatTemplate(path.read_text(), {"bos_token": "<s>"}, str(path)).render([{"role": "user", "content": "hello"}])
+
+
+def open_dataset(path: Path) -> None:
+    module = sources.find(path.name.partition("-")[0])
+    source = module.open_source(sources.Request(path=str(path), max_row_bytes=2**20))
+    for _key, _row in itertools.islice(sources.every_row(source), 1000):
+        pass
+
+
+def open_shards(path: Path) -> None:
+    line = ShardLine(path)
+    line.tokens(0, line.num_tokens)
+    line.document_starts()
+
+
+def open_config(path: Path) -> None:
+    loaded = config.load(path)
+    if problems := config.check(loaded):
+        raise config.ConfigError(problems)
+
+
+def open_run(path: Path) -> None:
+    if (path / "config.resolved.toml").exists():
+        raise_status(cli.main(["data", "show", str(path), "--rows", "1"]))
+    failure.last_step(path / "metrics.jsonl")
+    local.prepare(path)
+    failure.write_exit(path, None, 0)
+    for name in ("metrics.jsonl", "validation.jsonl"):
+        history = JsonlFile(path / name, start_step=5)
+        from shardtrain.metrics.record import tags_of
+
+        for fields in history.history:
+            tags_of(fields, "cpu")
+
+
+def raise_status(code: int) -> None:
+    if code:
+        raise ShardtrainError(code)
+
+
+OPENERS = {
+    "checkpoint": [open_checkpoint, list_checkpoint],
+    "initial": [open_initial],
+    "tokenizer": [open_tokens],
+    "template": [open_template],
+    "dataset": [open_dataset],
+    "shards": [open_shards],
+    "config": [open_config],
+    "run": [open_run],
+}
+
+
+def too_slow(*_: object) -> None:
+    raise TimeoutError(f"more than {SECONDS} s")
+
+
+def attempt(opener: Any, path: Path) -> dict[str, Any]:
+    """Open one artefact; ``end`` is "read", "refused" or the trace of what escaped."""
+    global watching, run_folder
+    run_folder = os.path.realpath(path if path.is_dir() else path.parent) + os.sep
+    events.clear()
+    start, before = time.monotonic(), set(sys.modules)
+    signal.alarm(SECONDS)
+    watching = True
+    try:
+        opener(path)
+        end = "read"
+    except ShardtrainError:
+        end = "refused"
+    except data.columns.Unusable:
+        end = "refused"
+    except BaseException:
+        end = traceback.format_exc()[-1500:]
+    finally:
+        watching = False
+        signal.alarm(0)
+    modules = {name: getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - before}
+    foreign = [f"import of {file}" for file in modules.values() if file and not trusted(file)]
+    return {"end": end, "events": events + foreign, "seconds": time.monotonic() - start}
+
+
+def main(root: Path) -> None:
+    import datasets  # noqa: F401 - imported before the hook, so that it sees what artefacts do
+    import jinja2.sandbox  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
+    import sentencepiece  # noqa: F401
+    import tiktoken  # noqa: F401
+    import tokenizers  # noqa: F401
+    import torch._dynamo  # noqa: F401 - makes a folder for its cache when it is imported
+
+    import shardtrain.data_tools.show
+    import shardtrain.train  # noqa: F401
+
+    found = hostile_files.make(root)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    signal.signal(signal.SIGALRM, too_slow)
+    sys.addaudithook(hook)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    # a bomb that is not stopped by us ends in MemoryError, and not in a dead machine
+    resource.setrlimit(resource.RLIMIT_AS, (pages + BYTES, resource.RLIM_INFINITY))
+    results = []
+    for kind, paths in found.items():
+        for path in paths:
+            for opener in OPENERS[kind]:
+                results.append({"kind": kind, "name": path.name, "opener": opener.__name__, **attempt(opener, path)})
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - peak
+    Path(root / "results.json").write_text(json.dumps({"results": results, "grown_bytes": grown}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,125 @@
+"""A run on one machine cannot be reached from another: every socket that listens is on a loopback address."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hostile_files import Bomb
+from tiny import text_file
+from torch.distributed import DistError, TCPStore
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+LISTEN = "0A"
+LOOPBACK = {"0100007F", "0" * 24 + "01000000"}
+IPV4_IN_6 = "0000000000000000FFFF00000100007F"
+
+
+def processes_of(root: int) -> set[int]:
+    """A process and all that descend from it."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError, IndexError):
+                continue
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def listeners(pids: set[int]) -> set[tuple[str, int]]:
+    """Address in hex and port of the sockets of these processes on which something listens."""
+    inodes = set()
+    for pid in pids:
+        try:
+            links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+        except OSError:
+            continue
+        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and fields[9] in inodes:
+                address, _, port = fields[1].partition(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    return address in (*LOOPBACK, IPV4_IN_6)
+
+
+def watch(command: list[str], folder: Path, attack: bool = False) -> set[tuple[str, int]]:
+    """Run a command, and collect everything that listens in it; ``attack`` sets a pickle in each store."""
+    seen: set[tuple[str, int]] = set()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "NCCL_", "MASTER_"))}
+    canary, attacked = folder / "canary", set()
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        try:
+            deadline = time.monotonic() + 120
+            while process.poll() is None:
+                assert time.monotonic() < deadline
+                seen |= listeners(processes_of(process.pid))
+                # the store is the parent's; a stranger's bytes on a socket of gloo would only end the run
+                for address, port in listeners({process.pid}) - attacked if attack else ():
+                    attacked.add((address, port))
+                    set_pickle(port, canary)
+                time.sleep(0.05)
+        finally:
+            process.kill()
+            process.wait()
+    assert process.returncode == 0, (folder / "output").read_text()
+    assert not canary.exists()
+    return seen
+
+
+def set_pickle(port: int, canary: Path) -> None:
+    """What ran code in the agent of torchrun: its key of the rendezvous, with a pickle in it."""
+    try:
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+        for key in ("torch.rendezvous.none", "/torch.rendezvous.none"):
+            store.set(key, pickle.dumps(Bomb(canary)))
+    except (DistError, RuntimeError, OSError):
+        pass  # a socket of gloo, and no store
+
+
+def words(folder: Path, **more: object) -> list[str]:
+    options = {
+        "job.dump_folder": folder / "outputs", "training.dataset": "text", "training.dataset_path": text_file(),
+        "training.device": "cpu", "training.local_batch_size": 1, "training.seq_len": 32, "training.steps": 10,
+        "lr_scheduler.warmup_steps": 1, **more,
+    }  # fmt: skip
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_two_ranks_listen_on_the_loopback_address_alone(tmp_path: Path, num_workers: int) -> None:
+    more = {"training.dataloader.num_workers": num_workers}
+    command = [sys.executable, "-m", "shardtrain", "train", "--nproc", "2", *words(tmp_path, **more)]
+    seen = watch(command, tmp_path, attack=num_workers == 0)
+    assert len(seen) >= 2, "the store, and gloo's pairs, were seen"
+    assert all(is_loopback(address) for address, _ in seen), seen
+
+
+def test_preparing_data_listens_nowhere(tmp_path: Path) -> None:
+    source = ["--training.dataset", "text", "--training.dataset_path", text_file()]
+    command = [sys.executable, "-m", "shardtrain", "data", "prepare", "--output", str(tmp_path / "x"), *source]
+    assert not watch([*command, "--processes", "2"], tmp_path)
+
+
+def test_this_test_would_see_a_wildcard_listener() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        assert ("00000000", server.getsockname()[1]) in listeners({os.getpid()})
+        assert not is_loopback("00000000") and not is_loopback("0" * 32)

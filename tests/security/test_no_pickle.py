@@ -1,0 +1,81 @@
+"""Nothing that opens data can run code: no pickle, no eval, no loader that guesses, in the package or beside it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import shardtrain
+
+ROOT = Path(shardtrain.__file__).parents[1]
+PACKAGE = sorted((ROOT / "shardtrain").rglob("*.py"))
+BESIDE = [*sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
+
+MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle", "code"}
+CALLS = {
+    "eval", "exec", "compile", "__import__", "builtins.eval", "builtins.exec", "yaml.load", "yaml.unsafe_load",
+    "yaml.full_load", "torch.load", "torch.jit.load", "torch.hub.load", "np.load", "numpy.load", "runpy.run_path",
+    "dcp.load", "importlib.reload",
+}  # fmt: skip
+# collectives and queues that pickle what they send
+METHODS = {
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list", "rpc_sync", "rpc_async", "init_rpc", "exec_module",
+}  # fmt: skip
+
+ALLOWED = {
+    ("shardtrain/models/__init__.py", "exec_module"): "model.name of the user's own configuration names a file of his",
+    ("shardtrain/data/sources/__init__.py", "exec_module"): "training.dataset names a file of the user's, likewise",
+    ("benchmarks/checkpoint_safety.py", "dcp.load"): "measures plain DCP beside ours, on files that it just wrote",
+    ("tests/test_init.py", "all_gather_object"): "compares what its own ranks drew",
+    ("tests/hostile_files.py", "pickle"): "writes the attacks",
+}
+"""Every use that there is, and why: there is no other."""
+
+
+def uses(path: Path) -> set[str]:
+    """What a file imports or calls of the above."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.partition(".")[0] in MODULES}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module} if (node.module or "").partition(".")[0] in MODULES else set()
+            found |= {alias.name for alias in node.names if alias.name in METHODS}
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            found |= {name} & CALLS
+            found |= {name.rpartition(".")[2]} & METHODS
+            found |= {"allow_pickle" for keyword in node.keywords if keyword.arg == "allow_pickle"}
+            found |= {"weights_only" for keyword in node.keywords if keyword.arg == "weights_only"}
+    return found
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=name_of)
+def test_the_package_unpickles_and_evaluates_nothing(path: Path) -> None:
+    assert not {use for use in uses(path) if (name_of(path), use) not in ALLOWED}
+
+
+# a test may compile the text of an example or pickle a tokenizer; what it may not do is load a file in such a way
+@pytest.mark.parametrize("path", BESIDE, ids=name_of)
+def test_benchmarks_and_tests_load_no_file_so(path: Path) -> None:
+    loaders = CALLS - {"eval", "exec", "compile", "__import__", "np.load", "numpy.load"}
+    found = uses(path) & (loaders | METHODS - {"exec_module"} | {"allow_pickle"})
+    assert not {use for use in found if (name_of(path), use) not in ALLOWED}
+
+
+def test_the_list_of_exceptions_holds_no_more_than_there_is() -> None:
+    left = [(name, use) for name, use in ALLOWED if (ROOT / name).exists() and use not in uses(ROOT / name)]
+    assert not left
+
+
+def test_checkpoints_of_other_programs_have_no_reader() -> None:
+    """Reading them will be a command of its own, with no way back to it from a load that failed."""
+    text = "".join(path.read_text(encoding="utf-8") for path in PACKAGE)
+    assert "weights_only=" not in text and "distributed.checkpoint" not in text and "FileSystemReader" not in text

@@ -1,0 +1,133 @@
+"""Six secrets in the environment: none is in any byte that a run writes, prints, or shows in its command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import text_file
+
+from shardtrain.masking import redact, redact_all
+
+ROOT = Path(__file__).resolve().parents[2]
+CANARIES = {
+    "HF_TOKEN": "hf_" + "Canary0123456789" * 2,
+    "WANDB_API_KEY": "c0ffee" * 6 + "beef",
+    "AWS_SECRET_ACCESS_KEY": "canary/" + "Abcdefgh+1234567" * 2,
+    "CI_CREDENTIAL": "ghp_" + "Canary012345" * 3,
+    "SOMETHING_ELSE": "0123456789abcdef0123456789abcdef01234567",
+    "MY_SERVICE_PASSWORD": "correct-horse-battery",
+}
+# a dataset of the user's own that fails, and says every secret that it can see while it does
+CRASHES = """
+import os
+NAMES = {names!r}
+def open_source(request):
+    raise RuntimeError("refused: " + " ".join(os.environ[name] for name in NAMES))
+"""
+WANDB = """
+import json, pathlib
+def Settings(**options): return options
+def init(**options):
+    path = pathlib.Path(options["dir"]) / "wandb-stub.json"
+    path.write_text(json.dumps(options, default=str))
+    return __import__("types").SimpleNamespace(log=lambda *a, **k: None, finish=lambda: None)
+"""
+
+
+def run(folder: Path, *words: str) -> tuple[int, str, set[bytes]]:
+    """Status, everything printed, and every command line of the machine at 20 Hz while it ran."""
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    (folder / "wandb.py").write_text(WANDB)
+    environment = {**os.environ, **CANARIES, "TMPDIR": str(temporary), "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "shardtrain", *words]
+    lines: set[bytes] = set()
+    with (folder / "printed").open("wb") as printed:
+        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=printed, stderr=printed)
+        try:
+            deadline = time.monotonic() + 120
+            while process.poll() is None:
+                assert time.monotonic() < deadline
+                for entry in Path("/proc").glob("[0-9]*/cmdline"):
+                    try:
+                        lines.add(entry.read_bytes())
+                    except OSError:
+                        continue
+                time.sleep(0.05)
+        finally:
+            process.kill()
+            process.wait()
+    return process.returncode, (folder / "printed").read_text(), lines
+
+
+def assert_silent(folder: Path, lines: set[bytes]) -> None:
+    everything = [path for path in folder.rglob("*") if path.is_file()]
+    for name, canary in CANARIES.items():
+        found = [path for path in everything if canary.encode() in path.read_bytes() or canary in path.name]
+        assert not found, f"{name} is in {found}"
+        assert not [line for line in lines if canary.encode() in line], f"{name} is in a command line"
+
+
+def options(folder: Path, **more: object) -> list[str]:
+    given = {
+        "job.dump_folder": folder / "outputs", "training.dataset": "text", "training.dataset_path": text_file(),
+        "training.device": "cpu", "training.local_batch_size": 1, "training.seq_len": 32, "training.steps": 2,
+        "lr_scheduler.warmup_steps": 1, **more,
+    }  # fmt: skip
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def test_a_run_of_two_ranks_with_all_sinks_is_silent(tmp_path: Path) -> None:
+    flags = ["--job.print_config", "--metrics.enable_tensorboard", "--metrics.enable_wandb", "--checkpoint.enable"]
+    status, printed, lines = run(tmp_path, "train", "--nproc", "2", *options(tmp_path), *flags)
+    assert status == 0, printed
+    assert (tmp_path / "outputs/wandb-stub.json").exists() and (tmp_path / "outputs/config.resolved.toml").exists()
+    assert_silent(tmp_path, lines)
+
+
+@pytest.mark.parametrize("verb", ["train", "prepare"])
+def test_a_crash_that_says_every_secret_is_masked(tmp_path: Path, verb: str) -> None:
+    dataset = tmp_path / "mine.py"
+    dataset.write_text(CRASHES.format(names=tuple(CANARIES)))
+    if verb == "train":
+        words = ["train", "--nproc", "2", *options(tmp_path, **{"training.dataset": dataset})]
+    else:
+        words = ["data", "prepare", "--output", str(tmp_path / "x"), "--training.dataset", str(dataset)]
+    status, printed, lines = run(tmp_path, *words)
+    assert status != 0 and "refused: ***" in printed, printed
+    assert_silent(tmp_path, lines)
+
+
+@pytest.mark.parametrize("option", ["job.description", "training.dataset_path", "model.hf_assets_path"])
+def test_an_option_that_holds_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    from shardtrain import config
+
+    monkeypatch.setenv("MY_SERVICE_PASSWORD", CANARIES["MY_SERVICE_PASSWORD"])
+    loaded = config.load(None, [f"--{option}", f"x-{CANARIES['MY_SERVICE_PASSWORD']}"])
+    found = [problem for problem in config.check(loaded) if "holds a secret" in problem.rule]
+    assert [problem.option for problem in found] == [option]
+    assert CANARIES["MY_SERVICE_PASSWORD"] not in str(found[0])
+
+
+def test_a_commit_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "89abcdef0123456789abcdef0123456789abcdef"
+    monkeypatch.setenv("GIT_COMMIT", commit)
+    assert redact(f"at {commit}") == f"at {commit}"
+    assert (
+        redact("model.hf_assets_path and TOKENIZERS_PARALLELISM") == "model.hf_assets_path and TOKENIZERS_PARALLELISM"
+    )
+
+
+def test_known_forms_are_masked_without_the_environment() -> None:
+    for text in ("ghp_" + "a1B2" * 9, "hf_" + "a1B2" * 8, "AKIA" + "ABCD" * 4, "https://me:word@host/x"):
+        assert redact(f"say {text}") != f"say {text}"
+    assert redact("wandb_api_key=" + "c0ffee" * 6 + "beef") == "wandb_api_key=***"
+    assert redact_all({"a": ["ghp_" + "a1B2" * 9]}) == {"a": ["***"]}
