@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import optim
+from shardtrain import continuing, optim
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.errors import CheckpointError
 from shardtrain.log import logger
 from shardtrain.parallel import BATCH_AXES
 
@@ -27,6 +27,7 @@ def save(run: Run, checkpoints: Checkpoints, last: bool) -> None:
         "data_fingerprint": run.stream.fingerprint,
         "data_files": dict(run.stream.files),
         "data_cursors": _cursors(run),
+        **continuing.record(run),
     }
     if run.scaler:
         facts["scaler"] = run.scaler.state()
@@ -37,7 +38,7 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     """Continue from the run's own checkpoint, or start from ``checkpoint.initial_load_path``, if there is one.
 
     Raises:
-        ConfigError: when the data are not those of the checkpoint; names the file that differs.
+        ConfigError: when the data or options are not those of the checkpoint; names each that differs.
         CheckpointError: when the checkpoint cannot be used.
     """
     options = run.config.checkpoint
@@ -51,10 +52,18 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     if initial and options.initial_load_model_only:
         excluded |= {"optimizer", "train_state", "dataloader"}
     rest = {} if "optimizer" in excluded else optimizer_state(run)
-    facts = checkpoints.load(path, weights(run), rest)
+    facts = checkpoints.facts(path)
+    is_new_run = initial and options.initial_load_model_only
+    changes = [] if is_new_run else continuing.find_changes(run, facts, sorted(excluded))
+    other_data = _find_other_data(run, facts) if not excluded & {"dataloader", "train_state"} else ""
+    if not any(change.option.startswith("model.") for change in changes):  # the load names a tensor that does not fit
+        continuing.refuse(run, path, changes, other_data)
+    checkpoints.load(path, weights(run), rest)
+    continuing.refuse(run, path, changes, other_data)
     if "train_state" not in excluded:
         run.state.load(facts.get("state", {}))
-        if run.scaler:
+        begins_to_scale = any(change.option == "training.mixed_precision_param" for change in changes)
+        if run.scaler and ("scaler" in facts or not begins_to_scale):
             run.scaler.load(_scaler_state(path, facts))
     if "lr_scheduler" in excluded:
         run.state.updates = 0  # the schedule begins anew: it is a function of this count alone
@@ -62,9 +71,10 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     if "dataloader" in excluded:
         run.state.samples_consumed = run.state.order_hash = 0
     elif "train_state" not in excluded:
-        _check_same_data(run, path, facts)
         cursors = _saved_cursors(path, facts)
     run.stream.seek(run.state.samples_consumed, cursors)
+    if not is_new_run:
+        continuing.keep_history(run, facts, changes)
     logger.info(f"continuing from {path} at step {run.state.step}")
 
 
@@ -107,17 +117,13 @@ def _scaler_state(path: Path, facts: Mapping[str, Any]) -> dict[str, float]:
     return state
 
 
-def _check_same_data(run: Run, path: Path, facts: Mapping[str, Any]) -> None:
+def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
+    """How the data differ from those of the checkpoint; empty when they are the same."""
     if facts.get("data_fingerprint") == run.stream.fingerprint:
-        return
+        return ""
     old, new = facts.get("data_files", {}), run.stream.files
     old = old if isinstance(old, dict) else {}
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:
-        what = f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} differ"
-    else:
-        what = "tokenizer, seq_len, seed, packing, mixture, data.mode or data.readers differ"
-    raise ConfigError(
-        f"checkpoint {path} was trained on other data ({what}); use the same, "
-        'or start the data anew with checkpoint.exclude_from_loading=["dataloader"]'
-    )
+        return f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} differ"
+    return "tokenizer, seq_len, seed, packing, mixture, data.mode or data.readers differ"

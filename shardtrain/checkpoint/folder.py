@@ -127,12 +127,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks, before a tensor is touched, when the checkpoint is damaged or does not fit.
         """
-        if self._verified is None or self._verified[0] != path:
-            damage = self._verify(path)
-            if damage:
-                raise CheckpointError(f"checkpoint {path} cannot be used: {damage}; use another one")
-        assert self._verified is not None
-        stored = self._verified[1]
+        stored = self._verified_manifest(path)
         if stored.facts.get("weights_only") and rest:
             raise CheckpointError(
                 f"checkpoint {path} holds weights only, so the run cannot be continued from it; start another run with "
@@ -149,6 +144,18 @@ class Checkpoints:
 
         together(read)
         return dict(stored.facts)
+
+    def facts(self, path: Path) -> dict[str, Any]:
+        """The facts of a checkpoint, verified; raises CheckpointError on all ranks when it is damaged."""
+        return dict(self._verified_manifest(path).facts)
+
+    def _verified_manifest(self, path: Path) -> Manifest:
+        if self._verified is None or self._verified[0] != path:
+            damage = self._verify(path)
+            if damage:
+                raise CheckpointError(f"checkpoint {path} cannot be used: {damage}; use another one")
+        assert self._verified is not None
+        return self._verified[1]
 
     def close(self) -> None:
         """Let other runs write the folder."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from shardtrain.config.changes import check_accepted
 from shardtrain.config.check_data import (
     check_data_ranges,
     check_dataset,
@@ -33,6 +34,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_steps,
     check_ranges,
     check_words,
+    check_accepted,
     check_forms,
     check_model,
     check_dataset,

@@ -43,6 +43,9 @@ class Checkpoint:
     """Step to continue from; -1 is the newest."""
     exclude_from_loading: list[str] = field(default_factory=list)
     """Parts not to load: "optimizer", "lr_scheduler", "dataloader", "train_state"."""
+    accept_changes: list[str] = field(default_factory=list)
+    """Options that may differ from those of the checkpoint, such as "optimizer.lr", or "all"; each of the others that
+    would change what the run learns stops it (shardtrain)."""
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too."""
     create_seed_checkpoint: bool = False
