@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain import data, stopping
 from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.storage import folder_of
 from shardtrain.errors import DataError, NotSaved, PeerError, Preempted
 from shardtrain.log import logger
 from shardtrain.resume import optimizer_state, save, weights
@@ -44,7 +44,7 @@ def leave(run: Run, checkpoints: Checkpoints, saved_step: int) -> NoReturn:
         NotSaved: there was no time for it.
     """
     step, reason = run.state.step, run.stop.reason or "another rank's request"
-    folder = Path(run.config.job.dump_folder) / run.config.checkpoint.folder
+    folder = folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)
     if step > saved_step:
         if run.stop_word >= stopping.NOT_IN_TIME:
             newest = stopping.newest_checkpoint(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from shardtrain import continuing, optim
 from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.storage import Place, place
 from shardtrain.errors import CheckpointError
 from shardtrain.log import logger
 from shardtrain.parallel import BATCH_AXES
@@ -45,7 +45,7 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     path = checkpoints.to_continue()
     initial = path is None and options.enable and options.initial_load_path is not None
     if initial:
-        path = Path(str(options.initial_load_path))
+        path = place(str(options.initial_load_path))
     if path is None:
         return
     excluded = set(options.exclude_from_loading)
@@ -100,7 +100,7 @@ def _cursors(run: Run) -> list[list[int]] | None:
     return None if bool((everyone < 0).any()) else everyone.tolist()
 
 
-def _saved_cursors(path: Path, facts: Mapping[str, Any]) -> np.ndarray | None:
+def _saved_cursors(path: Place, facts: Mapping[str, Any]) -> np.ndarray | None:
     cursors = facts.get("data_cursors")
     try:
         return None if cursors is None else np.array(cursors, np.int64).reshape(-1, 3)
@@ -110,7 +110,7 @@ def _saved_cursors(path: Path, facts: Mapping[str, Any]) -> np.ndarray | None:
         ) from error
 
 
-def _scaler_state(path: Path, facts: Mapping[str, Any]) -> dict[str, float]:
+def _scaler_state(path: Place, facts: Mapping[str, Any]) -> dict[str, float]:
     state = facts.get("scaler", {})
     if not isinstance(state, dict) or not all(isinstance(value, int | float) for value in state.values()):
         raise CheckpointError(f"checkpoint {path}: the loss scaler's state is no table of numbers; use another one")

@@ -6,8 +6,6 @@ A checkpoint is written as ``step-N.tmp-<run>``, put on disk, and renamed when e
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import __version__
-from shardtrain.checkpoint import files, manifest, retention
+from shardtrain.checkpoint import manifest, retention
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.agree import exchange, together
-from shardtrain.checkpoint.lease import Lease
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest, StoredFile
+from shardtrain.checkpoint.storage import Place, storage_of
 from shardtrain.config.schema import Checkpoint, Config
-from shardtrain.errors import CheckpointError, StorageError
+from shardtrain.errors import CheckpointError
 from shardtrain.log import logger
-
-SPARE = 1.2
-"""A save begins only where this many times its size is free."""
 
 
 class Checkpoints:
@@ -35,16 +30,17 @@ class Checkpoints:
 
     def __init__(self, config: Config) -> None:
         self._options: Checkpoint = config.checkpoint
-        self._folder = Path(config.job.dump_folder) / config.checkpoint.folder
+        self._storage = storage_of(config.job.dump_folder, config.checkpoint.folder)
+        self._folder, self._lease = self._storage.folder, self._storage.lease
         self._is_first = dist.get_rank() == 0
-        self._lease = Lease(self._folder)
-        self._verified: tuple[Path, Manifest] | None = None
+        self._saves = 0
+        self._verified: tuple[Place, Manifest] | None = None
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, oldest first."""
         return retention.steps(self._folder)
 
-    def to_continue(self) -> Path | None:
+    def to_continue(self) -> Place | None:
         """The checkpoint to continue from, its bytes verified, or None for a fresh start.
 
         Without ``checkpoint.load_step`` it is the newest that is good: what is damaged is passed over, and said aloud.
@@ -97,13 +93,14 @@ class Checkpoints:
         weights_only = last and self._options.last_save_model_only
         if weights_only:
             weights, rest = tensor_files.cast(weights, self._options.export_dtype), {}
-        tensors, final = {**weights, **rest}, self._folder / f"step-{step}"
-        temporary = final.with_name(f"{final.name}.tmp-{exchange(self._lease.nonce)[0]}")
+        tensors = {**weights, **rest}
+        self._saves += 1
+        draft = self._storage.draft(step, exchange(self._lease.nonce)[0], self._saves)
         shares = tensor_files.plan(tensors)
         try:
             planned = sum(shares.bytes_of)
-            together(lambda: self._prepare(temporary, planned), only_first=True)
-            written = together(lambda: _fields(tensor_files.write(tensors, shares, temporary)))
+            together(lambda: self._prepare(draft, planned), only_first=True)
+            written = together(lambda: _fields(tensor_files.write(tensors, shares, draft)))
             stored = Manifest(
                 step=step,
                 world_size=dist.get_world_size(),
@@ -113,15 +110,15 @@ class Checkpoints:
                 tensors=shares.tensors,
                 facts={**facts, "weights_only": weights_only},
             )
-            together(lambda: self._commit(temporary, final, stored), only_first=True)
+            together(lambda: str(self._storage.publish(draft, stored, self._lease.check)), only_first=True)
         except BaseException:
             if self._is_first:
-                shutil.rmtree(temporary, ignore_errors=True)
+                self._storage.abandon(draft)
             raise
-        logger.info(f"saved checkpoint {final}")
+        logger.info(f"saved checkpoint {self._folder / f'step-{step}'}")
         together(lambda: self._delete_old(step), only_first=True)
 
-    def load(self, path: Path, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Any]:
+    def load(self, path: Place, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Any]:
         """Fill weights and the rest in place and give the facts.
 
         Raises:
@@ -145,11 +142,11 @@ class Checkpoints:
         together(read)
         return dict(stored.facts)
 
-    def facts(self, path: Path) -> dict[str, Any]:
+    def facts(self, path: Place) -> dict[str, Any]:
         """The facts of a checkpoint, verified; raises CheckpointError on all ranks when it is damaged."""
         return dict(self._verified_manifest(path).facts)
 
-    def _verified_manifest(self, path: Path) -> Manifest:
+    def _verified_manifest(self, path: Place) -> Manifest:
         if self._verified is None or self._verified[0] != path:
             damage = self._verify(path)
             if damage:
@@ -162,7 +159,7 @@ class Checkpoints:
         if self._is_first:
             self._lease.release()
 
-    def _chosen(self, found: list[int]) -> Path:
+    def _chosen(self, found: list[int]) -> Place:
         wanted = self._options.load_step
         if wanted not in found:
             known = ", ".join(map(str, found)) or "none"
@@ -183,7 +180,7 @@ class Checkpoints:
             )
         return self._folder / f"step-{wanted}"
 
-    def _verify(self, path: Path) -> str:
+    def _verify(self, path: Place) -> str:
         """What is wrong with a checkpoint's bytes, all read, shared out over the ranks; empty when nothing is."""
         problem, text = "", None
         try:
@@ -206,42 +203,18 @@ class Checkpoints:
         return damage
 
     def _without_manifest(self) -> list[int]:
+        if not isinstance(self._folder, Path):
+            return []  # an object store has no folders: without a manifest there is no checkpoint
         return sorted({*retention.step_folders(self._folder)} - {*self.steps()})
 
     def _begin_to_write(self) -> None:
         self._lease.acquire()
-        retention.sweep(self._folder, self._lease.nonce, (self._folder / "lease.json").stat().st_mtime)
+        self._storage.sweep()
 
-    def _prepare(self, temporary: Path, planned: int) -> None:
-        with files.naming(temporary):
-            self._lease.acquire()
-            self._lease.check()
-            free = files.free_bytes(self._folder)
-        needed = int(SPARE * planned)
-        if free < needed:
-            raise StorageError(
-                f"cannot write checkpoint {temporary}: {free} bytes are free and {needed} are needed; nothing was "
-                "touched: free space, or keep fewer with checkpoint.keep_latest_k"
-            )
-        shutil.rmtree(temporary, ignore_errors=True)
-        with files.naming(temporary):
-            temporary.mkdir()
-
-    def _commit(self, temporary: Path, final: Path, stored: Manifest) -> None:
-        for file in stored.files:
-            if (temporary / file.name).stat().st_size != file.bytes:
-                raise StorageError(f"cannot write checkpoint {temporary / file.name}: its size is not what was written")
-        text = stored.to_bytes()
-        manifest.parse(text, temporary)  # what could not be read is not called saved
-        files.write_whole(temporary / MANIFEST, text)
-        files.sync_folder(temporary)
+    def _prepare(self, draft: Place, planned: int) -> None:
+        self._lease.acquire()
         self._lease.check()
-        with files.naming(final):
-            if final.exists():  # a run that went back to an older step writes its own history
-                retention.discard(final)
-            files.rename(temporary, final)
-        with contextlib.suppress(OSError):
-            files.sync_folder(self._folder.parent)
+        self._storage.prepare(draft, planned)
 
     def _delete_old(self, saved: int) -> None:
         keep = self._options.keep_latest_k
@@ -263,6 +236,6 @@ def _fields(file: StoredFile | None) -> list[Any] | None:
     return None if file is None else [file.name, file.bytes, file.sha256]
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def read_facts(path: Place) -> dict[str, Any]:
     """The counters of a run in a checkpoint; raises CheckpointError when they cannot be read."""
     return dict(manifest.read(path).facts)

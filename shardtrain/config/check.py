@@ -24,6 +24,7 @@ from shardtrain.config.check_model import (
 )
 from shardtrain.config.check_pairs import check_pairs, check_schedule, check_without_effect
 from shardtrain.config.check_pipeline import check_context, check_pipeline
+from shardtrain.config.check_storage import check_storage
 from shardtrain.config.check_values import check_forms, check_ranges, check_steps, check_words
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import options
@@ -35,6 +36,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_ranges,
     check_words,
     check_accepted,
+    check_storage,
     check_forms,
     check_model,
     check_dataset,

@@ -15,7 +15,8 @@ class Checkpoint:
     enable_ft_dataloader_checkpoints: bool = True
     """A torchtitan option for replica groups; without effect here."""
     folder: str = "checkpoint"
-    """Folder of the checkpoints, below job.dump_folder."""
+    """Folder of the checkpoints, below job.dump_folder, or an address of an object store such as "s3://bucket/run"
+    (the object-store extra)."""
     interval: int = 500
     """Steps between two saves; the last step is always saved."""
     interval_type: Literal["steps", "seconds"] = "steps"

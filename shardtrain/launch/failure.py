@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shardtrain.checkpoint.storage import Place
 from shardtrain.errors import ConfigError, ShardtrainError
 from shardtrain.log import redact
 
@@ -80,14 +81,14 @@ def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
     return Failure(rank, socket.gethostname(), "", message, "", time_seconds, exit_code)
 
 
-def stopped(rank: int, reason: str, newest: Path | None = None) -> Failure:
+def stopped(rank: int, reason: str, newest: Place | None = None) -> Failure:
     """The end of a rank that could not save; ``reason`` is SIGTERM or the like, ``newest`` the last checkpoint."""
     kept = f"; the last checkpoint is {newest}" if newest else ""
     message = f"stopped by {reason}; nothing was saved on the way out{kept}"
     return Failure(rank, socket.gethostname(), "", message, "", time.time(), NOT_SAVED)
 
 
-def crash_loop(restarts: int, code: int, newest: Path | None) -> Failure:
+def crash_loop(restarts: int, code: int, newest: Place | None) -> Failure:
     """The end of a run that was started again and again and saved nothing new."""
     kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
     message = f"{restarts} restarts in a row gained nothing ({kept}), and each ended with the error above ({code})"
