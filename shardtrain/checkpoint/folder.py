@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import __version__
-from shardtrain.checkpoint import manifest, retention
+from shardtrain.checkpoint import manifest, relay, retention
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.agree import exchange, together
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest, StoredFile
@@ -34,6 +34,7 @@ class Checkpoints:
         self._folder, self._lease = self._storage.folder, self._storage.lease
         self._is_first = dist.get_rank() == 0
         self._saves = 0
+        self._relays = self._options.storage == "first_node" and dist.get_world_size() > 1
         self._verified: tuple[Place, Manifest] | None = None
 
     def steps(self) -> list[int]:
@@ -53,6 +54,8 @@ class Checkpoints:
             return None
         if not self._options.load_only:
             together(self._begin_to_write, only_first=True)
+            if not self._relays:
+                relay.check_seen_by_all(self._folder, self._lease.nonce)
         # the first rank decides: where a shared folder lags, ranks would start from different steps
         found, without = exchange([self.steps(), self._without_manifest()])[0]
         if self._options.load_step != -1:
@@ -100,7 +103,10 @@ class Checkpoints:
         try:
             planned = sum(shares.bytes_of)
             together(lambda: self._prepare(draft, planned), only_first=True)
-            written = together(lambda: _fields(tensor_files.write(tensors, shares, draft)))
+            if self._relays:
+                written = together(lambda: [*map(_fields, relay.write(tensors, shares, draft))])[0]
+            else:
+                written = together(lambda: _fields(tensor_files.write(tensors, shares, draft)))
             stored = Manifest(
                 step=step,
                 world_size=dist.get_world_size(),
@@ -135,7 +141,7 @@ class Checkpoints:
 
         def read() -> None:
             try:
-                tensor_files.read(tensors, stored, path)
+                (relay if self._relays else tensor_files).read(tensors, stored, path)
             except OSError as error:
                 raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 
@@ -196,7 +202,7 @@ class Checkpoints:
             return str(error)  # the same bytes on every rank: the same refusal
         if retention.step_of(path) not in (None, stored.step):
             return f"checkpoint {path}: {MANIFEST} is of step {stored.step}"
-        damages = exchange(tensor_files.find_damaged_file(stored, path))
+        damages = exchange((relay if self._relays else tensor_files).find_damaged_file(stored, path))
         damage = next((f"checkpoint {path}: {found}" for found in damages if found), "")
         if not damage:
             self._verified = path, stored

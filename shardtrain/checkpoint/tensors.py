@@ -44,7 +44,7 @@ class Plan:
 def plan(tensors: Mapping[str, Tensor]) -> Plan:
     """Share out the writing of all ranks' tensors (a collective)."""
     own = {
-        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *map(list, _box(tensor))]
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *map(list, box_of(tensor))]
         for name, tensor in tensors.items()
     }
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -81,7 +81,7 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Place) -> StoredF
     if not names:
         return None
     wait = files.SEEN_SECONDS if dist.get_world_size() > 1 else 0.0
-    return files.write_hashed(folder / f"rank-{rank:05d}.bin", (_bytes(tensors[name]) for name in names), wait)
+    return files.write_hashed(folder / f"rank-{rank:05d}.bin", (bytes_of(tensors[name]) for name in names), wait)
 
 
 def find_damaged_file(manifest: Manifest, folder: Place) -> str:
@@ -129,16 +129,16 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
     readers: dict[int, files.Reader] = {}
     try:
         for name, tensor in tensors.items():
-            stored, (offsets, _) = manifest.tensors[name], _box(tensor)
+            stored, (offsets, _) = manifest.tensors[name], box_of(tensor)
             into = local_tensor(tensor).detach()
             for chunk in stored.chunks:
-                shared = overlap((chunk.offsets, chunk.sizes), _box(tensor))
+                shared = overlap((chunk.offsets, chunk.sizes), box_of(tensor))
                 if shared is None:
                     continue
                 if chunk.file not in readers:
                     readers[chunk.file] = files.open_stored(folder / manifest.files[chunk.file].name)
-                found = _read_box(readers[chunk.file], chunk, stored.dtype, shared)
-                _part(into, shared, offsets).copy_(found)
+                found = read_box(readers[chunk.file], chunk, stored.dtype, shared)
+                part(into, shared, offsets).copy_(found)
     finally:
         for reader in readers.values():
             reader.close()
@@ -157,7 +157,7 @@ def cast(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
     return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in tensors.items()}
 
 
-def _box(tensor: Tensor) -> Box:
+def box_of(tensor: Tensor) -> Box:
     """Where this rank's part lies in the whole tensor; sizes hold a 0 where it has none."""
     slices = local_slices(tensor)
     box = tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)
@@ -167,12 +167,13 @@ def _box(tensor: Tensor) -> Box:
     return box
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of this rank's part, row after row."""
     local = local_tensor(tensor).detach().cpu().contiguous()
     return memoryview(local.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _read_box(reader: files.Reader, chunk: Chunk, dtype: str, wanted: Box) -> Tensor:
+def read_box(reader: files.Reader, chunk: Chunk, dtype: str, wanted: Box) -> Tensor:
     """The wanted box of a stored piece: only the rows that it touches are read."""
     item = ITEM_BYTES[dtype]
     rows, first, shape = 1, 0, chunk.sizes
@@ -184,10 +185,10 @@ def _read_box(reader: files.Reader, chunk: Chunk, dtype: str, wanted: Box) -> Te
         raise CheckpointError("a file of the checkpoint became shorter while it was read; start again")
     read_rows = torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape((rows, *shape[1:]) if shape else ())
     begin = (wanted[0][0], *chunk.offsets[1:]) if shape else ()
-    return _part(read_rows, wanted, begin)
+    return part(read_rows, wanted, begin)
 
 
-def _part(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
+def part(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
     """A view of a box of a tensor whose first element lies at ``origin`` of the whole."""
     for dim, (offset, size, start) in enumerate(zip(box[0], box[1], origin, strict=True)):
         tensor = tensor.narrow(dim, offset - start, size)

@@ -9,6 +9,7 @@ from shardtrain.config.load import Loaded
 from shardtrain.errors import Problem
 
 _LOCAL = ("file", "local")
+_FIRST_NODE = "checkpoint.storage"
 
 
 def check_storage(loaded: Loaded) -> Iterator[Problem]:
@@ -27,3 +28,9 @@ def check_storage(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, option, rule, "write the path alone")
         elif "::" in address or not rest.strip("/"):
             yield problem(loaded, option, "is no address of a store", "use for example s3://bucket/run")
+    checkpoint = loaded.config.checkpoint
+    if checkpoint.storage == "first_node" and "://" in checkpoint.folder:
+        yield problem(loaded, _FIRST_NODE, "is for a folder of one node, and checkpoint.folder is a store", "remove it")
+    if checkpoint.storage == "first_node" and checkpoint.async_mode != "disabled":
+        rule = "sends bytes over the process group, which training needs while checkpoint.async_mode saves"
+        yield problem(loaded, _FIRST_NODE, rule, 'set checkpoint.async_mode = "disabled", or use a shared folder')

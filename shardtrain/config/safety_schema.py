@@ -21,6 +21,9 @@ class Checkpoint:
     """Steps between two saves; the last step is always saved."""
     interval_type: Literal["steps", "seconds"] = "steps"
     """Unit of interval (shardtrain)."""
+    storage: Literal["shared", "first_node"] = "shared"
+    """shared: all nodes see folder, which is tried before the first step. first_node: only the first rank's node does;
+    the bytes of the others travel through it (shardtrain)."""
     initial_load_path: str | None = None
     """Checkpoint to start from when folder holds none."""
     initial_load_model_only: bool = True
