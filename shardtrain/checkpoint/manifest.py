@@ -154,8 +154,10 @@ def _parse(data: bytes) -> Manifest:
         _refuse(f"is no JSON of ours: {str(error)[:100]}")
     if body.get("format") != FORMAT:
         _refuse("is of another program")
-    if body.get("version") != VERSION:
-        _refuse(f"has format version {str(body.get('version'))[:20]}, and this program reads {VERSION}")
+    version = _count(body.get("version"), "version")
+    if not 1 <= version <= VERSION:
+        writer = _text(body.get("created_by"), "created_by")
+        _refuse(f"has format version {version}, written by {writer}; this program reads up to {VERSION}")
     files = tuple(_file(entry) for entry in _list(body.get("files"), "files"))
     if len({file.name for file in files}) != len(files):
         _refuse("names a file twice")
