@@ -6,12 +6,12 @@ import math
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain import data, stopping
 from shardtrain.checkpoint.agree import exchange
 from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem
 from shardtrain.log import logger
 from shardtrain.resume import optimizer_state, save, weights
@@ -160,8 +160,8 @@ def data_ended(run: Run, checkpoints: Checkpoints) -> None:
     raise DataError(f'{message}; use more, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)')
 
 
-def _folder(run: Run) -> Path:
-    return Path(run.config.job.dump_folder) / run.config.checkpoint.folder
+def _folder(run: Run) -> Place:
+    return folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)
 
 
 def explain(error: Exception, run: Run) -> Exception:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import optim
+from shardtrain import continuing, optim
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.checkpoint.storage import Place, place
+from shardtrain.errors import CheckpointError
 from shardtrain.log import logger
 from shardtrain.parallel import BATCH_AXES
 
@@ -29,6 +29,7 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
         "data_files": dict(run.stream.files),
         "data_cursors": _cursors(run),
         "best": checkpoints.best.to_dict(),
+        **continuing.record(run),
     }
     if run.scaler:
         facts["scaler"] = run.scaler.state()
@@ -39,14 +40,14 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     """Continue from the run's own checkpoint, or start from ``checkpoint.initial_load_path``, if there is one.
 
     Raises:
-        ConfigError: when the data are not those of the checkpoint; names the file that differs.
+        ConfigError: when the data or options are not those of the checkpoint; names each that differs.
         CheckpointError: when the checkpoint cannot be used.
     """
     options = run.config.checkpoint
     path = checkpoints.to_continue()
     initial = path is None and options.enable and options.initial_load_path is not None
     if initial:
-        path = Path(str(options.initial_load_path))
+        path = place(str(options.initial_load_path))
     if path is None:
         return
     excluded = set(options.exclude_from_loading)
@@ -56,18 +57,26 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     logger.info(f"continuing from {path} at step {run.state.step}")
 
 
-def load(run: Run, checkpoints: Checkpoints, path: Path, excluded: Collection[str], own: bool = True) -> None:
+def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], own: bool = True) -> None:
     """Fill the run in place from a checkpoint, and stand where its data go on; raises what ``resume`` raises.
 
     ``own`` says that it is one of this run, and not of the one that it starts from.
     """
     rest = {} if "optimizer" in excluded else optimizer_state(run)
-    facts = checkpoints.load(path, weights(run), rest)
+    facts = checkpoints.facts(path)
+    is_new_run = not own and run.config.checkpoint.initial_load_model_only
+    changes = [] if is_new_run else continuing.find_changes(run, facts, sorted(excluded))
+    other_data = _find_other_data(run, facts) if not excluded & {"dataloader", "train_state"} else ""
+    if not any(change.option.startswith("model.") for change in changes):  # the load names a tensor that does not fit
+        continuing.refuse(run, path, changes, other_data)
+    checkpoints.load(path, weights(run), rest)
+    continuing.refuse(run, path, changes, other_data)
     if "train_state" not in excluded:
         run.state.load(facts.get("state", {}))
         checkpoints.best.load(facts.get("best"), path.parent if own else None)
         _load_guard(run, path, facts)
-        if run.scaler:
+        begins_to_scale = any(change.option == "training.mixed_precision_param" for change in changes)
+        if run.scaler and ("scaler" in facts or not begins_to_scale):
             run.scaler.load(_scaler_state(path, facts))
     if "lr_scheduler" in excluded:
         run.state.updates = 0  # the schedule begins anew: it is a function of this count alone
@@ -76,9 +85,10 @@ def load(run: Run, checkpoints: Checkpoints, path: Path, excluded: Collection[st
         run.state.samples_consumed = run.state.order_hash = 0
         run.guard.rewinds = []  # the rows that they leave out are those of other data
     elif "train_state" not in excluded:
-        _check_same_data(run, path, facts)
         cursors = _saved_cursors(path, facts)
     run.stream.seek(run.state.samples_consumed, cursors)
+    if not is_new_run:
+        continuing.keep_history(run, facts, changes)
 
 
 def weights(run: Run) -> dict[str, Tensor]:
@@ -93,7 +103,7 @@ def optimizer_state(run: Run) -> dict[str, Tensor]:
     return {f"optimizer.{name}": tensor for name, tensor in states.items()}
 
 
-def _load_guard(run: Run, path: Path, facts: Mapping[str, Any]) -> None:
+def _load_guard(run: Run, path: Place, facts: Mapping[str, Any]) -> None:
     values = facts.get("guard")
     if values is None:
         logger.warning(f"checkpoint {path} remembers no earlier losses: spikes are found when the window is full again")
@@ -113,7 +123,7 @@ def _cursors(run: Run) -> list[list[int]] | None:
     return None if bool((everyone < 0).any()) else everyone.tolist()
 
 
-def _saved_cursors(path: Path, facts: Mapping[str, Any]) -> np.ndarray | None:
+def _saved_cursors(path: Place, facts: Mapping[str, Any]) -> np.ndarray | None:
     cursors = facts.get("data_cursors")
     try:
         return None if cursors is None else np.array(cursors, np.int64).reshape(-1, 3)
@@ -123,24 +133,20 @@ def _saved_cursors(path: Path, facts: Mapping[str, Any]) -> np.ndarray | None:
         ) from error
 
 
-def _scaler_state(path: Path, facts: Mapping[str, Any]) -> dict[str, float]:
+def _scaler_state(path: Place, facts: Mapping[str, Any]) -> dict[str, float]:
     state = facts.get("scaler", {})
     if not isinstance(state, dict) or not all(isinstance(value, int | float) for value in state.values()):
         raise CheckpointError(f"checkpoint {path}: the loss scaler's state is no table of numbers; use another one")
     return state
 
 
-def _check_same_data(run: Run, path: Path, facts: Mapping[str, Any]) -> None:
+def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
+    """How the data differ from those of the checkpoint; empty when they are the same."""
     if facts.get("data_fingerprint") == run.stream.fingerprint:
-        return
+        return ""
     old, new = facts.get("data_files", {}), run.stream.files
     old = old if isinstance(old, dict) else {}
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:
-        what = f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} differ"
-    else:
-        what = "tokenizer, seq_len, seed, packing, mixture, data.mode or data.readers differ"
-    raise ConfigError(
-        f"checkpoint {path} was trained on other data ({what}); use the same, "
-        'or start the data anew with checkpoint.exclude_from_loading=["dataloader"]'
-    )
+        return f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} differ"
+    return "tokenizer, seq_len, seed, packing, mixture, data.mode or data.readers differ"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ class Run:
     """Of all parameters of the whole model, in its order."""
     stop_word: float = 0.0
     """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
+    accepted_changes: list[dict[str, Any]] = field(default_factory=list)
+    """Options that the user changed on the way, as the checkpoints record them; see ``continuing.py``."""
 
     def measures(self) -> dict[str, float]:
         """Counts since the start of the run, for the metrics."""

@@ -12,7 +12,6 @@ import ctypes
 import math
 import multiprocessing
 import os
-import re
 import select
 import signal
 import socket
@@ -21,9 +20,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import TypeVar
+
+from shardtrain.checkpoint import retention
+from shardtrain.checkpoint.storage import Place
 
 T = TypeVar("T")
 
@@ -257,15 +258,18 @@ def end_time_of(environment: Mapping[str, str]) -> float | None:
     return float(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The committed checkpoint with the highest step below ``folder``; folders get their name when they are whole."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return max(found, key=step_of, default=None)
+def newest_checkpoint(folder: Place) -> Place | None:
+    """The committed checkpoint with the highest step below ``folder``; None too where a store does not answer."""
+    with contextlib.suppress(OSError):
+        found = retention.steps(folder)
+        return folder / f"step-{found[-1]}" if found else None
+    return None
 
 
-def step_of(checkpoint: Path | None) -> int:
+def step_of(checkpoint: Place | None) -> int:
     """The step of a checkpoint by its name, and -1 of none.
 
+    >>> from pathlib import Path
     >>> step_of(Path("outputs/checkpoint/step-40")), step_of(None)
     (40, -1)
     """

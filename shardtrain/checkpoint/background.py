@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from torch import Tensor
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.manifest import StoredFile
+from shardtrain.checkpoint.objects import ObjectPath
+from shardtrain.checkpoint.storage import Place
 from shardtrain.errors import StorageError
 from shardtrain.shards import local_tensor
 
@@ -150,17 +151,20 @@ def pieces(data: memoryview, go_on: Callable[[], None]) -> Iterator[memoryview]:
         yield data[begin : begin + files.PIECE_BYTES]
 
 
-def leave_word(folder: Path, rank: int, token: str, file: StoredFile) -> None:
+def leave_word(folder: Place, rank: int, token: str, file: StoredFile) -> None:
     """Tell the first rank's thread that this rank's file is on disk; ``token`` names this save and no other."""
-    path = _word_of(folder, rank)
+    path, text = _word_of(folder, rank), json.dumps([token, file.name, file.bytes, file.sha256])
+    if isinstance(path, ObjectPath):
+        path.put(text.encode(), new=False)
+        return
     part = path.with_suffix(".part")
     # no fsync: a word is read by the run that is alive, and goes before the commit
     with files.naming(path):
-        part.write_text(json.dumps([token, file.name, file.bytes, file.sha256]))
+        part.write_text(text)
         os.rename(part, path)
 
 
-def await_word(folder: Path, rank: int, token: str, go_on: Callable[[], None]) -> StoredFile:
+def await_word(folder: Place, rank: int, token: str, go_on: Callable[[], None]) -> StoredFile:
     """The file that a rank has written, once it says so; raises what ``go_on`` raises while it waits."""
     path, pause = _word_of(folder, rank), 0.005
     while True:
@@ -174,9 +178,8 @@ def await_word(folder: Path, rank: int, token: str, go_on: Callable[[], None]) -
         pause = min(2 * pause, LOOK_SECONDS)
 
 
-def _read_word(path: Path, token: str) -> StoredFile:
-    with path.open("rb") as file:
-        text = file.read(4096)
+def _read_word(path: Place, token: str) -> StoredFile:
+    text = files.read_small(path)
     try:
         said: list[Any] = json.loads(text)
         if said[0] == token:
@@ -187,5 +190,5 @@ def _read_word(path: Path, token: str) -> StoredFile:
     raise FileNotFoundError(errno.ENOENT, "is of an attempt before this one")
 
 
-def _word_of(folder: Path, rank: int) -> Path:
+def _word_of(folder: Place, rank: int) -> Place:
     return folder / f"rank-{rank:05d}.done"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from shardtrain.checkpoint import files, retention
+from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
 from shardtrain.log import logger
 
@@ -57,7 +55,7 @@ class Best:
         value = self.value if self.step >= 0 else None
         return {**state, "value": value, "without_improvement": self.without_improvement}
 
-    def load(self, state: Any, folder: Path | None) -> None:
+    def load(self, state: Any, folder: Place | None) -> None:
         """Go on from a checkpoint's state; ``folder`` holds the run's own checkpoints, None for another run's.
 
         A state that is none, or of another metric, is passed over, and said aloud: only what is kept hangs on it.
@@ -79,7 +77,7 @@ class Best:
         there = [step for step in (self.step, state["kept"]) if retention.is_whole(folder / f"step-{step}")]
         self.kept = there[0] if there else -1
 
-    def point(self, folder: Path, saved: Mapping[str, Any] | None, nonce: str) -> None:
+    def point(self, folder: Place, saved: Mapping[str, Any] | None, nonce: str) -> None:
         """Let ``best.json`` name the best checkpoint, by the state that one just committed holds; first rank alone."""
         step = saved["step"] if saved else -1
         if not saved or not self._keeps or step < 0:
@@ -88,27 +86,18 @@ class Best:
         if known or not retention.is_whole(folder / f"step-{step}"):
             return
         fields = {"step": step, "metric": saved["metric"], "mode": saved["mode"], "value": saved["value"]}
-        part = folder / f"{POINTER}.{nonce}"
         try:
-            part.unlink(missing_ok=True)
-            files.write_whole(part, (json.dumps(fields) + "\n").encode())
-            files.rename(part, folder / POINTER)
+            files.replace_whole(folder / POINTER, (json.dumps(fields) + "\n").encode(), nonce)
         except OSError as error:  # the checkpoint is safe and says so itself; the next save tries again
             logger.warning(f"cannot write {folder / POINTER}: {error.strerror}")
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
             return
         self.kept = step
 
 
-def read_pointer(folder: Path) -> dict[str, Any]:
+def read_pointer(folder: Place) -> dict[str, Any]:
     """What ``best.json`` says, or nothing where it cannot be read: it is a note for people."""
     try:
-        descriptor = files.open_stored(folder / POINTER)
-        try:
-            found = json.loads(os.read(descriptor, 4096))
-        finally:
-            os.close(descriptor)
+        found = json.loads(files.read_small(folder / POINTER))
     except (OSError, ValueError, RecursionError):
         return {}
     fits = isinstance(found, dict) and isinstance(found.get("step"), int) and isinstance(found.get("metric"), str)

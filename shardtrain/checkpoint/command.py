@@ -10,6 +10,7 @@ from typing import Any
 
 from shardtrain.checkpoint import best, files, interval, manifest, retention, weights_file
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
+from shardtrain.checkpoint.storage import Place, place
 from shardtrain.errors import CheckpointError, ConfigError, Problem, StorageError
 from shardtrain.units import format_bytes, format_seconds, parse_seconds
 
@@ -24,7 +25,8 @@ usage: shardtrain checkpoint VERB ...
                             how often to save: a save keeps training waiting for stall, a job fails every mttf
 
 TIME is 90, "90s", "2min" or "7.9h".
-FOLDER is the run's checkpoint folder, such as outputs/checkpoint; DIR, A and B are step-N folders in one.
+FOLDER is the run's checkpoint folder, such as outputs/checkpoint; DIR, A and B are step-N folders in one. All may be
+addresses of an object store, such as s3://bucket/run/step-500; FILE is a local file.
 """
 
 
@@ -44,10 +46,10 @@ def main(words: Sequence[str]) -> int:
     if len(rest) != number or any(word.startswith("-") for word in rest):
         rule = f"needs {number} path{'s' if number > 1 else ''} and no more"
         raise ConfigError(Problem(f"shardtrain checkpoint {verb}", " ".join(rest), rule, "see --help", "command line"))
-    return function(*map(Path, rest))
+    return function(*map(place, rest))
 
 
-def _list(folder: Path) -> int:
+def _list(folder: Place) -> int:
     steps, pointer = retention.step_folders(folder), best.read_pointer(folder)
     if not steps:
         raise CheckpointError(f"{folder} has no checkpoint: no folder in it is named step-N")
@@ -61,7 +63,7 @@ def _list(folder: Path) -> int:
     return 0
 
 
-def _line(path: Path, stored: Manifest) -> str:
+def _line(path: Place, stored: Manifest) -> str:
     kind = "weights only" if stored.facts.get("weights_only") else "whole"
     ranks = f"{stored.world_size} rank{'s' if stored.world_size != 1 else ''}"
     line = f"{path.name}  {format_bytes(stored.total_bytes)}  {ranks}  {len(stored.tensors)} tensors  {kind}"
@@ -101,15 +103,15 @@ def _interval(words: Sequence[str]) -> int:
     return 0
 
 
-def _size(path: Path) -> int:
+def _size(path: Place) -> int:
     try:
         return path.stat().st_size
     except OSError:
         return -1
 
 
-def _verify(path: Path) -> int:
-    paths = [path]
+def _verify(path: Place) -> int:
+    paths: list[Place] = [path]
     if not (path / MANIFEST).exists() and retention.step_folders(path):
         paths = [path / f"step-{step}" for step in retention.step_folders(path)]
     bad = [damage for each in paths for damage in _damages(each)]
@@ -118,7 +120,7 @@ def _verify(path: Path) -> int:
     return 0
 
 
-def _damages(path: Path) -> list[str]:
+def _damages(path: Place) -> list[str]:
     """Everything wrong with a checkpoint; what is good is printed."""
     try:
         stored = manifest.read(path)
@@ -136,7 +138,7 @@ def _damages(path: Path) -> list[str]:
     return bad
 
 
-def _diff(one: Path, other: Path) -> int:
+def _diff(one: Place, other: Place) -> int:
     stored = []
     for path in (one, other):
         stored.append(manifest.read(path))
@@ -163,7 +165,7 @@ def _diff(one: Path, other: Path) -> int:
     return 1 if different or facts else 0
 
 
-def _difference(name: str, a: Manifest, one: Path, b: Manifest, other: Path) -> str:
+def _difference(name: str, a: Manifest, one: Place, b: Manifest, other: Place) -> str:
     mine = weights_file.whole_bytes(a, one, a.tensors[name])
     theirs = weights_file.whole_bytes(b, other, b.tensors[name])
     if mine == theirs:
@@ -179,7 +181,9 @@ def _difference(name: str, a: Manifest, one: Path, b: Manifest, other: Path) -> 
     return f"{count} of {gaps.numel()} elements differ, by at most {gaps.max().item():.3g}"
 
 
-def _weights(path: Path, output: Path) -> int:
+def _weights(path: Place, output: Place) -> int:
+    if not isinstance(output, Path):
+        raise ConfigError(Problem("FILE", str(output), "is no local file", "write it to a disk first", "command line"))
     try:
         number = weights_file.write(path, output)
     except FileExistsError:

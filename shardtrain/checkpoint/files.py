@@ -1,7 +1,7 @@
 """Bytes that are on disk when a function returns: hashed while written, flushed, and renamed as one.
 
-All bytes of a checkpoint go through ``os.open``, ``os.write``, ``os.fsync`` and ``os.rename`` here; an OSError of any
-of them is raised as it is, with the path in it.
+All bytes of a checkpoint in a folder go through ``os.open``, ``os.write``, ``os.fsync`` and ``os.rename`` here; an
+OSError of any of them is raised as it is, with the path in it. Those of an object store go through ``objects.py``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from shardtrain import moving, whole_file
 from shardtrain.checkpoint.manifest import StoredFile
+from shardtrain.checkpoint.objects import ObjectPath
 
 PIECE_BYTES = 2**23
 """Written and hashed at a time: while one thread writes a piece another hashes it."""
@@ -36,11 +38,13 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_hashed(path: Path, blocks: Iterable[memoryview], wait_seconds: float = 0.0) -> StoredFile:
+def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_seconds: float = 0.0) -> StoredFile:
     """Write a new file from blocks of bytes; when this returns it is on disk. Gives its name, size and SHA-256.
 
     ``wait_seconds`` is how long its folder, which another node may have made, may take to be seen from here.
     """
+    if isinstance(path, ObjectPath):
+        return path.write_hashed(blocks)
     digest, size = hashlib.sha256(), 0
     with naming(path), ThreadPoolExecutor(1, "checkpoint-hash") as pool:
         descriptor = _create(path, wait_seconds)
@@ -90,6 +94,28 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[written:]
 
 
+def replace_whole(path: Path | ObjectPath, data: bytes, nonce: str) -> None:
+    """Put a small file in the place of the one that may be there, at once. Raises OSError."""
+    if isinstance(path, ObjectPath):
+        path.put(data, new=False)
+        return
+    part = path.with_name(f"{path.name}.{nonce}")
+    part.unlink(missing_ok=True)
+    try:
+        write_whole(part, data)
+        rename(part, path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def read_small(path: Path | ObjectPath, limit_bytes: int = 4096) -> bytes:
+    """The first bytes of a file. Raises OSError."""
+    data = memoryview(bytearray(limit_bytes))
+    with contextlib.closing(open_stored(path)) as reader:
+        return bytes(data[: reader.read_into(data, 0)])
+
+
 def sync_folder(path: Path) -> None:
     """Put the names in a folder on disk: a file or rename is durable only after this."""
     with naming(path):
@@ -112,27 +138,77 @@ def free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def open_stored(path: Path) -> int:
-    """A descriptor of a regular file for reading; a pipe or device raises OSError instead of waiting for ever."""
-    return whole_file.without_waiting(str(path), os.O_RDONLY)
+class Reader(Protocol):
+    """A stored file that is read at any place."""
+
+    size: int
+
+    def read_into(self, view: memoryview, position: int) -> int:
+        """Fill a view with the bytes from ``position`` on; gives how many there were. Raises OSError."""
+
+    def close(self) -> None:
+        """Let the file go."""
 
 
-def find_damage(folder: Path, file: StoredFile) -> str:
+class FileReader:
+    """A regular file; a pipe or device raises OSError instead of waiting for ever."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = whole_file.without_waiting(str(path), os.O_RDONLY)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read_into(self, view: memoryview, position: int) -> int:
+        """See Reader."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], position + done)
+            if not count:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        """See Reader."""
+        os.close(self._descriptor)
+
+
+class ObjectReader:
+    """An object of a store, read range by range, no more than a piece at once."""
+
+    def __init__(self, path: ObjectPath) -> None:
+        self._path, self.size = path, path.stat().st_size
+
+    def read_into(self, view: memoryview, position: int) -> int:
+        """See Reader."""
+        done, wanted = 0, min(len(view), max(0, self.size - position))
+        while done < wanted:
+            data = self._path.read_range(position + done, position + min(wanted, done + PIECE_BYTES))
+            if not data:
+                break
+            view[done : done + len(data)] = data
+            done += len(data)
+        return done
+
+    def close(self) -> None:
+        """See Reader."""
+
+
+def open_stored(path: Path | ObjectPath) -> Reader:
+    """Open a stored file for reading. Raises OSError."""
+    return FileReader(path) if isinstance(path, Path) else ObjectReader(path)
+
+
+def find_damage(folder: Path | ObjectPath, file: StoredFile) -> str:
     """What is wrong with the bytes of a file, read whole; empty when they are those that were written."""
-    path = folder / file.name
-    digest, size = hashlib.sha256(), 0
+    digest, size, piece = hashlib.sha256(), 0, memoryview(bytearray(min(PIECE_BYTES, max(1, file.bytes))))
     try:
-        descriptor = open_stored(path)
-        try:
-            found = os.fstat(descriptor).st_size
-            if found != file.bytes:
-                return f"{file.name} has {found} bytes instead of {file.bytes}"
-            while piece := os.read(descriptor, PIECE_BYTES):
-                digest.update(piece)
-                size += len(piece)
+        with contextlib.closing(open_stored(folder / file.name)) as reader:
+            if reader.size != file.bytes:
+                return f"{file.name} has {reader.size} bytes instead of {file.bytes}"
+            while count := reader.read_into(piece, size):
+                digest.update(piece[:count])
+                size += count
                 moving.tick()
-        finally:
-            os.close(descriptor)
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror or error}"
     if size != file.bytes or digest.hexdigest() != file.sha256:

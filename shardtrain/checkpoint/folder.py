@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from shardtrain.checkpoint import manifest, retention
+from shardtrain.checkpoint import manifest, relay, retention
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.agree import exchange, together
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.save import Saver
+from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.log import logger
@@ -23,13 +24,13 @@ class Checkpoints(Saver):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._verified: tuple[Path, Manifest] | None = None
+        self._verified: tuple[Place, Manifest] | None = None
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, oldest first."""
         return retention.steps(self._folder)
 
-    def to_continue(self) -> Path | None:
+    def to_continue(self) -> Place | None:
         """The checkpoint to continue from, its bytes verified, or None for a fresh start.
 
         Without ``checkpoint.load_step`` it is the newest that is good: what is damaged is passed over, and said aloud.
@@ -42,6 +43,8 @@ class Checkpoints(Saver):
             return None
         if not self._options.load_only:
             together(self._begin_to_write, only_first=True)
+            if not self._relays:
+                relay.check_seen_by_all(self._folder, self._lease.nonce)
         self._check_writers(self._folder)
         # the first rank decides: where a shared folder lags, ranks would start from different steps
         found, without = exchange([self.steps(), self._without_manifest()])[0]
@@ -63,19 +66,13 @@ class Checkpoints(Saver):
             )
         return None
 
-    def load(self, path: Path, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Any]:
+    def load(self, path: Place, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Any]:
         """Fill weights and the rest in place and give the facts.
 
         Raises:
             CheckpointError: on all ranks, before a tensor is touched, when the checkpoint is damaged or does not fit.
         """
-        self._check_writers(path)
-        if self._verified is None or self._verified[0] != path:
-            damage = self._verify(path)
-            if damage:
-                raise CheckpointError(f"checkpoint {path} cannot be used: {damage}; use another one")
-        assert self._verified is not None
-        stored = self._verified[1]
+        stored = self._verified_manifest(path)
         if stored.facts.get("weights_only") and rest:
             raise CheckpointError(
                 f"checkpoint {path} holds weights only, so the run cannot be continued from it; start another run with "
@@ -86,14 +83,27 @@ class Checkpoints(Saver):
 
         def read() -> None:
             try:
-                tensor_files.read(tensors, stored, path)
+                (relay if self._relays else tensor_files).read(tensors, stored, path)
             except OSError as error:
                 raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 
         together(read)
         return dict(stored.facts)
 
-    def newest_good(self, last: int, started_at: int) -> Path | None:
+    def facts(self, path: Place) -> dict[str, Any]:
+        """The facts of a checkpoint, verified; raises CheckpointError on all ranks when it is damaged."""
+        return dict(self._verified_manifest(path).facts)
+
+    def _verified_manifest(self, path: Place) -> Manifest:
+        self._check_writers(path)
+        if self._verified is None or self._verified[0] != path:
+            damage = self._verify(path)
+            if damage:
+                raise CheckpointError(f"checkpoint {path} cannot be used: {damage}; use another one")
+        assert self._verified is not None
+        return self._verified[1]
+
+    def newest_good(self, last: int, started_at: int) -> Place | None:
         """The newest whole checkpoint of this run's own history up to step ``last``, verified; None without one.
 
         Own is what this process has saved, and what it found up to the step at which it started.
@@ -123,16 +133,17 @@ class Checkpoints(Saver):
 
         together(discard, only_first=True)
 
-    def _check_writers(self, folder: Path) -> None:
+    def _check_writers(self, folder: Place) -> None:
         """Refuse what anybody may have put there: hashes find damage, and not whose checkpoint it is."""
-        found = exchange(retention.open_to_all(folder) if self._is_first else "")[0]
+        looks = self._is_first and isinstance(folder, Path)  # who may write a store, the store decides
+        found = exchange(retention.open_to_all(Path(str(folder))) if looks else "")[0]
         if found and not self._options.allow_shared_writable:
             raise ConfigError(
                 f"checkpoint.folder: {found} can be written by every user, who could put weights of his there; run "
                 f'"chmod o-w {found}", or set checkpoint.allow_shared_writable=true'
             )
 
-    def _chosen(self, found: list[int]) -> Path:
+    def _chosen(self, found: list[int]) -> Place:
         wanted = self._options.load_step
         if wanted not in found:
             known = ", ".join(map(str, found)) or "none"
@@ -153,7 +164,7 @@ class Checkpoints(Saver):
             )
         return self._folder / f"step-{wanted}"
 
-    def _verify(self, path: Path) -> str:
+    def _verify(self, path: Place) -> str:
         """What is wrong with a checkpoint's bytes, all read, shared out over the ranks; empty when nothing is."""
         problem, text = "", None
         try:
@@ -169,20 +180,22 @@ class Checkpoints(Saver):
             return str(error)  # the same bytes on every rank: the same refusal
         if retention.step_of(path) not in (None, stored.step):
             return f"checkpoint {path}: {MANIFEST} is of step {stored.step}"
-        damages = exchange(tensor_files.find_damaged_file(stored, path))
+        damages = exchange((relay if self._relays else tensor_files).find_damaged_file(stored, path))
         damage = next((f"checkpoint {path}: {found}" for found in damages if found), "")
         if not damage:
             self._verified = path, stored
         return damage
 
     def _without_manifest(self) -> list[int]:
+        if not isinstance(self._folder, Path):
+            return []  # an object store has no folders: without a manifest there is no checkpoint
         return sorted({*retention.step_folders(self._folder)} - {*self.steps()})
 
     def _begin_to_write(self) -> None:
         self._lease.acquire()
-        retention.sweep(self._folder, self._lease.nonce, (self._folder / "lease.json").stat().st_mtime)
+        self._storage.sweep()
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def read_facts(path: Place) -> dict[str, Any]:
     """The counters of a run in a checkpoint; raises CheckpointError when they cannot be read."""
     return dict(manifest.read(path).facts)

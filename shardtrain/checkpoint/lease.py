@@ -19,6 +19,7 @@ from typing import Any
 
 from shardtrain import whole_file
 from shardtrain.checkpoint import files
+from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.errors import ConfigError
 from shardtrain.log import logger
 
@@ -31,9 +32,9 @@ STALE_SECONDS = 60.0
 class Lease:
     """The right to write below ``folder``; ``nonce`` names this holder and no other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | ObjectPath) -> None:
         self.nonce = secrets.token_hex(6)
-        self._path = folder / LEASE
+        self._path: Any = folder / LEASE
         self._held, self._pid = False, 0
         self._ended = threading.Event()
 
@@ -48,29 +49,25 @@ class Lease:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         own = self._path.with_name(f"{LEASE}.{self.nonce}")
-        fields = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "process_start": _process_start(os.getpid()),
-            "nonce": self.nonce,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-        files.write_whole(own, (json.dumps(fields) + "\n").encode())
+        files.write_whole(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
         try:
             while not self._take(own):
                 self._free_or_refuse(own)
         finally:
             own.unlink(missing_ok=True)
+        self._hold()
+
+    def _hold(self) -> None:
         self._held, self._pid = True, os.getpid()
         atexit.register(self.release)  # after an error too; a killed holder is found dead
         threading.Thread(target=self._beat, name="checkpoint-lease", daemon=True).start()
 
     def check(self) -> None:
         """Stop a writer that lost the lease: ConfigError names the new holder."""
-        holder = _read(self._path)
+        holder = read(self._path)
         if not self._held or holder.get("nonce") != self.nonce:
             raise ConfigError(
-                f"the lease {self._path} of this run was taken over by {_describe(holder)}; nothing is written: give "
+                f"the lease {self._path} of this run was taken over by {describe(holder)}; nothing is written: give "
                 "each run a job.dump_folder of its own"
             )
 
@@ -78,7 +75,7 @@ class Lease:
         """Give the lease back, so that the next run need not wait."""
         atexit.unregister(self.release)
         self._ended.set()
-        if self._held and self._pid == os.getpid() and _read(self._path).get("nonce") == self.nonce:
+        if self._held and self._pid == os.getpid() and read(self._path).get("nonce") == self.nonce:
             with contextlib.suppress(OSError):
                 self._path.unlink()
         self._held = False
@@ -91,23 +88,23 @@ class Lease:
         return True
 
     def _free_or_refuse(self, own: Path) -> None:
-        holder, age = _read(self._path), _age_seconds(self._path, own)
+        holder, age = read(self._path), _age_seconds(self._path, own)
         if age is None:
             return  # it was given back a moment ago
-        reason = _why_free(holder, age)
+        reason = why_free(holder, age)
         if not reason and holder.get("host") != socket.gethostname():
             reason = self._wait_for_a_beat(own)
         if not reason:
             raise ConfigError(
-                f"job.dump_folder: {self._path.parent} is being written by {_describe(holder)}; stop that run, or give "
+                f"job.dump_folder: {self._path.parent} is being written by {describe(holder)}; stop that run, or give "
                 "this one another job.dump_folder"
             )
         say = logger.info if holder.get("pid") == os.getpid() else logger.warning
-        say(f"took over {self._path} of {_describe(holder)}: {reason}")
+        say(f"took over {self._path} of {describe(holder)}: {reason}")
         away = own.with_name(f"{own.name}.old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path, away)
-            if _read(away).get("nonce") != holder.get("nonce"):  # a third run was faster: give it back what is its own
+            if read(away).get("nonce") != holder.get("nonce"):  # a third run was faster: give it back what is its own
                 with contextlib.suppress(FileExistsError):
                     os.link(away, self._path)
         away.unlink(missing_ok=True)
@@ -126,13 +123,25 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            if _read(self._path).get("nonce") != self.nonce:
+            if read(self._path).get("nonce") != self.nonce:
                 return  # lost: the next save says so
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 
 
-def _why_free(holder: dict[str, Any], age: float) -> str:
+def own_fields(nonce: str) -> dict[str, Any]:
+    """What a lease of this process says."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process_start": _process_start(os.getpid()),
+        "nonce": nonce,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def why_free(holder: dict[str, Any], age: float) -> str:
+    """Why a lease last touched ``age`` seconds ago may be taken; empty where it may not."""
     if holder.get("host") == socket.gethostname():
         pid = holder.get("pid")
         if not isinstance(pid, int) or not _is_alive(pid) or _process_start(pid) != holder.get("process_start"):
@@ -142,16 +151,28 @@ def _why_free(holder: dict[str, Any], age: float) -> str:
     return f"no sign of life for {age:.0f} s" if age > STALE_SECONDS else ""
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path | ObjectPath) -> dict[str, Any]:
+    """What a lease says; empty where there is none, or none of ours."""
     try:
+        if isinstance(path, ObjectPath):
+            return parse(path.read_bytes()[:4096])
         with open(path, "rb", opener=whole_file.without_waiting) as file:
-            found = json.loads(file.read(4096))
-    except (OSError, ValueError, RecursionError):
+            return parse(file.read(4096))
+    except OSError:
+        return {}
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """The fields of a lease; none where it is none of ours."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _describe(holder: dict[str, Any]) -> str:
+def describe(holder: dict[str, Any]) -> str:
+    """The holder of a lease in a few words, whatever its file holds."""
     if not holder:
         return "an unknown run"
     text = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('started')}"

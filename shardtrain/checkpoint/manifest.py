@@ -15,10 +15,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain.checkpoint.tiling import check_tiling
 from shardtrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardtrain.checkpoint.objects import ObjectPath
 
 MANIFEST = "manifest.json"
 FORMAT = "shardtrain checkpoint"
@@ -108,12 +111,12 @@ class Manifest:
         return b'{"sha256": "%s",' % hashlib.sha256(rest).hexdigest().encode() + rest
 
 
-def read(path: Path) -> Manifest:
+def read(path: Path | ObjectPath) -> Manifest:
     """The manifest of the checkpoint in the folder ``path``; raises CheckpointError when it cannot be trusted."""
     return parse(read_bytes(path), path)
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path | ObjectPath) -> bytes:
     """The bytes of a manifest, no more than a manifest may have; raises CheckpointError."""
     file = path / MANIFEST
     try:
@@ -125,7 +128,7 @@ def read_bytes(path: Path) -> bytes:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} cannot be read: {reason}; use another one") from error
 
 
-def parse(data: bytes, path: Path) -> Manifest:
+def parse(data: bytes, path: Path | ObjectPath) -> Manifest:
     """Check and read the bytes of a manifest; raises CheckpointError, one line that names ``path``."""
     try:
         return _parse(data)
@@ -151,8 +154,10 @@ def _parse(data: bytes) -> Manifest:
         _refuse(f"is no JSON of ours: {str(error)[:100]}")
     if body.get("format") != FORMAT:
         _refuse("is of another program")
-    if body.get("version") != VERSION:
-        _refuse(f"has format version {str(body.get('version'))[:20]}, and this program reads {VERSION}")
+    version = _count(body.get("version"), "version")
+    if not 1 <= version <= VERSION:
+        writer = _text(body.get("created_by"), "created_by")
+        _refuse(f"has format version {version}, written by {writer}; this program reads up to {VERSION}")
     files = tuple(_file(entry) for entry in _list(body.get("files"), "files"))
     if len({file.name for file in files}) != len(files):
         _refuse("names a file twice")

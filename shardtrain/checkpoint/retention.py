@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest, read
+from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.errors import CheckpointError
 
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
@@ -22,23 +23,28 @@ LEFTOVER_SECONDS = 3600.0
 """A save cut short is swept away when nothing in it changed for an hour."""
 
 
-def step_of(path: Path) -> int | None:
+def step_of(path: Path | ObjectPath) -> int | None:
     """The step of a folder of a checkpoint by its name, or None."""
     found = _STEP.fullmatch(path.name)
     return int(found[1]) if found else None
 
 
-def step_folders(folder: Path) -> list[int]:
-    """Steps with a folder, oldest first, whatever is in it."""
+def step_folders(folder: Path | ObjectPath) -> list[int]:
+    """Steps with a folder, oldest first, whatever is in it; in an object store, which has no folders, see ``steps``."""
+    if isinstance(folder, ObjectPath):
+        return steps(folder)
     return sorted(s for path in folder.glob("step-*") if (s := step_of(path)) is not None and path.is_dir())
 
 
-def steps(folder: Path) -> list[int]:
+def steps(folder: Path | ObjectPath) -> list[int]:
     """Steps with a manifest, oldest first. A folder gets its name when all in it is on disk."""
+    if isinstance(folder, ObjectPath):
+        found = {path: step for path in folder.glob("step-*") if (step := step_of(path)) is not None}
+        return sorted(step for path, step in found.items() if (path / MANIFEST).is_file())
     return [step for step in step_folders(folder) if (folder / f"step-{step}" / MANIFEST).is_file()]
 
 
-def is_whole(path: Path) -> bool:
+def is_whole(path: Path | ObjectPath) -> bool:
     """Whether a checkpoint has a good manifest and every file at its size; contents are not read."""
     try:
         manifest: Manifest = read(path)
@@ -62,8 +68,14 @@ def to_delete(own: Sequence[int], keep: int, whole: Collection[int]) -> list[int
     return [step for step in own if step < oldest_kept]
 
 
-def discard(path: Path) -> None:
-    """Delete a checkpoint: from the rename on it is none. Raises OSError when it cannot be renamed."""
+def discard(path: Path | ObjectPath) -> None:
+    """Delete a checkpoint: from the rename on, or once its manifest is gone, it is none. Raises OSError before that."""
+    if isinstance(path, ObjectPath):
+        (path / MANIFEST).unlink()
+        with contextlib.suppress(OSError):  # the rest is swept at the next start
+            for left in path.list_below():
+                left.unlink(missing_ok=True)
+        return
     trash = path.with_name(f"{path.name}.trash-{secrets.token_hex(4)}")
     files.rename(path, trash)
     remove(trash)

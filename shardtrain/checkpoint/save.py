@@ -1,16 +1,14 @@
-"""Writing checkpoints: now, or in the background while training goes on; whole on disk or not there at all.
+"""Writing checkpoints: now, or in the background while training goes on; whole in their place or not there at all.
 
-A checkpoint is written as ``step-N.tmp-<run>``, put on disk, and renamed when every rank has written; what is then in
-``step-N`` never changes. ``manifest.py`` says what is in it.
+All ranks write into a draft; the first one makes it the checkpoint of its step when every rank has written, and what is
+then in ``step-N`` never changes. ``storage.py`` says how, and ``manifest.py`` what is in it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,20 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import __version__
-from shardtrain.checkpoint import background, files, manifest, retention
+from shardtrain.checkpoint import background, relay, retention
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.agree import exchange, together
 from shardtrain.checkpoint.background import Saving, Staging, Writing
 from shardtrain.checkpoint.best import Best
 from shardtrain.checkpoint.interval import Interval
-from shardtrain.checkpoint.lease import Lease
-from shardtrain.checkpoint.manifest import MANIFEST, Manifest, StoredFile
+from shardtrain.checkpoint.manifest import Manifest, StoredFile
+from shardtrain.checkpoint.storage import Place, storage_of
 from shardtrain.config.schema import Checkpoint, Config
 from shardtrain.errors import StorageError
 from shardtrain.log import logger
 
-SPARE = 1.2
-"""A save begins only where this many times its size is free."""
 FAILURES_IN_A_ROW = 2
 """Failed saves with which a run may go on."""
 CRASH_SECONDS = 3.0
@@ -45,9 +41,12 @@ class Saver:
 
     def __init__(self, config: Config) -> None:
         self._options: Checkpoint = config.checkpoint
-        self._folder = Path(config.job.dump_folder) / config.checkpoint.folder
+        self._storage = storage_of(config.job.dump_folder, config.checkpoint.folder)
+        self._folder, self._lease = self._storage.folder, self._storage.lease
         self._is_first = dist.get_rank() == 0
-        self._lease = Lease(self._folder)
+        self._relays = self._options.storage == "first_node" and dist.get_world_size() > 1
+        self._number = 0
+        """Of the save that is begun or in flight: no two of this process have the same."""
         self._plan: tensor_files.Plan | None = None
         self._staging = Staging(self._options.async_mode == "async_with_pinned_mem")
         self.best = Best(config)
@@ -102,12 +101,12 @@ class Saver:
             weights, rest = tensor_files.cast(weights, self._options.export_dtype), {}
             facts = {**facts, "weights_only": True}
         tensors, facts = {**weights, **rest}, {"weights_only": False, **facts}
+        self._number += 1
         in_background = self._options.async_mode != "disabled" and not must
         try:
             (self._begin if in_background else self._save_now)(step, tensors, facts)
         except BaseException as error:
-            if self._is_first:
-                retention.remove(self._temporary(step, self._lease.nonce))
+            self._abandon(step)
             self._tolerate(error, must)
         else:
             if not in_background:
@@ -151,8 +150,7 @@ class Saver:
         try:
             together(writing.result)
         except BaseException as error:
-            if self._is_first:
-                retention.remove(self._temporary(writing.step, self._lease.nonce))
+            self._abandon(writing.step)
             self._tolerate(error, must=False)
         else:
             self._saved(writing.step, writing.seconds)
@@ -170,21 +168,28 @@ class Saver:
                 if writing.ended and not writing.failed:
                     logger.info(f"saved checkpoint {self._folder / f'step-{writing.step}'}")
                 else:
-                    retention.remove(self._temporary(writing.step, self._lease.nonce))
+                    self._abandon(writing.step)
             self.saving.writing = None
         if self._is_first:
             self._lease.release()
 
-    def _temporary(self, step: int, nonce: str) -> Path:
-        return self._folder / f"step-{step}.tmp-{nonce}"
+    def _draft(self, step: int, nonce: str) -> Place:
+        return self._storage.draft(step, nonce, self._number)
+
+    def _abandon(self, step: int) -> None:
+        if self._is_first:
+            self._storage.abandon(self._draft(step, self._lease.nonce))
 
     def _save_now(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         shares = self._shares(tensors)
         nonce, _ = together(lambda: self._prepare(step, sum(shares.bytes_of)), only_first=True)[0]
-        temporary = self._temporary(step, nonce)
-        written = together(lambda: _fields(tensor_files.write(tensors, shares, temporary)))
+        draft = self._draft(step, nonce)
+        if self._relays:
+            written = together(lambda: [*map(_fields, relay.write(tensors, shares, draft))])[0]
+        else:
+            written = together(lambda: _fields(tensor_files.write(tensors, shares, draft)))
         found = [StoredFile(*fields) for fields in written if fields]
-        together(lambda: self._commit(temporary, self._manifest(step, found, shares, facts)), only_first=True)
+        together(lambda: self._commit(draft, self._manifest(step, found, shares, facts)), only_first=True)
         together(lambda: self._tidy(step, facts), only_first=True)
 
     def _begin(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -198,19 +203,19 @@ class Saver:
             return self._prepare(step, sum(shares.bytes_of)) if self._is_first else None
 
         nonce, token = together(ready)[0]
-        temporary = self._temporary(step, nonce)
+        draft = self._draft(step, nonce)
         others = [rank for rank in range(1, size) if shares.bytes_of[rank]]
 
         def write(go_on: Callable[[], None]) -> None:
             file, blocks = None, background.pieces(staged[0], go_on)
             if shares.bytes_of[rank]:
-                file = tensor_files.write_blocks(blocks, rank, size, temporary)
+                file = tensor_files.write_blocks(blocks, rank, size, draft)
             if not self._is_first:
                 if file:
-                    background.leave_word(temporary, rank, token, file)
+                    background.leave_word(draft, rank, token, file)
                 return
-            found = [*([file] if file else []), *(background.await_word(temporary, r, token, go_on) for r in others)]
-            self._commit(temporary, self._manifest(step, found, shares, facts))
+            found = [*([file] if file else []), *(background.await_word(draft, r, token, go_on) for r in others)]
+            self._commit(draft, self._manifest(step, found, shares, facts))
             self._tidy(step, facts)
 
         self.saving.writing = Writing(step, write)
@@ -261,39 +266,14 @@ class Saver:
         )
 
     def _prepare(self, step: int, planned: int) -> list[str]:
-        """Make the folder of a save; gives what its name ends with, and a word that no other save has."""
-        temporary = self._temporary(step, self._lease.nonce)
-        with files.naming(temporary):
-            self._lease.acquire()
-            self._lease.check()
-            free = files.free_bytes(self._folder)
-        needed = int(SPARE * planned)
-        if free < needed:
-            raise StorageError(
-                f"cannot write checkpoint {temporary}: {free} bytes are free and {needed} are needed; nothing was "
-                "touched: free space, or keep fewer with checkpoint.keep_latest_k"
-            )
-        retention.remove(temporary)
-        with files.naming(temporary):
-            temporary.mkdir()
+        """Make the draft of a save; gives what its name ends with, and a word that no other save has."""
+        self._lease.acquire()
+        self._lease.check()
+        self._storage.prepare(self._draft(step, self._lease.nonce), planned)
         return [self._lease.nonce, secrets.token_hex(4)]
 
-    def _commit(self, temporary: Path, stored: Manifest) -> None:
-        final = self._folder / f"step-{stored.step}"
-        for file in stored.files:
-            if (temporary / file.name).stat().st_size != file.bytes:
-                raise StorageError(f"cannot write checkpoint {temporary / file.name}: its size is not what was written")
-        text = stored.to_bytes()
-        manifest.parse(text, temporary)  # what could not be read is not called saved
-        files.write_whole(temporary / MANIFEST, text)
-        files.sync_folder(temporary)
-        self._lease.check()
-        with files.naming(final):
-            if final.exists():  # a run that went back to an older step writes its own history
-                retention.discard(final)
-            files.rename(temporary, final)
-        with contextlib.suppress(OSError):
-            files.sync_folder(self._folder.parent)
+    def _commit(self, draft: Place, stored: Manifest) -> None:
+        self._storage.publish(draft, stored, self._lease.check)
 
     def _tidy(self, saved: int, facts: Mapping[str, Any]) -> None:
         """After a commit: name the best one, and delete what is no longer to be kept."""

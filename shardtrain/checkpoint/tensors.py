@@ -6,10 +6,8 @@ the overlap of two boxes. A piece that several ranks hold is written once, by th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from shardtrain import moving
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.agree import exchange
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, StoredFile, StoredTensor
+from shardtrain.checkpoint.storage import Place
 from shardtrain.checkpoint.tiling import Box, overlap
 from shardtrain.errors import CheckpointError
 from shardtrain.shards import local_slices, local_tensor
@@ -48,7 +47,7 @@ class Plan:
 def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
     """Share out the writing of all ranks' tensors (a collective); as earlier, where no rank's tensors have changed."""
     own = {
-        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *map(list, _box(tensor))]
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *map(list, box_of(tensor))]
         for name, tensor in tensors.items()
     }
     if all(exchange(earlier is not None and earlier.own == own)):
@@ -81,22 +80,22 @@ def _share_out(holders: Mapping[tuple[str, Box], list[int]], kinds: Mapping[str,
     return Plan({name: StoredTensor(*kinds[name], tuple(chunks[name])) for name in sorted(kinds)}, load)
 
 
-def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Path) -> StoredFile | None:
+def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Place) -> StoredFile | None:
     """Write this rank's file into an existing folder; None where it has nothing to write. Raises OSError."""
     rank = dist.get_rank()
     names = shares.names_of(rank)
     if not names:
         return None
-    return write_blocks((_bytes(tensors[name]) for name in names), rank, dist.get_world_size(), folder)
+    return write_blocks((bytes_of(tensors[name]) for name in names), rank, dist.get_world_size(), folder)
 
 
-def write_blocks(blocks: Iterable[memoryview], rank: int, world_size: int, folder: Path) -> StoredFile:
+def write_blocks(blocks: Iterable[memoryview], rank: int, world_size: int, folder: Place) -> StoredFile:
     """Write a rank's file; needs no process group. Raises OSError."""
     wait = files.SEEN_SECONDS if world_size > 1 else 0.0
     return files.write_hashed(folder / f"rank-{rank:05d}.bin", blocks, wait)
 
 
-def find_damaged_file(manifest: Manifest, folder: Path) -> str:
+def find_damaged_file(manifest: Manifest, folder: Place) -> str:
     """What is wrong with this rank's share of the files, read whole; empty when nothing is.
 
     Rank r takes every n-th file from the r-th: on the mesh that wrote them its own, which it reads next.
@@ -105,7 +104,7 @@ def find_damaged_file(manifest: Manifest, folder: Path) -> str:
     return next((damage for file in share if (damage := files.find_damage(folder, file))), "")
 
 
-def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Path) -> None:
+def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
     """Refuse a checkpoint that has not what this run has (a collective).
 
     Raises:
@@ -136,28 +135,28 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Path)
         )
 
 
-def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Path) -> None:
+def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
     """Fill this rank's part of the tensors in place, converting floating-point types. Raises OSError."""
-    descriptors: dict[int, int] = {}
+    readers: dict[int, files.Reader] = {}
     try:
         for name, tensor in tensors.items():
-            stored, (offsets, _) = manifest.tensors[name], _box(tensor)
+            stored, (offsets, _) = manifest.tensors[name], box_of(tensor)
             into = local_tensor(tensor).detach()
             for chunk in stored.chunks:
-                shared = overlap((chunk.offsets, chunk.sizes), _box(tensor))
+                shared = overlap((chunk.offsets, chunk.sizes), box_of(tensor))
                 if shared is None:
                     continue
-                if chunk.file not in descriptors:
-                    descriptors[chunk.file] = files.open_stored(folder / manifest.files[chunk.file].name)
-                found = _read_box(descriptors[chunk.file], chunk, stored.dtype, shared)
-                _part(into, shared, offsets).copy_(found)
+                if chunk.file not in readers:
+                    readers[chunk.file] = files.open_stored(folder / manifest.files[chunk.file].name)
+                found = read_box(readers[chunk.file], chunk, stored.dtype, shared)
+                part(into, shared, offsets).copy_(found)
                 moving.tick()
     finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+        for reader in readers.values():
+            reader.close()
 
 
-def read_whole(manifest: Manifest, folder: Path, name: str) -> Tensor:
+def read_whole(manifest: Manifest, folder: Place, name: str) -> Tensor:
     """One tensor, whole, on the CPU; needs no process group. Hashes are not checked here."""
     stored = manifest.tensors[name]
     tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
@@ -170,7 +169,7 @@ def cast(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
     return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in tensors.items()}
 
 
-def _box(tensor: Tensor) -> Box:
+def box_of(tensor: Tensor) -> Box:
     """Where this rank's part lies in the whole tensor; sizes hold a 0 where it has none."""
     slices = local_slices(tensor)
     box = tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)
@@ -180,12 +179,13 @@ def _box(tensor: Tensor) -> Box:
     return box
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of this rank's part, row after row."""
     local = local_tensor(tensor).detach().cpu().contiguous()
     return memoryview(local.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _read_box(descriptor: int, chunk: Chunk, dtype: str, wanted: Box) -> Tensor:
+def read_box(reader: files.Reader, chunk: Chunk, dtype: str, wanted: Box) -> Tensor:
     """The wanted box of a stored piece: only the rows that it touches are read."""
     item = ITEM_BYTES[dtype]
     rows, first, shape = 1, 0, chunk.sizes
@@ -193,18 +193,14 @@ def _read_box(descriptor: int, chunk: Chunk, dtype: str, wanted: Box) -> Tensor:
         first, rows = wanted[0][0] - chunk.offsets[0], wanted[1][0]
     row_bytes = item * torch.Size(shape[1:]).numel()
     data = bytearray(rows * row_bytes)
-    view, position = memoryview(data), chunk.begin + first * row_bytes
-    while view:
-        count = os.preadv(descriptor, [view], position)
-        if count == 0:
-            raise CheckpointError("a file of the checkpoint became shorter while it was read; start again")
-        view, position = view[count:], position + count
+    if reader.read_into(memoryview(data), chunk.begin + first * row_bytes) != len(data):
+        raise CheckpointError("a file of the checkpoint became shorter while it was read; start again")
     read_rows = torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape((rows, *shape[1:]) if shape else ())
     begin = (wanted[0][0], *chunk.offsets[1:]) if shape else ()
-    return _part(read_rows, wanted, begin)
+    return part(read_rows, wanted, begin)
 
 
-def _part(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
+def part(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
     """A view of a box of a tensor whose first element lies at ``origin`` of the whole."""
     for dim, (offset, size, start) in enumerate(zip(box[0], box[1], origin, strict=True)):
         tensor = tensor.narrow(dim, offset - start, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredTensor
+from shardtrain.checkpoint.storage import Place
 from shardtrain.errors import CheckpointError
 
 _TYPES = {
@@ -20,7 +22,7 @@ _TYPES = {
 PREFIX = "model."
 
 
-def write(checkpoint: Path, output: Path) -> int:
+def write(checkpoint: Place, output: Path) -> int:
     """Write all weights, whole and verified, under the model's own names; gives their number.
 
     Raises:
@@ -59,13 +61,12 @@ def write(checkpoint: Path, output: Path) -> int:
     return len(weights)
 
 
-def whole_bytes(stored: Manifest, checkpoint: Path, tensor: StoredTensor) -> bytearray:
+def whole_bytes(stored: Manifest, checkpoint: Place, tensor: StoredTensor) -> bytearray:
     """The bytes of a whole tensor, row after row, put together from its pieces."""
     item = ITEM_BYTES[tensor.dtype]
     whole = bytearray(math.prod(tensor.shape) * item)
     for chunk in tensor.chunks:
-        descriptor = files.open_stored(checkpoint / stored.files[chunk.file].name)
-        try:
+        with contextlib.closing(files.open_stored(checkpoint / stored.files[chunk.file].name)) as reader:
             # the last dimensions that a piece holds whole are one run of bytes in both
             dims = len(tensor.shape)
             while dims and chunk.sizes[dims - 1] == tensor.shape[dims - 1]:
@@ -74,12 +75,9 @@ def whole_bytes(stored: Manifest, checkpoint: Path, tensor: StoredTensor) -> byt
             run_bytes = math.prod(chunk.sizes[run_dims:]) * item
             for number in range(math.prod(chunk.sizes[:run_dims])):
                 start = _place(number, chunk.offsets, chunk.sizes, tensor.shape, run_dims) * item
-                data = os.pread(descriptor, run_bytes, chunk.begin + number * run_bytes)
-                if len(data) != run_bytes:
+                into = memoryview(whole)[start : start + run_bytes]
+                if reader.read_into(into, chunk.begin + number * run_bytes) != run_bytes:
                     raise CheckpointError(f"checkpoint {checkpoint}: a file became shorter while it was read")
-                whole[start : start + run_bytes] = data
-        finally:
-            os.close(descriptor)
     return whole
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+from shardtrain.config.changes import check_accepted
 from shardtrain.config.check_checkpoint import check_checkpoint, checkpoint_notes
 from shardtrain.config.check_data import (
     check_data_ranges,
@@ -27,6 +28,7 @@ from shardtrain.config.check_numbers import check_numbers, numbers_notes
 from shardtrain.config.check_pairs import check_pairs, check_schedule, check_without_effect
 from shardtrain.config.check_pipeline import check_context, check_pipeline
 from shardtrain.config.check_safety import check_paths, check_secrets
+from shardtrain.config.check_storage import check_storage
 from shardtrain.config.check_values import check_forms, check_ranges, check_steps, check_words
 from shardtrain.config.load import MAX_PROBLEMS, Loaded
 from shardtrain.config.options import options
@@ -37,6 +39,8 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_steps,
     check_ranges,
     check_words,
+    check_accepted,
+    check_storage,
     check_forms,
     check_numbers,
     check_paths,

@@ -15,7 +15,8 @@ class Checkpoint:
     enable_ft_dataloader_checkpoints: bool = True
     """A torchtitan option for replica groups; without effect here."""
     folder: str = "checkpoint"
-    """Folder of the checkpoints, below job.dump_folder."""
+    """Folder of the checkpoints, below job.dump_folder, or an address of an object store such as "s3://bucket/run"
+    (the object-store extra)."""
     interval: int = 500
     """Steps, or seconds, between two saves; the last step is always saved."""
     interval_type: Literal["steps", "seconds", "automatic"] = "steps"
@@ -23,6 +24,9 @@ class Checkpoint:
     mean_time_to_failure_hours (shardtrain)."""
     mean_time_to_failure_hours: float = 24.0
     """How long the whole job runs between two failures, for an automatic interval (shardtrain)."""
+    storage: Literal["shared", "first_node"] = "shared"
+    """shared: all nodes see folder, which is tried before the first step. first_node: only the first rank's node does;
+    the bytes of the others travel through it (shardtrain)."""
     initial_load_path: str | None = None
     """Checkpoint to start from when folder holds none."""
     initial_load_model_only: bool = True
@@ -58,6 +62,9 @@ class Checkpoint:
     """Step to continue from; -1 is the newest."""
     exclude_from_loading: list[str] = field(default_factory=list)
     """Parts not to load: "optimizer", "lr_scheduler", "dataloader", "train_state"."""
+    accept_changes: list[str] = field(default_factory=list)
+    """Options that may differ from those of the checkpoint, such as "optimizer.lr", or "all"; each of the others that
+    would change what the run learns stops it (shardtrain)."""
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too."""
     create_seed_checkpoint: bool = False

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from shardtrain import whole_file
+from shardtrain.checkpoint.storage import Place
 from shardtrain.errors import ConfigError, ShardtrainError
 from shardtrain.log import redact
 
@@ -89,14 +90,14 @@ def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
     return Failure(rank, socket.gethostname(), "", message, "", time_seconds, exit_code)
 
 
-def stopped(rank: int, reason: str, newest: Path | None = None) -> Failure:
+def stopped(rank: int, reason: str, newest: Place | None = None) -> Failure:
     """The end of a rank that could not save; ``reason`` is SIGTERM or the like, ``newest`` the last checkpoint."""
     kept = f"; the last checkpoint is {newest}" if newest else ""
     message = f"stopped by {reason}; nothing was saved on the way out{kept}"
     return Failure(rank, socket.gethostname(), "", message, "", time.time(), NOT_SAVED)
 
 
-def crash_loop(why: str, code: int, newest: Path | None, run_folder: Path) -> Failure:
+def crash_loop(why: str, code: int, newest: Place | None, run_folder: Path) -> Failure:
     """The end of a run that was started again and would only fail again; ``why`` names the step where one is known."""
     kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
     message = f"{why} ({kept}), and each ended with the error above ({code})"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain import log, stopping
+from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.errors import StorageError
 from shardtrain.goodput import ledger
 from shardtrain.launch import environment, failure, last_words
@@ -104,9 +105,9 @@ def _saves(loaded: Loaded) -> bool:
     return loaded.config.checkpoint.enable and not loaded.config.checkpoint.load_only
 
 
-def _newest_checkpoint(loaded: Loaded) -> Path | None:
+def _newest_checkpoint(loaded: Loaded) -> Place | None:
     config = loaded.config
-    return stopping.newest_checkpoint(Path(config.job.dump_folder) / config.checkpoint.folder)
+    return stopping.newest_checkpoint(folder_of(config.job.dump_folder, config.checkpoint.folder))
 
 
 def launch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import Ended, text_file, tiny_config, train_whole
 
-from shardtrain.checkpoint import weights_file
+from shardtrain.checkpoint import manifest, weights_file
+from shardtrain.config.schema import LRScheduler, Optimizer
 from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.schedule import learning_rate
 
 
 def run(rank: int, folder: Path, checkpoint: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Ended:
@@ -69,8 +72,35 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
     found["finished"] = run(rank, same)
     found["export"] = run(rank, root / "export", {**model, "export_dtype": "bfloat16"})
     found["export continued"] = run(rank, root / "export", model, **four)
-    found["scaler missing"] = run(rank, same, training={"steps": 4, "mixed_precision_param": "float16"})
+    found["other course"] = run(
+        rank, same, optimizer={"lr": 0.02}, lr_scheduler={"min_lr_factor": 0.1}, training={"steps": 4, "max_norm": 0.5}
+    )
+    found["part accepted"] = run(
+        rank, same, {"accept_changes": ["training.max_norm"]}, optimizer={"lr": 0.02}, training={"max_norm": 0.5}
+    )
+    freed = spoil(rank, root, "freed", nothing)
+    found["freed"] = run(
+        rank, freed, {"exclude_from_loading": ["optimizer"]}, optimizer={"beta1": 0.5, "lr": 0.02}, **four
+    )
+    lr = {"optimizer": {"lr": 0.02}}
+    changed = spoil(rank, root, "changed", nothing)
+    found["accepted"] = run(rank, changed, {"accept_changes": ["optimizer.lr"]}, **lr, **four)
+    found["accepted, continued"] = run(rank, changed, **lr, training={"steps": 5})
+    found["precision accepted"] = run(
+        rank, same, {"accept_changes": ["all"]}, training={"steps": 4, "mixed_precision_param": "float16"}
+    )
+    if rank == 0:
+        forget_scaler(same / "checkpoint/step-4")
+    dist.barrier()
+    found["scaler missing"] = run(rank, same, training={"steps": 5, "mixed_precision_param": "float16"})
     return found
+
+
+def forget_scaler(path: Path) -> None:
+    """A checkpoint whose facts have lost the loss scaler's state."""
+    stored = manifest.read(path)
+    facts = {name: value for name, value in stored.facts.items() if name != "scaler"}
+    (path / "manifest.json").write_bytes(dataclasses.replace(stored, facts=facts).to_bytes())
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +124,7 @@ REFUSED = {
     "more layers": "has no model.layers.4.",
     "no such step": "checkpoint.load_step=1: ",
     "export continued": "holds weights only",
+    "part accepted": "optimizer.lr: 0.01 -> 0.02",
     "scaler missing": "loss scaler",
 }
 
@@ -102,7 +133,7 @@ REFUSED = {
 def test_every_rank_refuses_in_one_line_and_before_a_step(runs: list[dict[str, Ended]], name: str) -> None:
     for rank in runs:
         error = rank[name].error
-        kind = ConfigError if name in ("other data", "other seed") else CheckpointError
+        kind = ConfigError if name in ("other data", "other seed", "part accepted") else CheckpointError
         assert isinstance(error, kind) and error.exit_code == kind.exit_code, error
         assert REFUSED[name] in str(error) and "\n" not in str(error)
         assert rank[name].losses == []
@@ -118,6 +149,37 @@ def test_a_run_that_was_told_no_step_falls_back_to_the_newest_good_one_and_says_
     log = (root / name / "logs/rank-0.log").read_text()
     damaged = "step-3 has no manifest.json" if name == "manifest missing" else "rank-00001.bin"
     assert damaged in log and "passed over, continuing from step-2" in log
+
+
+def test_every_option_that_would_change_the_course_is_named_at_once(runs: list[dict[str, Ended]]) -> None:
+    for rank in runs:
+        error = rank["other course"].error
+        assert isinstance(error, ConfigError) and rank["other course"].losses == []
+        changes = [
+            "optimizer.lr: 0.01 -> 0.02",
+            "lr_scheduler.min_lr_factor: 0.0 -> 0.1",
+            "training.max_norm: 1.0 -> 0.5",
+        ]
+        assert len(error.problems) == len(changes)
+        for line, change in zip(error.problems, changes, strict=True):
+            assert change in str(line) and f'checkpoint.accept_changes = ["{change.partition(":")[0]}"]' in str(line)
+
+
+def test_an_accepted_change_takes_effect_and_is_kept_in_later_checkpoints(
+    root: Path, runs: list[dict[str, Ended]]
+) -> None:
+    for rank in runs:
+        assert rank["accepted"].error is None and rank["accepted, continued"].error is None, "accepted once for all"
+        assert rank["accepted"].lrs == [learning_rate(Optimizer(lr=0.02), LRScheduler(warmup_steps=2), 4, 3)]
+        assert rank["precision accepted"].error is None and rank["precision accepted"].scaler["scale"] > 1
+        assert rank["freed"].error is None
+    history = manifest.read(root / "changed/checkpoint/step-5").facts["accepted_changes"]
+    assert [(entry["step"], entry["option"], entry["old"], entry["new"]) for entry in history] == [
+        (3, "optimizer.lr", 0.01, 0.02),
+        (3, "training.steps", 3, 4),
+        (4, "training.steps", 4, 5),
+    ]
+    assert "training.steps: 3 -> 4" in (root / "changed/logs/rank-0.log").read_text()
 
 
 def test_a_run_goes_back_to_an_older_step(runs: list[dict[str, Ended]]) -> None:

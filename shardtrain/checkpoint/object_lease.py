@@ -1,0 +1,95 @@
+"""The lease of a folder in an object store, best effort: an object that its holder rewrites every few seconds.
+
+Stores have no link that fails where a name exists. One that writes conditionally gives the lease to one run; in others
+two runs that start within a second of each other may both believe to hold it. Each finds out at its next save, before
+its manifest is put, so a checkpoint is of one run or of the other and never of both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from typing import Any
+
+from shardtrain.checkpoint import lease
+from shardtrain.checkpoint.lease import LEASE, Lease, describe, own_fields, parse, why_free
+from shardtrain.checkpoint.objects import ObjectPath
+from shardtrain.errors import ConfigError
+from shardtrain.log import logger
+
+
+class ObjectLease(Lease):
+    """The right to write below an address."""
+
+    def __init__(self, folder: ObjectPath) -> None:
+        super().__init__(folder)
+        self._object = folder / LEASE
+        self._beats = 0
+
+    def acquire(self) -> None:
+        """See Lease."""
+        if self._held:
+            return
+        holder = self._found()
+        if holder:
+            self._wait_until_free(holder)
+        with contextlib.suppress(FileExistsError):  # another run was faster
+            self._object.put(self._text(), new=not holder)
+        found = self._found()
+        if found.get("nonce") != self.nonce:
+            self._refuse(found)
+        self._hold()
+
+    def check(self) -> None:
+        """See Lease; raises OSError where the store does not answer."""
+        holder = self._found()
+        if not self._held or holder.get("nonce") != self.nonce:
+            raise ConfigError(
+                f"the lease {self._object} of this run was taken over by {describe(holder)}; nothing is written: give "
+                "each run a checkpoint.folder of its own"
+            )
+
+    def _found(self) -> dict[str, Any]:
+        try:
+            return parse(self._object.read_bytes()[:4096])
+        except FileNotFoundError:
+            return {}
+
+    def _wait_until_free(self, holder: dict[str, Any]) -> None:
+        """A dead process of this host left it; any other holder is watched for a beat. Raises ConfigError."""
+        reason = why_free(holder, 0.0)
+        if not reason and holder.get("host") == socket.gethostname():
+            self._refuse(holder)
+        if not reason:
+            logger.info(
+                f"{self._object} belongs to another host: waiting {lease.STALE_SECONDS:.0f} s for a sign of life"
+            )
+            deadline = time.monotonic() + lease.STALE_SECONDS
+            while time.monotonic() < deadline:
+                time.sleep(min(1.0, lease.BEAT_SECONDS))
+                found = self._found()
+                if not found:
+                    return  # it was given back
+                if found != holder:
+                    self._refuse(found)
+            reason = f"no sign of life for {lease.STALE_SECONDS:.0f} s"
+        logger.warning(f"took over {self._object} of {describe(holder)}: {reason}")
+
+    def _refuse(self, holder: dict[str, Any]) -> None:
+        raise ConfigError(
+            f"checkpoint.folder: {self._object.parent} is being written by {describe(holder)}; stop that run, or give "
+            "this one another folder"
+        )
+
+    def _text(self) -> bytes:
+        return (json.dumps({**own_fields(self.nonce), "beats": self._beats}) + "\n").encode()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(lease.BEAT_SECONDS):
+            with contextlib.suppress(OSError):  # the next save says what is wrong with the store
+                if self._found().get("nonce") != self.nonce or self._ended.is_set():
+                    return  # lost: the next save says so
+                self._beats += 1
+                self._object.put(self._text(), new=False)

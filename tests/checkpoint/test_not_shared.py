@@ -1,0 +1,109 @@
+"""Nodes that do not see each other's disks: told before the first step, or served through the first node.
+
+Each of two ranks has a folder of its own, as two nodes with local disks have.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from tiny import Ended, assert_bitwise, tiny_config, train_whole
+
+from shardtrain.checkpoint import files, relay
+from shardtrain.config.schema import Config
+from shardtrain.errors import CheckpointError, StorageError
+
+STEPS, SAVED = 4, 2
+
+
+def config(folder: Path, parallelism: dict[str, Any] | None = None, **checkpoint: Any) -> Config:
+    return tiny_config(
+        job={"dump_folder": str(folder)},
+        training={"steps": STEPS, "local_batch_size": 4},
+        parallelism=parallelism or {},
+        checkpoint={"enable": True, "interval": SAVED, **checkpoint},
+    )
+
+
+def runs(rank: int, root: Path) -> dict[str, Ended]:
+    os.environ["LOCAL_RANK"] = "0"  # each rank is the first of its node
+    files.SEEN_SECONDS = 0.3
+    files.PIECE_BYTES = 5000  # so that a tensor takes several
+    own, first = root / f"node-{rank}", {"storage": "first_node"}
+    found = {
+        "straight": train_whole(rank, config(root / "shared")),
+        "refused": train_whole(rank, config(own / "refused")),
+        "killed": train_whole(rank, config(own / "run", **first), stop_after=3),
+    }
+    # the disks of the other nodes are new
+    if rank:
+        shutil.rmtree(own)
+    dist.barrier()
+    found["resumed"] = train_whole(rank, config(own / "run", **first))
+    two = {"pipeline_parallel_degree": 2}
+    found["other mesh"] = train_whole(rank, config(own / "run", two, **first, load_step=2))
+    if rank == 0:
+        path = own / "run/checkpoint/step-4/rank-00001.bin"
+        path.write_bytes(path.read_bytes()[:-1])
+    dist.barrier()
+    found["damaged"] = train_whole(rank, config(own / "run", **first, load_step=4))
+    write_whole = files.write_hashed
+
+    def full_disk(path: Path, *arguments: Any) -> Any:
+        if path.name == "rank-00001.bin":
+            next(iter(arguments[0]))
+            raise OSError(28, "No space left on device", str(path))
+        return write_whole(path, *arguments)
+
+    relay.files.write_hashed = full_disk  # type: ignore[assignment]
+    found["full"] = train_whole(rank, config(own / "full", **first))
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("nodes")
+
+
+@pytest.fixture(scope="module")
+def ended(root: Path) -> list[dict[str, Ended]]:
+    return run_ranks(2, runs, root)
+
+
+def test_disks_that_are_not_shared_are_told_before_the_first_step(root: Path, ended: list[dict[str, Ended]]) -> None:
+    for rank in ended:
+        error = rank["refused"].error
+        assert isinstance(error, StorageError) and error.exit_code == 8 and rank["refused"].losses == []
+        assert f"{os.uname().nodename} does not see" in str(error) and "\n" not in str(error)
+        assert 'checkpoint.storage = "first_node"' in str(error) and "job.dump_folder" in str(error)
+    assert not [*root.glob("node-0/refused/checkpoint/*"), *root.glob("shared/checkpoint/probe-*")]
+
+
+def test_one_node_can_keep_the_checkpoints_of_all(root: Path, ended: list[dict[str, Ended]]) -> None:
+    for rank in ended:
+        straight, resumed = rank["straight"], rank["resumed"]
+        assert resumed.error is None and resumed.losses == straight.losses[SAVED:]
+        assert_bitwise(resumed.weights, straight.weights)
+        assert_bitwise(resumed.optimizer, straight.optimizer)
+    for name in ("rank-00000.bin", "rank-00001.bin"):
+        there, here = root / "shared/checkpoint/step-2" / name, root / "node-0/run/checkpoint/step-2" / name
+        assert there.read_bytes() == here.read_bytes(), "the same bytes as in a shared folder"
+    assert not (root / "node-1/run/checkpoint").exists()
+
+
+def test_it_is_loaded_on_another_mesh(ended: list[dict[str, Ended]]) -> None:
+    for rank in ended:
+        assert rank["other mesh"].error is None
+        assert abs(rank["other mesh"].losses[0] - rank["straight"].losses[SAVED]) < 1e-6
+
+
+def test_damage_and_a_full_disk_are_told_on_all_ranks(ended: list[dict[str, Ended]]) -> None:
+    for rank in ended:
+        assert isinstance(rank["damaged"].error, CheckpointError) and "rank-00001.bin" in str(rank["damaged"].error)
+        assert isinstance(rank["full"].error, StorageError) and "errno 28" in str(rank["full"].error)

@@ -1,0 +1,106 @@
+"""Which changes of an option between a checkpoint and its continuation stop the run: every option has its class."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, get_args
+
+import pytest
+
+from shardtrain.config import Loaded, changes
+from shardtrain.config.check import check
+from shardtrain.config.load import value_of
+from shardtrain.config.options import options
+from shardtrain.config.schema import Config
+
+COMPARED = [name for name in options() if changes.class_of(name) != "free"]
+
+
+def changed(config: Config, option: str) -> Config:
+    """A config in which one option has another value, of any kind: classes do not depend on it."""
+    sections, key = option.split(".")[:-1], option.rpartition(".")[2]
+    value: Any = value_of(config, option)
+    new: Any = {bool: lambda: not value, int: lambda: value + 7, float: lambda: value + 0.5}.get(
+        type(value), lambda: "another"
+    )()
+    nodes = [config]
+    for name in sections:
+        nodes.append(getattr(nodes[-1], name))
+    node: Any = dataclasses.replace(nodes[-1], **{key: new})
+    for parent, name in zip(reversed(nodes[:-1]), reversed(sections), strict=True):
+        node = dataclasses.replace(parent, **{name: node})
+    return node
+
+
+def found(old: Config, new: Config, excluded: tuple[str, ...] = (), ranks: tuple[int, int] = (2, 2)) -> list[str]:
+    record = json.loads(json.dumps(changes.to_record(old, ranks[0]), allow_nan=False))
+    return [change.option for change in changes.find(record, new, ranks[1], excluded)]
+
+
+def test_every_option_has_a_class_and_the_tables_name_no_other() -> None:
+    unknown = [name for name in options() if changes.class_of(name) is None]
+    assert not unknown, f"say in config/changes.py what a change of {unknown} means to a run that is continued"
+    assert set(changes.OPTIONS) <= set(options())
+    assert set(changes.SECTIONS) <= {name.partition(".")[0] for name in options()}
+    assert {*changes.OPTIONS.values(), *changes.SECTIONS.values()} == set(get_args(changes.Class))
+
+
+@pytest.mark.parametrize("option", list(options()))
+def test_a_change_is_found_exactly_where_it_matters(option: str) -> None:
+    config = Config()
+    # a batch size follows from the mesh unless it is given, and is compared as the number that it comes to
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=64))
+    wanted = [option] if option in COMPARED else []
+    assert found(config, changed(config, option)) == wanted
+    assert found(config, config) == []
+
+
+def test_another_mesh_is_the_same_run_as_long_as_the_batch_is() -> None:
+    of_mesh, fixed = Config(), changed(Config(), "training.global_batch_size")
+    assert found(fixed, fixed, ranks=(2, 4)) == []
+    assert found(of_mesh, of_mesh, ranks=(2, 4)) == ["training.global_batch_size"]
+    halved = dataclasses.replace(of_mesh, training=dataclasses.replace(of_mesh.training, local_batch_size=4))
+    assert found(of_mesh, halved, ranks=(2, 4)) == []
+
+
+def test_a_part_that_begins_anew_frees_its_options() -> None:
+    config = Config()
+    for part, option, others in (
+        ("optimizer", "optimizer.beta1", ["lr_scheduler.warmup_steps", "training.max_norm"]),
+        ("lr_scheduler", "lr_scheduler.warmup_steps", ["optimizer.beta1", "training.max_norm"]),
+        ("train_state", "training.max_norm", ["optimizer.beta1"]),
+    ):
+        assert found(config, changed(config, option), (part,)) == []
+        for other in others:
+            assert found(config, changed(config, other), (part,)) == [other]
+    # weights stay, so their model does
+    assert found(config, changed(config, "model.norm_type"), tuple(changes.FREED)) == ["model.norm_type"]
+
+
+@pytest.mark.parametrize("record", [None, [], 3, {}, {"no.option": 1}])
+def test_what_an_older_checkpoint_does_not_say_is_not_compared(record: Any) -> None:
+    assert changes.find(record, Config(), 1) == []
+
+
+def test_numbers_without_end_and_hostile_records_stay_one_line_of_json() -> None:
+    config = dataclasses.replace(Config(), training=dataclasses.replace(Config().training, max_norm=float("inf")))
+    assert found(config, config) == []
+    hostile = {"optimizer.lr": "\n\x1b[31m" + "x" * 9999, "training.max_norm": {"a": [None]}}
+    for change in changes.find(hostile, Config(), 1):
+        assert str(change).isprintable() and len(str(change)) < 500
+
+
+def problems(*words: str) -> list[str]:
+    checkpoint = dataclasses.replace(Config().checkpoint, enable=True, accept_changes=list(words))
+    return [str(problem) for problem in check(Loaded(dataclasses.replace(Config(), checkpoint=checkpoint)))]
+
+
+def test_only_what_can_be_accepted_is_an_accepted_change() -> None:
+    assert problems("optimizer.lr", "training.max_norm") == problems("all") == []
+    (told,) = problems("optimizer.lrr")
+    assert 'did you mean "optimizer.lr"?' in told and "is no option" in told
+    (told,) = problems("metrics.log_freq")
+    assert "may be changed freely" in told
+    (told,) = problems("debug.seed")
+    assert 'exclude_from_loading = ["dataloader"]' in told
