@@ -11,11 +11,11 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain import __version__, process
+from shardtrain.config.command_line import CommandLine, split
 from shardtrain.errors import ConfigError, Problem, ShardtrainError
 
 if TYPE_CHECKING:
@@ -41,17 +41,6 @@ Without CONFIG.toml the defaults train a small Llama on the Python standard libr
 NGPU, LOG_RANK: number of ranks, and the ranks that write to the terminal ("0" unless set).
 With --comm.mode fake_backend nothing is trained: one process builds rank RANK (0) of any number of ranks.
 """
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What follows a verb: the configuration file, options of ours, and overrides for the configuration to read."""
-
-    path: str | None
-    nproc: int | None
-    overrides: tuple[str, ...]
-    help: bool = False
-    max_restarts: int = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,46 +78,7 @@ def _complain(code: int, problems: Sequence[str]) -> int:
     return code
 
 
-def _split(words: Sequence[str]) -> Arguments:
-    """Take the file, ``--nproc``, ``--max_restarts`` and ``--help`` out of the words; all others are overrides.
-
-    The file stands before the first override, because an override may take several values.
-
-    Raises:
-        ConfigError: ``--nproc`` has no whole number above 0, or ``--max_restarts`` none.
-    """
-    path: str | None = None
-    nproc: int | None = None
-    max_restarts = 0
-    overrides: list[str] = []
-    remaining = list(words)
-    while remaining:
-        word = remaining.pop(0)
-        name, equals, value = word.partition("=")
-        if word in ("--help", "-h"):
-            return Arguments(path, nproc, (), help=True)
-        if name == "--max_restarts":
-            text = value if equals else (remaining.pop(0) if remaining else "")
-            if not text.isdecimal():
-                rule = "must be a whole number of restarts"
-                raise ConfigError(
-                    Problem("--max_restarts", text, rule, "write it like --max_restarts 3", "command line")
-                )
-            max_restarts = int(text)
-        elif name == "--nproc":
-            text = value if equals else (remaining.pop(0) if remaining else "")
-            if not text.isdecimal() or int(text) < 1:
-                rule = "must be a whole number of processes above 0"
-                raise ConfigError(Problem("--nproc", text, rule, "write it like --nproc 2", "command line"))
-            nproc = int(text)
-        elif path is None and not overrides and not word.startswith("-"):
-            path = word
-        else:
-            overrides.append(word)
-    return Arguments(path, nproc, tuple(overrides), max_restarts=max_restarts)
-
-
-def _load(arguments: Arguments) -> Loaded:
+def _load(arguments: CommandLine) -> Loaded:
     from shardtrain import config
 
     return config.load(arguments.path, arguments.overrides)
@@ -136,7 +86,7 @@ def _load(arguments: Arguments) -> Loaded:
 
 def _train(words: list[str]) -> int:
     """Train: as one rank where a launcher started this process, else with as many ranks as fit this machine."""
-    arguments = _split(words)
+    arguments = split(words)
     if arguments.help:
         print(USAGE, end="")
         return 0
@@ -144,7 +94,7 @@ def _train(words: list[str]) -> int:
 
     loaded = _load(arguments)
     if loaded.config.comm.mode == "fake_backend":
-        return _train_nothing(loaded, arguments.nproc)
+        return _module("shardtrain.simulated", "run")(loaded, arguments.nproc)
     if environment.is_rank(os.environ):
         if arguments.max_restarts and "SHARDTRAIN_PARENT" not in os.environ:
             rule = "is for ranks that this command starts, and a launcher has started this one"
@@ -173,7 +123,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     local.leave(local.run_rank(loaded, _trainer(), world_size))
 
 
-def _train_here(loaded: Loaded, arguments: Arguments, words: list[str]) -> int:
+def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int:
     """Check the configuration, choose the number of ranks, and run them from this process."""
     from shardtrain.launch import environment, local
 
@@ -197,24 +147,6 @@ def _train_here(loaded: Loaded, arguments: Arguments, words: list[str]) -> int:
     return local.launch(loaded, choice.count, command=command, max_restarts=restarts)
 
 
-def _train_nothing(loaded: Loaded, nproc: int | None) -> int:
-    """Check the configuration for any number of ranks, and build one rank's share of it without memory."""
-    from shardtrain import config
-    from shardtrain.launch import environment
-
-    accelerators = environment.count_accelerators(loaded.config.training.device)
-    cores = environment.usable_cores()
-    size = environment.choose_processes(loaded.config, nproc, os.environ, accelerators, cores).count
-    rank = environment.simulated_rank(os.environ, size)
-    notices = config.require(loaded, world_size=size)  # of this machine's devices nothing is asked
-    environment.set_process_defaults(os.environ, 1, cores, alone=True)
-    from shardtrain import dry_run
-
-    for line in dry_run.main(loaded, rank, size, notices):
-        print(line, flush=True)
-    return 0
-
-
 def _require(loaded: Loaded, world_size: int) -> None:
     """Stop unless this configuration works on this machine; every problem is told at once."""
     from shardtrain import config
@@ -232,84 +164,15 @@ def _trainer() -> Callable[[Loaded], object]:
     return train
 
 
-def _verify(words: list[str]) -> int:
-    """Compare meshes with one process, through the trainer's own step."""
-    from shardtrain import verify
-
-    return verify.main(words, _train_module)
-
-
 def _train_module() -> Any:
     from shardtrain import train
 
     return train
 
 
-def _config(words: list[str]) -> int:
-    """Show, check or explain the configuration."""
-    action, rest = (words[0], words[1:]) if words else ("", [])
-    if action not in CONFIG_ACTIONS:
-        fix = f"use one of {', '.join(CONFIG_ACTIONS)}"
-        raise ConfigError(Problem("shardtrain config", action or None, "needs an action", fix, "command line"))
-    return CONFIG_ACTIONS[action](rest)
-
-
-def _config_show(words: list[str]) -> int:
-    from shardtrain import config
-
-    print(config.show(_load(_split(words))))
-    return 0
-
-
-def _config_check(words: list[str]) -> int:
-    """Print errors, then notes; only errors make the status 2. This machine counts with ``--nproc`` alone."""
-    from shardtrain import config
-
-    arguments = _split(words)
-    loaded = _load(arguments)
-    extra = config.machine_notes(loaded, arguments.nproc, None, None) if arguments.nproc else ()
-    report, code = config.check_report(loaded, extra)
-    print(report)
-    return code
-
-
-def _config_help(words: list[str]) -> int:
-    from shardtrain import config
-
-    name = words[0].lstrip("-") if words else ""
-    try:
-        print(config.help_text(name))
-    except KeyError as error:
-        raise ConfigError(str(error.args[0])) from None
-    return 0
-
-
-def _data(words: list[str]) -> int:
-    """Work with data: one module of ``data_tools`` per verb."""
-    verb, rest = (words[0], words[1:]) if words else ("", [])
-    if verb in ("", "help", "--help", "-h"):
-        from shardtrain.data_tools import USAGE as text
-
-        print(text, end="")
-        return 0
-    if verb not in DATA_VERBS:
-        near = difflib.get_close_matches(verb, DATA_VERBS, 1)
-        fix = (f"did you mean {near[0]}? " if near else "") + f"verbs are {', '.join(DATA_VERBS)}"
-        raise ConfigError(Problem("shardtrain data", verb, "is no verb", fix, "command line"))
-    tool = importlib.import_module(f"shardtrain.data_tools.{verb}")
-    return int(tool.main(rest))
-
-
-def _module(name: str) -> Callable[[list[str]], int]:
-    """A verb that a module answers by itself."""
-    return lambda words: int(importlib.import_module(name).main(words))
-
-
-def _replay(words: list[str]) -> int:
-    """Make steps of a run again, through the trainer's own step."""
-    from shardtrain import replay
-
-    return replay.main(words, _train_module)
+def _module(name: str, function: str = "main") -> Callable[..., int]:
+    """What a module answers by itself, imported when it is called."""
+    return lambda *words: int(getattr(importlib.import_module(name), function)(*words))
 
 
 def _help(_words: list[str]) -> int:
@@ -322,22 +185,14 @@ def _version(_words: list[str]) -> int:
     return 0
 
 
-CONFIG_ACTIONS: dict[str, Callable[[list[str]], int]] = {
-    "show": _config_show,
-    "check": _config_check,
-    "help": _config_help,
-}
-
-DATA_VERBS = ("prepare", "check", "show", "probe", "tokenizer", "download")
-
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "verify": _verify,
-    "config": _config,
-    "data": _data,
+    "verify": lambda words: _module("shardtrain.verify")(words, _train_module),
+    "config": _module("shardtrain.config.command"),
+    "data": _module("shardtrain.data_tools.command"),
     "checkpoint": _module("shardtrain.checkpoint.command"),
     "goodput": _module("shardtrain.goodput.command"),
-    "replay": _replay,
+    "replay": lambda words: _module("shardtrain.replay")(words, _train_module),
     "help": _help,
     "--help": _help,
     "-h": _help,

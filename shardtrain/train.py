@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardtrain import agreement, data, ending, heartbeat, log, moving, nonfinite, optim, profiling, schedule, spikes
 from shardtrain import config as configs
+from shardtrain.building import build
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.data import order_hash
@@ -30,7 +31,7 @@ from shardtrain.parallel.world import World
 from shardtrain.phases import Phases
 from shardtrain.replicas import Replicas
 from shardtrain.resume import resume
-from shardtrain.run import Outcome, Run, build
+from shardtrain.run import Outcome, Run
 from shardtrain.run_facts import ReduceOverMesh, run_facts
 from shardtrain.run_folder import describe, write_resolved_config
 from shardtrain.seeding import seed_step, set_determinism

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardtrain import __version__, cli
+from shardtrain.config import command_line
+from shardtrain.data_tools import command
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("*.toml"))
@@ -50,7 +52,7 @@ def test_help_lists_the_verbs(capsys, words):
 def test_help_of_data_lists_its_verbs(capsys, words):
     code, out, err = answer(capsys, *words)
     assert (code, err) == (0, "")
-    for verb in cli.DATA_VERBS:
+    for verb in command.VERBS:
         assert f"\n  {verb}" in out
 
 
@@ -59,7 +61,7 @@ def test_the_verbs_of_data_are_the_modules_with_a_main():
     with_main = {
         file.stem for file in folder.glob("*.py") if "\ndef main(words: list[str]) -> int:" in file.read_text()
     }
-    assert with_main == set(cli.DATA_VERBS)
+    assert with_main == {*command.VERBS, "command"}
 
 
 def test_a_verb_of_data_gets_the_words_after_it_and_gives_the_status(capsys, monkeypatch):
@@ -69,7 +71,7 @@ def test_a_verb_of_data_gets_the_words_after_it_and_gives_the_status(capsys, mon
     assert answer(capsys, "data", "check", "a.toml", "--json") == (3, "['a.toml', '--json']\n", "")
 
 
-@pytest.mark.parametrize("verb", cli.DATA_VERBS)
+@pytest.mark.parametrize("verb", command.VERBS)
 def test_each_verb_of_data_explains_itself_and_those_that_need_no_torch_import_none(verb):
     program = f"import sys; from shardtrain import cli; assert cli.main(['data', {verb!r}, '--help']) == 0; "
     program += f"sys.exit({verb!r} in ('tokenizer', 'download') and 'torch' in sys.modules)"
@@ -165,9 +167,9 @@ def test_help_explains_one_option(capsys):
 
 
 def test_the_file_may_follow_nproc_and_values_are_left_to_the_overrides():
-    split = cli._split(["--nproc", "3", "run.toml", "--a.b", "x", "y", "--c.d=1"])
-    assert split == cli.Arguments("run.toml", 3, ("--a.b", "x", "y", "--c.d=1"))
-    assert cli._split(["--a.b", "x.toml"]).path is None
+    split = command_line.split(["--nproc", "3", "run.toml", "--a.b", "x", "y", "--c.d=1"])
+    assert split == command_line.CommandLine("run.toml", 3, ("--a.b", "x", "y", "--c.d=1"))
+    assert command_line.split(["--a.b", "x.toml"]).path is None
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardtrain import log, stopping
+from shardtrain import stopping
 from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.errors import StorageError
 from shardtrain.goodput import ledger
 from shardtrain.launch import environment, failure, last_words
+from shardtrain.launch.output import logs_specs
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
-    from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext
+    from torch.distributed.elastic.multiprocessing import PContext
 
     from shardtrain.config import Loaded
 
@@ -186,7 +187,7 @@ def _start(
         envs[rank]["TORCHELASTIC_ERROR_FILE"] = str(_record_path(records, rank))
     entrypoint: Any = _forked if main else command[0]
     arguments = {rank: (loaded, main, os.getpid(), listener) if main else tuple(command[1:]) for rank in ranks}
-    specs = _logs_specs(loaded, count)
+    specs = logs_specs(loaded, count)
     if not main:
         # a fresh process gets this environment and nothing else
         envs = {rank: {**os.environ, **envs[rank], "SHARDTRAIN_PARENT": str(os.getpid())} for rank in ranks}
@@ -203,27 +204,6 @@ def _start(
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _logs_specs(loaded: Loaded, count: int) -> LogsSpecs:
-    """Ranks in LOG_RANK share the terminal; the output of each other one goes to ``logs/rank-1.out`` and ``.err``."""
-    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-
-    folder = Path(loaded.config.job.dump_folder) / "logs"
-    shown = log.console_ranks()
-    paths = {rank: "" if rank in shown else str(folder / f"rank-{rank}") for rank in range(count)}
-
-    class Specs(LogsSpecs):
-        root_log_dir = str(folder)
-
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            return LogsDest(
-                stdouts={rank: path and path + ".out" for rank, path in paths.items()},
-                stderrs={rank: path and path + ".err" for rank, path in paths.items()},
-                error_files={rank: envs[rank]["TORCHELASTIC_ERROR_FILE"] for rank in paths},
-            )
-
-    return Specs()
 
 
 def _forked(loaded: Loaded, main: Main, parent: int, listener: socket.socket) -> NoReturn:
