@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -42,7 +43,10 @@ def save_when_due(run: Run, checkpoints: Checkpoints, pause: Callable[[], Abstra
         return
     with pause(), run.phases.within("checkpoint"):
         checkpoints.poll()
+        started = time.perf_counter()
         save(run, checkpoints, last=run.state.step == run.total_steps)
+        if checkpoints.saving.writing is None:  # else it is known when all is on disk
+            run.stop.saves.add(time.perf_counter() - started)
 
 
 def save_seed(run: Run, checkpoints: Checkpoints) -> None:

@@ -60,7 +60,7 @@ class Saver:
         """The newest step that is on disk, or that the run began with; equal on all ranks."""
         self.failures_in_a_row = self.skipped = 0
         self.on_written: Callable[[float], object] = lambda seconds: None
-        """Told how long each save took until it was on disk."""
+        """Told how long a save in the background took until it was on disk."""
 
     @property
     def _saves(self) -> bool:
@@ -112,7 +112,7 @@ class Saver:
             self._tolerate(error, must)
         else:
             if not in_background:
-                self._saved(step, time.monotonic() - begun)
+                self._saved(step)
         self.saving.forget()
         self.interval.note(time.monotonic() - begun)
         self.interval.begin_anew()
@@ -156,7 +156,8 @@ class Saver:
                 shutil.rmtree(self._temporary(writing.step, self._lease.nonce), ignore_errors=True)
             self._tolerate(error, must=False)
         else:
-            self._saved(writing.step, writing.seconds)
+            self._saved(writing.step)
+            self.on_written(writing.seconds)
             self.interval.note_write(writing.seconds)
         return True
 
@@ -234,9 +235,8 @@ class Saver:
             facts=facts,
         )
 
-    def _saved(self, step: int, seconds: float) -> None:
+    def _saved(self, step: int) -> None:
         self.saved_step, self.failures_in_a_row = step, 0
-        self.on_written(seconds)
         logger.info(f"saved checkpoint {self._folder / f'step-{step}'}")
 
     def _tolerate(self, error: BaseException, must: bool) -> None:
