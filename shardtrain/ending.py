@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -45,15 +46,9 @@ def _introduce(run: Run, checkpoints: Checkpoints) -> None:
     # until a save has been measured
     run.stop.assumed_save_seconds = _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
     run.saving, checkpoints.saved_step = checkpoints.saving, run.state.step
-    checkpoints.on_written = lambda step, seconds: _note_written(run, step, seconds)
+    checkpoints.on_written, checkpoints.on_saved = run.stop.saves.add, run.ledger.saved
     if checkpoints.best.exhausted:
         _no_patience(run, checkpoints)
-
-
-def _note_written(run: Run, step: int, seconds: float) -> None:
-    run.stop.saves.add(seconds)
-    run.ledger.saved(step)
-    _compare_with_grace(run)
 
 
 def save_when_due(run: Run, checkpoints: Checkpoints, pause: Callable[[], AbstractContextManager[None]]) -> None:
@@ -63,7 +58,11 @@ def save_when_due(run: Run, checkpoints: Checkpoints, pause: Callable[[], Abstra
         return
     with pause(), run.phases.within("checkpoint"):
         checkpoints.poll()
+        started = time.perf_counter()
         save(run, checkpoints, last=run.state.step == run.total_steps)
+        if checkpoints.saving.writing is None:  # else it is known when all is on disk
+            run.stop.saves.add(time.perf_counter() - started)
+        _compare_with_grace(run)
 
 
 def save_seed(run: Run, checkpoints: Checkpoints) -> None:

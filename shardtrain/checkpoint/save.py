@@ -57,8 +57,10 @@ class Saver:
         self.saved_step = 0
         """The newest step that is on disk, or that the run began with; equal on all ranks."""
         self.failures_in_a_row = self.skipped = 0
-        self.on_written: Callable[[int, float], object] = lambda step, seconds: None
-        """Told the step of each save and how long it took until it was on disk."""
+        self.on_saved: Callable[[int], object] = lambda step: None
+        """Told the step of each checkpoint that is there."""
+        self.on_written: Callable[[float], object] = lambda seconds: None
+        """Told how long a save in the background took until it was on disk."""
 
     @property
     def _saves(self) -> bool:
@@ -110,7 +112,7 @@ class Saver:
             self._tolerate(error, must)
         else:
             if not in_background:
-                self._saved(step, time.monotonic() - begun)
+                self._saved(step)
         self.saving.forget()
         self.interval.note(time.monotonic() - begun)
         self.interval.begin_anew()
@@ -153,7 +155,8 @@ class Saver:
             self._abandon(writing.step)
             self._tolerate(error, must=False)
         else:
-            self._saved(writing.step, writing.seconds)
+            self._saved(writing.step)
+            self.on_written(writing.seconds)
             self.interval.note_write(writing.seconds)
         return True
 
@@ -238,9 +241,9 @@ class Saver:
             facts=facts,
         )
 
-    def _saved(self, step: int, seconds: float) -> None:
+    def _saved(self, step: int) -> None:
         self.saved_step, self.failures_in_a_row = step, 0
-        self.on_written(step, seconds)
+        self.on_saved(step)
         logger.info(f"saved checkpoint {self._folder / f'step-{step}'}")
 
     def _tolerate(self, error: BaseException, must: bool) -> None:
