@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -139,8 +140,7 @@ def trainer(folder: Path, place: str, culprits: tuple[int, ...]):
 def _launch(one, place, culprits, count):
     environment.set_process_defaults(os.environ, count, 2, alone=True)
     folder = Path(one.job.dump_folder)
-    with (folder / "terminal").open("w") as terminal:
-        os.dup2(terminal.fileno(), 2)
+    sys.stderr = (folder / "terminal").open("w", buffering=1)  # line by line: the process leaves without a flush
     os._exit(local.launch(Loaded(one), count, main=trainer(folder, place, culprits)))
 
 

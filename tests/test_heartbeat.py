@@ -71,6 +71,12 @@ def test_of_living_ranks_the_one_in_no_collective_is_to_blame(culprit):
     assert f"ranks {others}: phase step of step 12, waits in all_reduce (train.py:9 in _read)" in verdict.table
 
 
+def test_a_rank_that_never_speaks_is_to_blame():
+    verdict, seconds = judge(lambda beat: {0: say(beat, **WAITING)})
+    assert (verdict.rank, verdict.silent) == (1, (1,)) and seconds <= LIMIT + 2 * BEAT
+    assert judge(lambda beat: {0: say(beat, is_cold=True)}) is None, "and where nobody waits there is time"
+
+
 def test_of_several_in_no_collective_those_furthest_behind_are_to_blame():
     signs = lambda beat: {0: say(beat), 1: say(beat, entered=38), 2: say(beat, entered=38), 3: say(beat)}  # noqa: E731
     verdict, _ = judge(signs, size=4)

@@ -81,7 +81,7 @@ def _collective(frame: FrameType, device_type: str) -> str:
     for inner in _outwards(frame):
         file, name = inner.f_code.co_filename, inner.f_code.co_name
         if "/torch/" not in file:
-            line = linecache.getline(file, inner.f_lineno)
+            line = linecache.getline(file, inner.f_lineno or 0)  # between two lines there is none
             compiled = "wait_tensor" in line or "_c10d_functional" in line
             waits = device_type != "cpu" and any(call in line for call in _DEVICE_WAITS)
             return found or ("wait_tensor" if compiled else "the device" if waits else "")

@@ -32,6 +32,8 @@ STEPS_LONG = 5.0
 """A step, or a save, may take so many times what 99 of 100 took."""
 BEATS_PER_LIMIT, LONGEST_BEAT_SECONDS, SHORTEST_BEAT_SECONDS = 10.0, 2.0, 0.1
 SAMPLE_SECONDS = 0.02
+MUTE_LIMITS = 1.7
+"""A store that has not answered for so many times the limit is called mute, where this rank does not move either."""
 COLD = ("start", "compile", "end")
 WORK = ("data", "step")
 VERDICT, DUMPED = "verdict", "dumped"
@@ -136,6 +138,8 @@ class Heart:
         except dist.DistError as error:  # the store has gone with its host; the other thread looks after the run
             if not self._closed.is_set():
                 logger.warning(f"the heartbeat has lost the store: {str(error).splitlines()[0]}")
+        except Exception:
+            logger.exception("the heartbeat of this rank has ended by a fault of its own; training goes on without")
 
     def _judge_all(self) -> None:
         signs = self._read()
@@ -186,10 +190,10 @@ class Heart:
                 self._sample(now - last)
             mute = now - max(self._exchanged_at, moved_at)
             last = now
-            # longer than a verdict takes: who can still speak knows more
-            if mute > self._beat * (BEATS_PER_LIMIT + 4):
+            if mute > self._beat * BEATS_PER_LIMIT:
                 limit, is_cold = self._limit(self._phases.name, place := frames.main_thread(self._device))
-                if limit and mute > limit + 3 * self._beat and (place.collective or not is_cold):
+                # much longer than a verdict takes: who can still speak knows more
+                if limit and mute > MUTE_LIMITS * limit and (place.collective or not is_cold):
                     self._die(self._mute_store(place, mute))
 
     def _sample(self, seconds: float) -> None:

@@ -70,16 +70,20 @@ class Judge:
             for seen in self._seen.values():  # this process was stopped, or asleep with its machine, and knows nothing
                 seen.beat_seconds, seen.moved_seconds = seen.beat_seconds + paused, seen.moved_seconds + paused
         self._last = now
+        for rank in range(self._size) if not self._seen else ():
+            self._seen[rank] = _Seen(
+                Sign(0, "unknown", limit_seconds=self._beat), now, now
+            )  # and what if it never speaks?
         for rank, sign in signs.items():
-            seen = self._seen.setdefault(rank, _Seen(sign, now, now))
+            seen = self._seen[rank]
             if sign.beat != seen.sign.beat:
                 seen.beat_seconds = now
             if sign.progress != seen.sign.progress:
                 seen.moved_seconds = now
             seen.sign = sign
         present = {rank: seen for rank, seen in self._seen.items() if not seen.sign.has_left}
-        if not present or len(self._seen) < self._size:
-            return None  # ranks that have not come yet are missed by the rendezvous, which has a limit of its own
+        if not present:
+            return None
         self._limit = self._limit_of([seen.sign for seen in present.values()])
         still = now - max(seen.moved_seconds for seen in present.values())
         if not self._limit or still < self._limit:
