@@ -133,7 +133,7 @@ def runs(rank: int, root: Path) -> dict[str, Ended]:
 def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ended]]:
     root = tmp_path_factory.mktemp("dropout")
     (root / "dropping.py").write_text(MODEL_FILE)
-    (root / "short.txt").write_text(("mesh shard gather reduce loss token layer rank step seed " * 7)[:390])
+    (root / "short.txt").write_text(("mesh shard gather reduce loss token layer rank step seed " * 7)[:383])
     return run_ranks(2, runs, root)
 
 

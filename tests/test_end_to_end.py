@@ -24,7 +24,7 @@ from shardtrain.schedule import learning_rate
 
 KEYS = [
     "step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tps", "tokens_per_second", "tflops", "mfu",
-    "memory_gib", "step_seconds", "data_seconds", "order_hash",
+    "memory_gib", "step_seconds", "data_seconds", "skipped_updates", "spikes", "rewinds", "order_hash",
 ]  # fmt: skip
 
 

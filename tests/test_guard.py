@@ -1,4 +1,4 @@
-"""What a run remembers of its numbers: exact counts, the rule of OLMo-core, and nothing that a bad file can change."""
+"""What a run remembers of its numbers: exact counts, the rule of spikes, and nothing that a bad file can change."""
 
 from __future__ import annotations
 

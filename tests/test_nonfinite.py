@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,7 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
         "skip": train_with(rank, config(root / "skip", **skip), {3: NAN}),
         "bounded": train_with(rank, config(root / "bounded", **skip, nonfinite_max_skips=2), forever),
         "separate": train_with(rank, config(root / "separate", **skip, nonfinite_max_skips=1), {2: INF, 4: NAN}),
+        "share": train_with(rank, config(root / "share", **skip, nonfinite_max_skip_fraction=0.001), {2: INF, 4: -INF}),
         "half straight": train_with(rank, config(root / "half-straight", **HALF), {2: INF}),
         "half killed": train_with(rank, half, {2: INF}, stop_after=4),
         "half resumed": train_with(rank, half, {}),
@@ -115,6 +117,15 @@ def test_skips_in_a_row_are_bounded(runs: list[dict[str, Ended]]) -> None:
         assert rank["separate"].error is None and rank["separate"].state["updates"] == 3
 
 
+def test_skips_of_a_thousand_steps_are_bounded(root: Path, runs: list[dict[str, Ended]]) -> None:
+    for rank in runs:
+        assert isinstance(rank["share"].error, NumericalError)
+        assert str(rank["share"].error).startswith("step 4: the loss of rank 1 is not finite")
+        assert "; 1 of 1000 updates were skipped (training.nonfinite_max_skip_fraction)" in str(rank["share"].error)
+    records = [json.loads(line) for line in (root / "share/metrics.jsonl").read_text().splitlines()]
+    assert [record["skipped_updates"] for record in records] == [0, 1, 1]
+
+
 def test_an_overflow_of_float16_halves_the_scale_on_every_rank(root: Path, runs: list[dict[str, Ended]]) -> None:
     for number, rank in enumerate(runs):
         run = rank["half straight"]
@@ -146,8 +157,6 @@ def test_no_scale_saves_numbers_that_are_never_finite(runs: list[dict[str, Ended
 
 
 def test_the_history_writes_what_is_not_finite_as_null(root: Path, runs: list[dict[str, Ended]]) -> None:
-    import json
-
     records = [json.loads(line) for line in (root / "skip/metrics.jsonl").read_text().splitlines()]
     assert [record["loss"] is None for record in records] == [False, False, True, False, False]
     assert records[2]["grad_norm"] is None
