@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,18 +15,9 @@ from shardtrain.config.coerce import Unfit, coerce, from_texts, plain
 from shardtrain.config.options import nearest, options, sections, suggestion
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import COMMAND_LINE, DEFAULT, Setting, Value
+from shardtrain.config.toml_file import parse_file
 from shardtrain.config.toml_lines import key_lines
 from shardtrain.errors import ConfigError, Problem
-
-MAX_FILE_BYTES = 2**20
-"""A larger file is refused before it is parsed."""
-
-MAX_VALUES = 5_000
-"""Keys and values in one file: 100 datasets with weights in 20 stages are 2,000."""
-
-_KEY = r"""[ \t]*(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')[ \t]*"""
-DEEP_KEY = re.compile(rf"(?:^|[{{,])[ \t]*\[{{0,2}}{_KEY}(?:\.{_KEY}){{16}}", re.MULTILINE)
-"""A key of 17 parts; no option has more than 5."""
 
 MAX_PROBLEMS = 100
 """Looking for mistakes ends when this many are found: a file with more is no configuration of ours."""
@@ -185,66 +173,8 @@ def _build(section: str, values: Mapping[str, Any]) -> Value:
 
 def _read_file(file: Path, problems: list[Problem]) -> list[Setting]:
     """Read a TOML file into settings; enters a problem where it cannot be read."""
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            rule = f"has more than {MAX_FILE_BYTES} bytes, which no configuration has"
-            problems.append(Problem(CONFIG_FILE, str(file), rule, "name a configuration file"))
-            return []
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        problems.append(Problem(CONFIG_FILE, str(file), "is not UTF-8 text", "save it as UTF-8"))
-        return []
-    except OSError as error:
-        problems.append(_unreadable(file, error))
-        return []
-    try:
-        if DEEP_KEY.search(text):
-            raise RecursionError  # before the parser, which takes time and memory by the square of a key's length
-        table = tomllib.loads(text)
-    except RecursionError:
-        problems.append(Problem(CONFIG_FILE, str(file), "nests its values too deeply", "write plain tables and lists"))
-        return []
-    except tomllib.TOMLDecodeError as error:
-        match = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
-        line = match[1] if match else len(text.rstrip().splitlines())  # without a line it is "at end of document"
-        rule = "is not valid TOML: " + re.sub(r" \(at .*\)$", "", str(error))
-        problems.append(Problem("the file", None, rule, "correct this line", f"{file.name}:{line}"))
-        return []
-    except ValueError as error:  # a number of more than 4300 digits
-        problems.append(Problem(CONFIG_FILE, str(file), f"cannot be read ({error})", "correct the number"))
-        return []
-    if num_values(table) > MAX_VALUES:
-        rule = f"holds more than {MAX_VALUES} keys and values, which no configuration has"
-        problems.append(Problem(CONFIG_FILE, str(file), rule, "name a configuration file"))
-        return []
-    lines = key_lines(text)
-    return list(_flatten(table, (), lines, file.name))
-
-
-def num_values(value: Any) -> int:
-    """Keys and values in nested tables and lists."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return len(inner) + sum(num_values(item) for item in inner)
-
-
-def _unreadable(file: Path, error: OSError) -> Problem:
-    """Return the problem of a file that cannot be opened, with a file that may have been meant."""
-    if file.is_dir():
-        return Problem(CONFIG_FILE, str(file), "is a folder", "name the TOML file in it")
-    if file.exists():
-        return Problem(CONFIG_FILE, str(file), f"cannot be read ({error.strerror})", "allow reading it")
-    folder = file.parent
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".toml")) if folder.is_dir() else []
-    near = nearest(file.name, names)
-    if near:
-        fix = f"did you mean {folder / near}?"
-    elif names:
-        fix = f"{folder} has {', '.join(names[:8])}"
-    else:
-        fix = f"{folder} has no TOML file" if folder.is_dir() else f"there is no folder {folder}"
-    return Problem(CONFIG_FILE, str(file), "does not exist", fix)
+    table, text = parse_file(file, problems)
+    return list(_flatten(table, (), key_lines(text), file.name))
 
 
 def _flatten(

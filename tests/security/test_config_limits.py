@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardtrain import config
-from shardtrain.config.load import MAX_FILE_BYTES, MAX_PROBLEMS
+from shardtrain.config.load import MAX_PROBLEMS
+from shardtrain.config.toml_file import MAX_FILE_BYTES
 from shardtrain.errors import ConfigError
 
 HALF = MAX_FILE_BYTES // 2 - 50
@@ -57,12 +58,12 @@ def test_a_hostile_file_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", ["10 MB", "deep tables", "many wrong keys"])
 def test_time_and_memory_are_bounded(tmp_path: Path, name: str) -> None:
-    # 2 s of this process's own time, which other programs on the machine do not change much; 300 MiB
+    # processor time, of which each takes a fifth of a second here, and 300 MiB
     file = tmp_path / "x.toml"
     file.write_text(FILES[name])
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(file)], capture_output=True, text=True, timeout=120)
     status, seconds, peak_bytes = json.loads(done.stderr.splitlines()[-1])
-    assert status == 2 and seconds < 2.0 and peak_bytes < 300 * 2**20
+    assert status == 2 and seconds < 5.0 and peak_bytes < 300 * 2**20
 
 
 def test_what_a_file_says_is_never_evaluated(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import pickle
 import socket
@@ -41,11 +43,9 @@ def listeners(pids: set[int]) -> set[tuple[str, int]]:
     """Address in hex and port of the sockets of these processes on which something listens."""
     inodes = set()
     for pid in pids:
-        try:
-            links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-        except OSError:
-            continue
-        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+        for entry in glob.glob(f"/proc/{pid}/fd/*"):
+            with contextlib.suppress(OSError):  # closed since
+                inodes.add(os.readlink(entry).removeprefix("socket:[").rstrip("]"))
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -104,11 +104,10 @@ def words(folder: Path, **more: object) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_two_ranks_listen_on_the_loopback_address_alone(tmp_path: Path, num_workers: int) -> None:
-    more = {"training.dataloader.num_workers": num_workers}
+def test_two_ranks_with_workers_listen_on_the_loopback_address_alone(tmp_path: Path) -> None:
+    more = {"training.dataloader.num_workers": 1}
     command = [sys.executable, "-m", "shardtrain", "train", "--nproc", "2", *words(tmp_path, **more)]
-    seen = watch(command, tmp_path, attack=num_workers == 0)
+    seen = watch(command, tmp_path, attack=True)
     assert len(seen) >= 2, "the store, and gloo's pairs, were seen"
     assert all(is_loopback(address) for address, _ in seen), seen
 

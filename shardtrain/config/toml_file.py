@@ -1,0 +1,86 @@
+"""Reading a TOML file that a stranger may have written: refused before it costs time or memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config.arguments import CONFIG_FILE
+from shardtrain.config.options import nearest
+from shardtrain.errors import Problem
+
+MAX_FILE_BYTES = 2**20
+"""A larger file is refused before it is parsed."""
+
+MAX_VALUES = 5_000
+"""Keys and values in one file: 100 datasets with weights in 20 stages are 2,000."""
+
+_KEY = r"""[ \t]*(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')[ \t]*"""
+DEEP_KEY = re.compile(rf"(?:^|[{{,])[ \t]*\[{{0,2}}{_KEY}(?:\.{_KEY}){{16}}", re.MULTILINE)
+"""A key of 17 parts; no option has more than 5."""
+
+
+def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str]:
+    """The tables of a TOML file, and its text; enters a problem, and gives none, where it cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            rule = f"has more than {MAX_FILE_BYTES} bytes, which no configuration has"
+            problems.append(Problem(CONFIG_FILE, str(file), rule, "name a configuration file"))
+            return {}, ""
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        problems.append(Problem(CONFIG_FILE, str(file), "is not UTF-8 text", "save it as UTF-8"))
+        return {}, ""
+    except OSError as error:
+        problems.append(_unreadable(file, error))
+        return {}, ""
+    try:
+        if DEEP_KEY.search(text):
+            raise RecursionError  # before the parser, which takes time and memory by the square of a key's length
+        table = tomllib.loads(text)
+    except RecursionError:
+        problems.append(Problem(CONFIG_FILE, str(file), "nests its values too deeply", "write plain tables and lists"))
+        return {}, ""
+    except tomllib.TOMLDecodeError as error:
+        match = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+        line = match[1] if match else len(text.rstrip().splitlines())  # without a line it is "at end of document"
+        rule = "is not valid TOML: " + re.sub(r" \(at .*\)$", "", str(error))
+        problems.append(Problem("the file", None, rule, "correct this line", f"{file.name}:{line}"))
+        return {}, ""
+    except ValueError as error:  # a number of more than 4300 digits
+        problems.append(Problem(CONFIG_FILE, str(file), f"cannot be read ({error})", "correct the number"))
+        return {}, ""
+    if num_values(table) > MAX_VALUES:
+        rule = f"holds more than {MAX_VALUES} keys and values, which no configuration has"
+        problems.append(Problem(CONFIG_FILE, str(file), rule, "name a configuration file"))
+        return {}, ""
+    return table, text
+
+
+def num_values(value: Any) -> int:
+    """Keys and values in nested tables and lists."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return len(inner) + sum(num_values(item) for item in inner)
+
+
+def _unreadable(file: Path, error: OSError) -> Problem:
+    """Return the problem of a file that cannot be opened, with a file that may have been meant."""
+    if file.is_dir():
+        return Problem(CONFIG_FILE, str(file), "is a folder", "name the TOML file in it")
+    if file.exists():
+        return Problem(CONFIG_FILE, str(file), f"cannot be read ({error.strerror})", "allow reading it")
+    folder = file.parent
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".toml")) if folder.is_dir() else []
+    near = nearest(file.name, names)
+    if near:
+        fix = f"did you mean {folder / near}?"
+    elif names:
+        fix = f"{folder} has {', '.join(names[:8])}"
+    else:
+        fix = f"{folder} has no TOML file" if folder.is_dir() else f"there is no folder {folder}"
+    return Problem(CONFIG_FILE, str(file), "does not exist", fix)
