@@ -211,6 +211,8 @@ def test_the_last_save_can_be_weights_alone_in_a_file_that_every_program_opens(t
     assert opened.keys() == expected.keys()
     for name, tensor in expected.items():
         assert opened[name].dtype == tensor.dtype and torch.equal(opened[name], tensor)
+    torch.save(opened, tmp_path / "weights.pt")  # as docs/checkpoints.md makes a .pt file of it
+    assert torch.load(tmp_path / "weights.pt", weights_only=True).keys() == expected.keys()
     assert manifest.read(tmp_path / "checkpoint/step-3").facts["weights_only"] is True
     # steps before the last are whole
     assert manifest.read(tmp_path / "checkpoint/step-1").facts["weights_only"] is False
