@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardtrain import flash
-from shardtrain.window import blocks
+from shardtrain.window import blocks, queries_at_once
 
 _QUERIES_AT_ONCE = 1024
 """Queries that share a mask where a device has no kernel for documents: it is (B, 1, this, T), not (B, 1, T, T)."""
@@ -145,14 +145,14 @@ def _ragged_on_device(documents_BT: Tensor) -> tuple[Tensor, int]:
 
 def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterator[tuple[slice, slice, slice, Any]]:
     """What the kernel of a CPU is given at a time: rows, queries, keys, and what it is told of who sees whom."""
-    tokens = slice(0, q_BTNH.size(1))
+    tokens, at_once = slice(0, q_BTNH.size(1)), queries_at_once(window, q_BTNH.device)
     rows = [Shared(slice(None), tokens, tokens)] if documents_BT is None else shared(documents_BT, documents_BT)
     for row, document, _ in rows:
         length = document.stop - document.start
         if not window or length <= window:
             yield row, document, document, {"causal": True}
             continue
-        for queries, keys, band in blocks(length, length, 0, window):
+        for queries, keys, band in blocks(length, length, 0, window, at_once):
             yield row, shifted(queries, document.start), shifted(keys, document.start), {"causal": False, "band": band}
 
 

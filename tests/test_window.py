@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -109,17 +110,16 @@ def test_a_window_of_the_whole_row_is_none_to_the_bit() -> None:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 30), st.integers(1, 30), st.sampled_from([1, 3, 128]))
+@given(
+    st.integers(1, 20), st.integers(1, 20), st.integers(0, 30), st.integers(1, 30), st.sampled_from([1, 3, sys.maxsize])
+)
 def test_blocks_hold_each_pair_within_the_window_once_and_no_query_without_keys(q, s, offset, size, at_once) -> None:
     found = torch.zeros(q, s, dtype=torch.int64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window, "QUERIES_AT_ONCE", at_once)
-        for queries, keys, band in window.blocks(q, s, offset, size):
-            part = window.mask(queries.stop - queries.start, keys.stop - keys.start, band, torch.empty(0)) == 0
-            assert part.any(1).all() and part.any(0).all()
-            # what kernels ask: the last query sees the last key
-            assert part[-1, -1]
-            found[queries, keys] += part.long()
+    for queries, keys, band in window.blocks(q, s, offset, size, at_once):
+        part = window.mask(queries.stop - queries.start, keys.stop - keys.start, band, torch.empty(0)) == 0
+        assert part.any(1).all() and part.any(0).all()
+        assert part[-1, -1]  # what kernels count from
+        found[queries, keys] += part.long()
     i, j = torch.arange(q)[:, None] + offset, torch.arange(s)[None]
     assert torch.equal(found, ((j <= i) & (j > i - size)).long())
 

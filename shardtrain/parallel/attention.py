@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from shardtrain import documents
 from shardtrain.flash import attend, attend_backward
-from shardtrain.parallel.pieces import Piece, prefix_pieces, ring_pieces
+from shardtrain.parallel.pieces import Piece, Window, prefix_pieces, ring_pieces
+from shardtrain.window import queries_at_once
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The first is the name since torch 2.13, which warns of the second."""
@@ -164,7 +165,8 @@ class _PrefixAttention(torch.autograd.Function):
         ctx: Any, q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, documents_Bs: Tensor | None, window: int
     ) -> Tensor:
         merged, ctx.window = Merged(q_BlNH), window
-        ctx.pieces = list(prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, window))
+        seen = Window(window, queries_at_once(window, q_BlNH.device))
+        ctx.pieces = list(prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, seen))
         for piece in ctx.pieces:
             merged.attend(piece, q_BlNH, k_BsKH, v_BsKH)
         out_BlNH = merged.out_BtNH.to(q_BlNH.dtype)
@@ -229,7 +231,8 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         merged = Merged(q_BtNH)
         keys_values = torch.stack((k_BtKH, v_BtKH))
-        ctx.pieces = ring_pieces(q_BtNH.size(1), group.rank(), group.size(), balanced, documents_BT, window)
+        seen = Window(window, queries_at_once(window, q_BtNH.device))
+        ctx.pieces = ring_pieces(q_BtNH.size(1), group.rank(), group.size(), balanced, documents_BT, seen)
         for pieces in ctx.pieces:
             for piece in pieces:
                 merged.attend(piece, q_BtNH, *keys_values)

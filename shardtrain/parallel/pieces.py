@@ -18,6 +18,13 @@ from shardtrain.documents import shifted
 from shardtrain.window import Band, blocks
 
 
+class Window(NamedTuple):
+    """How many tokens a token sees, 0 for no window; and how many queries a kernel takes at once."""
+
+    tokens: int
+    at_once: int
+
+
 class Piece(NamedTuple):
     """Queries that attend to keys: which rows of the batch, which tokens of either, and whether causally.
 
@@ -43,18 +50,18 @@ def sequence_part(x_BT: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1)
 
 
-def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: int) -> Iterator[Piece]:
+def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: Window) -> Iterator[Piece]:
     """The pieces of ``length`` queries at the end of ``total`` keys."""
     everything, own = slice(0, length), slice(total - length, total)
     mine = None if documents_Bs is None else documents_Bs[:, own]
-    if window:
+    if window.tokens:
         return _within_window([(everything, slice(0, total), total - length)], mine, documents_Bs, window)
     before = [(everything, slice(0, total - length), False)] if total > length else []
     return _by_document([*before, (everything, own, True)], mine, documents_Bs)
 
 
 def ring_pieces(
-    tokens: int, rank: int, size: int, balanced: bool, documents_BT: Tensor | None, window: int
+    tokens: int, rank: int, size: int, balanced: bool, documents_BT: Tensor | None, window: Window
 ) -> list[list[Piece]]:
     """The pieces of each turn of the ring: with this rank's own keys, then its predecessor's, ..."""
     parts = None
@@ -63,7 +70,7 @@ def ring_pieces(
     turns = []
     for source in [(rank - turn) % size for turn in range(size)]:
         mine, theirs = (parts[rank], parts[source]) if parts else (None, None)
-        if window:
+        if window.tokens:
             pieces = _within_window(_stretches(tokens, source, rank, size, balanced), mine, theirs, window)
         else:
             pieces = _by_document(_causal_parts(tokens, source, rank, balanced), mine, theirs)
@@ -97,12 +104,12 @@ def _stretches(tokens: int, source: int, rank: int, size: int, balanced: bool) -
 
 
 def _within_window(
-    stretches: Stretches, queries_Bl: Tensor | None, keys_Bs: Tensor | None, window: int
+    stretches: Stretches, queries_Bl: Tensor | None, keys_Bs: Tensor | None, window: Window
 ) -> Iterator[Piece]:
     for rows, columns, offset in stretches:
         for batch, queries, keys in _met(rows, columns, queries_Bl, keys_Bs):
             past = offset + queries.start - keys.start
-            for block in blocks(queries.stop - queries.start, keys.stop - keys.start, past, window):
+            for block in blocks(queries.stop - queries.start, keys.stop - keys.start, past, *window):
                 seeing = shifted(block.queries, rows.start + queries.start)
                 seen = shifted(block.keys, columns.start + keys.start)
                 yield Piece(batch, seeing, seen, False, block.band)
