@@ -1,11 +1,13 @@
 """Packed documents: attention in which no document sees another, and which parts of two stretches of a row share one.
 
 ``documents_BT`` numbers the documents of each row, ascending along it. A token attends to earlier tokens of its own
-number alone. Shape suffixes: B batch, T tokens, l queries, s keys, N heads, K key-value heads, H head.
+number alone; with a window, to the nearest of them (``window.py``).
+Shape suffixes: B batch, T tokens, l queries, s keys, N heads, K key-value heads, H head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardtrain import flash
+from shardtrain.window import blocks, queries_at_once
 
 _QUERIES_AT_ONCE = 1024
 """Queries that share a mask where a device has no kernel for documents: it is (B, 1, this, T), not (B, 1, T, T)."""
@@ -27,22 +30,25 @@ class Shared(NamedTuple):
     keys: slice
 
 
-def attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor) -> Tensor:
-    """Causal attention within each document: (B, T, N, H).
+def attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int = 0) -> Tensor:
+    """Causal attention within each document and window: (B, T, N, H). Without ``documents_BT`` a row is one document.
 
-    On a CPU the flash kernel runs once per document, which costs no more than the documents do (20 documents in 2,048
-    tokens: an eighth of the time of a mask); on CUDA its form for ragged sequences runs once. Other types and devices
-    mask a part of the queries at a time.
+    ``window`` counts the tokens that a token sees, itself among them; 0 is no window. On a CPU the flash kernel runs
+    once per document, which costs no more than the documents do (20 documents in 2,048 tokens: an eighth of the time of
+    a mask), or once per block of queries where the window is shorter; on CUDA its form for ragged sequences runs once.
+    Other types and devices mask a part of the queries at a time.
 
     Raises:
         ValueError: when the numbers of a row do not ascend.
     """
     if q_BTNH.device.type in ("cpu", "meta") or (q_BTNH.is_cuda and flash.has_flash(q_BTNH)):
-        return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT)[0]  # type: ignore[no-any-return]
-    return masked_attention(q_BTNH, k_BTKH, v_BTKH, documents_BT)
+        return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window)[0]  # type: ignore[no-any-return]
+    return masked_attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window)
 
 
-def masked_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor) -> Tensor:
+def masked_attention(
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int = 0
+) -> Tensor:
     """The same by boolean masks: works on any device and type, and does the work of all that it masks."""
     # heads are repeated: with grouped heads and a mask PyTorch falls back to (B, N, T, T) numbers
     k_BTNH, v_BTNH = flash.repeat_heads(q_BTNH, k_BTKH, v_BTKH)
@@ -50,9 +56,13 @@ def masked_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_B
     tokens, outputs = q_BTNH.size(1), []
     for start in range(0, tokens, _QUERIES_AT_ONCE):
         stop = min(start + _QUERIES_AT_ONCE, tokens)
-        same_Bls = documents_BT[:, start:stop, None] == documents_BT[:, None, :stop]
-        mask_Bls = same_Bls & same_Bls.new_ones(stop - start, stop).tril(start)
-        parts = (q_BNTH[:, :, start:stop], k_BNTH[:, :, :stop], v_BNTH[:, :, :stop])
+        low = max(0, start - window + 1) if window else 0
+        mask_Bls = torch.ones(1, stop - start, stop - low, dtype=torch.bool, device=q_BTNH.device).tril(start - low)
+        if window:
+            mask_Bls = mask_Bls.triu(start - low - window + 1)
+        if documents_BT is not None:
+            mask_Bls = mask_Bls & (documents_BT[:, start:stop, None] == documents_BT[:, None, low:stop])
+        parts = (q_BNTH[:, :, start:stop], k_BNTH[:, :, low:stop], v_BNTH[:, :, low:stop])
         outputs.append(F.scaled_dot_product_attention(*parts, attn_mask=mask_Bls[:, None]))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
@@ -133,24 +143,53 @@ def _ragged_on_device(documents_BT: Tensor) -> tuple[Tensor, int]:
     return _ragged_copies[documents_BT]  # type: ignore[no-any-return]
 
 
+def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterator[tuple[slice, slice, slice, Any]]:
+    """What the kernel of a CPU is given at a time: rows, queries, keys, and what it is told of who sees whom."""
+    tokens, at_once = slice(0, q_BTNH.size(1)), queries_at_once(window, q_BTNH.device)
+    rows = [Shared(slice(None), tokens, tokens)] if documents_BT is None else shared(documents_BT, documents_BT)
+    for row, document, _ in rows:
+        length = document.stop - document.start
+        if not window or length <= window:
+            yield row, document, document, {"causal": True}
+            continue
+        for queries, keys, band in blocks(length, length, 0, window, at_once):
+            yield row, shifted(queries, document.start), shifted(keys, document.start), {"causal": False, "band": band}
+
+
+def shifted(places: slice, by: int) -> slice:
+    """The places of a stretch in what the stretch is a part of, where it begins at ``by``."""
+    return slice(places.start + by, places.stop + by)
+
+
+def _ragged_rows(q_BTNH: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, int]:
+    if documents_BT is not None:
+        return _ragged_on_device(documents_BT)
+    rows, tokens = q_BTNH.shape[:2]
+    return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=q_BTNH.device), tokens
+
+
 # One operation, so that a compiler does not look inside, selective recomputation can keep its result, and tensors
 # without data pass through. Its backward is another.
 @torch.library.custom_op("shardtrain::document_attention", mutates_args=())
-def _attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
+def _attention(
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int
+) -> tuple[Tensor, Tensor]:
     if q_BTNH.is_cuda:
-        starts, longest = _ragged_on_device(documents_BT)
+        starts, longest = _ragged_rows(q_BTNH, documents_BT)
         q_SNH, k_SKH, v_SKH = (x.flatten(0, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
-        out_SNH, lse_NS = flash.attend_ragged(q_SNH, k_SKH, v_SKH, starts, longest)
+        out_SNH, lse_NS = flash.attend_ragged(q_SNH, k_SKH, v_SKH, starts, longest, window)
         return out_SNH.view_as(q_BTNH), lse_NS.unflatten(1, q_BTNH.shape[:2]).transpose(0, 1).contiguous()
     out_BTNH, lse_BNT = _like_attention(q_BTNH)
-    for row, tokens, _ in shared(documents_BT, documents_BT):
-        q, k, v = (x[row, tokens] for x in (q_BTNH, k_BTKH, v_BTKH))
-        out_BTNH[row, tokens], lse_BNT[row, :, tokens] = flash.attend(q, k, v, causal=True)
+    for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
+        q, k, v = q_BTNH[row, queries], k_BTKH[row, keys], v_BTKH[row, keys]
+        out_BTNH[row, queries], lse_BNT[row, :, queries] = flash.attend(q, k, v, **sight)
     return out_BTNH, lse_BNT
 
 
 @_attention.register_fake
-def _(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int
+) -> tuple[Tensor, Tensor]:
     return _like_attention(q_BTNH)
 
 
@@ -168,37 +207,44 @@ def _attention_backward(
     v_BTKH: Tensor,
     out_BTNH: Tensor,
     lse_BNT: Tensor,
-    documents_BT: Tensor,
+    documents_BT: Tensor | None,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = (q_BTNH, k_BTKH, v_BTKH)
     if q_BTNH.is_cuda:
-        starts, longest = _ragged_on_device(documents_BT)
+        starts, longest = _ragged_rows(q_BTNH, documents_BT)
         gradient, q, k, v, out = (x.flatten(0, 1) for x in (gradient_BTNH, *inputs, out_BTNH))
         lse_NS = lse_BNT.transpose(0, 1).flatten(1)
-        grads = flash.attend_ragged_backward(gradient, q, k, v, out, lse_NS, starts, longest)
+        grads = flash.attend_ragged_backward(gradient, q, k, v, out, lse_NS, starts, longest, window)
         dq, dk, dv = (grad.view_as(x) for grad, x in zip(grads, inputs, strict=True))
         return dq, dk, dv
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
-    for row, tokens, _ in shared(documents_BT, documents_BT):
-        q, k, v, out, gradient = (x[row, tokens] for x in (*inputs, out_BTNH, gradient_BTNH))
-        part = flash.attend_backward(gradient, q, k, v, out, lse_BNT[row, :, tokens], causal=True)
-        dq[row, tokens], dk[row, tokens], dv[row, tokens] = part
-    return dq, dk, dv
+    # blocks of queries share keys, whose gradients are then summed in float32
+    exact = torch.float32 if window else q_BTNH.dtype
+    dq, dk, dv = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in inputs)
+    for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
+        gradient, q, out = (x[row, queries] for x in (gradient_BTNH, q_BTNH, out_BTNH))
+        k, v, lse = k_BTKH[row, keys], v_BTKH[row, keys], lse_BNT[row, :, queries]
+        part = flash.attend_backward(gradient, q, k, v, out, lse, **sight)
+        dq[row, queries] = part[0]
+        dk[row, keys] += part[1]
+        dv[row, keys] += part[2]
+    return dq.to(q_BTNH.dtype), dk.to(q_BTNH.dtype), dv.to(q_BTNH.dtype)
 
 
 @_attention_backward.register_fake
-def _(gradient_BTNH: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
+def _(gradient_BTNH: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return dq, dk, dv
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], *output, inputs[3])
+    ctx.window = inputs[4]
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, gradient_BTNH: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
-    return *_attention_backward(gradient_BTNH, *ctx.saved_tensors), None
+def _differentiate(ctx: Any, gradient_BTNH: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    return *_attention_backward(gradient_BTNH, *ctx.saved_tensors, ctx.window), None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

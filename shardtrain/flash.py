@@ -10,13 +10,28 @@ import torch
 from torch import Tensor
 
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.window import Band, mask
 
 
-def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention output (B, l, N, H) and its log-sum-exp (B, N, l) in float32, by the device's flash kernel."""
+def attend(
+    q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, causal: bool, band: Band | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention output (B, l, N, H) and its log-sum-exp (B, N, l) in float32, by the device's flash kernel.
+
+    With a ``band``, which takes the place of ``causal``, each query must see a key.
+    """
+    if band is not None and q_BlNH.device.type != "cpu":
+        _check_flash(q_BlNH)
+        (q, k, v), rows = _end_to_end(q_BlNH, k_BsKH, v_BsKH), _Rows(q_BlNH, k_BsKH, band)
+        out_SNH, lse_NS, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *rows.starts, *rows.lengths, 0.0, False, False, **rows.window
+        )
+        return out_SNH.view_as(q_BlNH), lse_NS.unflatten(1, q_BlNH.shape[:2]).transpose(0, 1).contiguous()
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
     if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=_mask(q, k, band)
+        )
     else:
         _check_flash(q)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
@@ -31,14 +46,25 @@ def attend_backward(
     out_BlNH: Tensor,
     lse_BNl: Tensor,
     causal: bool,
+    band: Band | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values from one part of the keys, given the output and log-sum-exp over all."""
+    if band is not None and q_BlNH.device.type != "cpu":
+        (gradient, q, k, v, out), rows = (
+            _end_to_end(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH),
+            _Rows(q_BlNH, k_BsKH, band),
+        )
+        lse_NS = lse_BNl.transpose(0, 1).flatten(1).contiguous()
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            gradient, q, k, v, out, lse_NS, *rows.starts, *rows.lengths, 0.0, False, *_no_randomness(q), **rows.window
+        )
+        return dq.view_as(q_BlNH), dk.view_as(k_BsKH), dv.view_as(v_BsKH)
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
     gradient, out = (x.transpose(1, 2).contiguous() for x in (gradient_BlNH, out_BlNH))
     lse = lse_BNl.contiguous()
     if q.device.type == "cpu":
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, lse, 0.0, causal
+            gradient, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(q, k, band)
         )
     else:
         # lengths and random state of the forward call: dense inputs and no dropout, so neither is read
@@ -59,14 +85,42 @@ def has_flash(x_BTNH: Tensor) -> bool:
     return half and x_BTNH.size(-1) % 8 == 0 and x_BTNH.size(-1) <= 256 and _device_has_flash(x_BTNH.device)
 
 
-def attend_ragged(q_SNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, starts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+def _mask(q_BNlH: Tensor, k_BNsH: Tensor, band: Band | None) -> Tensor | None:
+    return None if band is None else mask(q_BNlH.size(2), k_BNsH.size(2), band, q_BNlH)
+
+
+class _Rows:
+    """Rows of equal stretches of queries and keys as sequences laid end to end, which is how kernels take a window."""
+
+    def __init__(self, q_BlNH: Tensor, k_BsKH: Tensor, band: Band) -> None:
+        self.lengths = q_BlNH.size(1), k_BsKH.size(1)
+        self.starts = [
+            torch.arange(0, (q_BlNH.size(0) + 1) * n, n, dtype=torch.int32, device=q_BlNH.device) for n in self.lengths
+        ]
+        past = self.lengths[1] - self.lengths[0]  # kernels count from where the last query meets the last key
+        self.window = {"window_size_left": past - band.first, "window_size_right": band.last - past}
+
+
+def _end_to_end(*tensors: Tensor) -> list[Tensor]:
+    return [x.flatten(0, 1).contiguous() for x in tensors]
+
+
+def _ragged_window(window: int) -> dict[str, int]:
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def attend_ragged(
+    q_SNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, starts: Tensor, longest: int, window: int = 0
+) -> tuple[Tensor, Tensor]:
     """Causal attention within each of some sequences laid end to end, on CUDA: output (S, N, H), log-sum-exp (N, S).
 
     ``starts`` are where the sequences begin, and S at the end, int32 on the device; ``longest`` is the most tokens of
-    one. This is what ``torch.nn.attention.varlen`` calls, with its log-sum-exp.
+    one. This is what ``torch.nn.attention.varlen`` calls, with its log-sum-exp. ``window`` 0 is none.
     """
+    q, k, v = (x.contiguous() for x in (q_SNH, k_SKH, v_SKH))
+    lengths, causal = (starts, starts, longest, longest), not window
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q_SNH.contiguous(), k_SKH.contiguous(), v_SKH.contiguous(), starts, starts, longest, longest, 0.0, True, False
+        q, k, v, *lengths, 0.0, causal, False, **_ragged_window(window)
     )
     return out, lse
 
@@ -80,11 +134,23 @@ def attend_ragged_backward(
     lse_NS: Tensor,
     starts: Tensor,
     longest: int,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values of ``attend_ragged``."""
     gradient, q, k, v, out = (x.contiguous() for x in (gradient_SNH, q_SNH, k_SKH, v_SKH, out_SNH))
+    lengths, causal = (starts, starts, longest, longest), not window
     return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-        gradient, q, k, v, out, lse_NS.contiguous(), starts, starts, longest, longest, 0.0, True, *_no_randomness(q)
+        gradient,
+        q,
+        k,
+        v,
+        out,
+        lse_NS.contiguous(),
+        *lengths,
+        0.0,
+        causal,
+        *_no_randomness(q),
+        **_ragged_window(window),
     )
 
 

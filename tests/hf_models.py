@@ -1,4 +1,4 @@
-"""The same weights in a model of ours and in Hugging Face's: their logits must agree.
+"""The same weights in a model of ours and in Hugging Face's: their logits and gradients must agree.
 
 Hugging Face's code was written by others from the same papers, which makes it an independent check of formulas.
 """
@@ -36,20 +36,47 @@ _NAMES = {
     "ffn.w2": "mlp.down_proj",
     "ffn.w3": "mlp.up_proj",
 }
+_NAMES_OF_NEOX = {
+    "gpt_neox.embed_in": "model.embed_tokens",
+    "gpt_neox.final_layer_norm": "model.norm",
+    "gpt_neox.layers": "model.layers",
+    ".attention.dense.": ".self_attn.o_proj.",
+    ".dense_h_to_4h.": ".gate_proj.",
+    ".dense_4h_to_h.": ".down_proj.",
+}
+"""Their GPT-NeoX names -> those of their Llama."""
 
 
 def copy_weights(theirs: nn.Module, ours: nn.Module) -> None:
     """Fill our model with their weights (and the bias of a router's choice)."""
-    source = theirs.state_dict()
+    source = _like_llama(theirs.state_dict(), theirs.config)
     with torch.no_grad():
         for name, tensor in ours.state_dict().items():
             tensor.copy_(_find(name, source))
 
 
+def _like_llama(source: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Weights of GPT-NeoX under the names of a Llama: each head's rows are those of its query, its key, its value."""
+    if config.model_type != "gpt_neox":
+        return source
+    found = {}
+    for name, tensor in source.items():
+        for old, new in _NAMES_OF_NEOX.items():
+            name = name.replace(old, new)
+        prefix, fused, leaf = name.partition("attention.query_key_value.")
+        if not fused:
+            found[name] = tensor
+            continue
+        parts = tensor.unflatten(0, (config.num_attention_heads, 3, -1)).unbind(1)
+        for letter, part in zip("qkv", parts, strict=True):
+            found[f"{prefix}self_attn.{letter}_proj.{leaf}"] = part.flatten(0, 1)
+    return found
+
+
 def _find(name: str, source: dict[str, Tensor]) -> Tensor:
     layer = re.match(r"layers\.(\d+)\.(.*)", name)
     if layer is None:
-        return source[_NAMES[name]]
+        return source[_NAMES[name.replace(".bias", ".weight")].replace(".weight", name[name.rindex(".") :])]
     prefix, rest = f"model.layers.{layer[1]}.", layer[2]
     if rest.startswith("moe.experts."):
         return _expert_weight(rest[-2:], f"{prefix}mlp.experts.", source)
@@ -58,7 +85,7 @@ def _find(name: str, source: dict[str, Tensor]) -> Tensor:
         return source[latent] if latent in source else source[f"{prefix}self_attn.q_norm.weight"]
     if rest == "attn.wq_b.weight" and f"{prefix}self_attn.q_proj.weight" in source:
         return source[f"{prefix}self_attn.q_proj.weight"]
-    owner = rest if rest in _NAMES else rest.removesuffix(".weight")
+    owner = rest if rest in _NAMES else rest.rpartition(".")[0]
     return source[prefix + _NAMES[owner] + rest[len(owner) :]]
 
 
@@ -68,19 +95,38 @@ def _expert_weight(ours: str, prefix: str, source: dict[str, Tensor]) -> Tensor:
     return source[f"{prefix}gate_up_proj"].chunk(2, dim=1)[0 if ours == "w1" else 1]
 
 
-@torch.no_grad()
-def assert_same_logits(theirs: nn.Module, ours: nn.Module, tolerance: float = 1e-4) -> None:
+def assert_same_logits(theirs: nn.Module, ours: nn.Module, tolerance: float = 1e-4, tokens: int = 24) -> None:
     """Random weights (biases too) and tokens; float32 leaves about 1e-6, so 1e-4 is room for no other formula."""
     generator = torch.Generator().manual_seed(0)
-    for tensor in theirs.state_dict().values():
-        if tensor.is_floating_point():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.2 if tensor.ndim > 1 else 0.1))
-            if tensor.ndim == 1:
-                tensor += 1.0
-    copy_weights(theirs, ours)
+    with torch.no_grad():
+        for tensor in theirs.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.2 if tensor.ndim > 1 else 0.1))
+                if tensor.ndim == 1:
+                    tensor += 1.0
+        copy_weights(theirs, ours)
+        expected_BTV, logits_BTV = _logits(theirs, ours, tokens)
+        assert expected_BTV.std() > 0.1
+        torch.testing.assert_close(logits_BTV, expected_BTV, atol=tolerance, rtol=0)
+
+
+def assert_same_logits_and_gradients(theirs: nn.Module, ours: nn.Module, lengths: tuple[int, ...]) -> None:
+    """For each number of tokens: logits to 1e-4, and each gradient of a loss to 1e-4 of its norm."""
+    for tokens in lengths:
+        assert_same_logits(theirs, ours, tokens=tokens)
+        for model, logits_BTV in zip((theirs, ours), _logits(theirs, ours, tokens), strict=True):
+            model.zero_grad()
+            logits_BTV.log_softmax(-1)[..., 7].sum().backward()
+        expected = _like_llama({name: p.grad for name, p in theirs.named_parameters()}, theirs.config)
+        # queries and keys of tokens that see but themselves have none: of such a gradient all is rounding
+        floor = 1e-3 * max(gradient.norm() for gradient in expected.values())
+        for name, parameter in ours.named_parameters():
+            gradient = _find(name, expected)
+            error = float((parameter.grad - gradient).norm() / gradient.norm().clamp_min(floor))
+            assert error <= 1e-4, f"{tokens} tokens: gradient of {name} is off by {error:.1e} of its norm"
+
+
+def _logits(theirs: nn.Module, ours: nn.Module, tokens: int) -> tuple[Tensor, Tensor]:
     vocab_size: Any = theirs.config.vocab_size
-    tokens_BT = torch.randint(0, vocab_size, (2, 24), generator=generator)
-    expected_BTV = theirs.eval()(tokens_BT).logits
-    logits_BTV = ours(tokens_BT, torch.arange(24).expand(2, -1))
-    assert expected_BTV.std() > 0.1
-    torch.testing.assert_close(logits_BTV, expected_BTV, atol=tolerance, rtol=0)
+    tokens_BT = torch.randint(0, vocab_size, (2, tokens), generator=torch.Generator().manual_seed(1))
+    return theirs.eval()(tokens_BT).logits, ours(tokens_BT, torch.arange(tokens).expand(2, -1))

@@ -27,6 +27,10 @@ RUNS = {
     "cp 2": ("debug", "--nproc 2 --parallelism.context_parallel_degree 2"),
     "muon": ("debug", "--nproc 2 --optimizer.name Muon"),
     "experts, ep 2": ("debug_moe", "--nproc 2 --parallelism.expert_parallel_degree 2"),
+    "a window, cp 2": (
+        "debug_mistral",
+        "--nproc 2 --parallelism.context_parallel_degree 2 --model.overrides.sliding_window 24",
+    ),
     "weights only, float32": ("debug", f"--nproc 2 {WEIGHTS_ONLY} float32"),
     "weights only, bfloat16": ("debug", f"--nproc 2 {WEIGHTS_ONLY} bfloat16"),
 }

@@ -126,15 +126,22 @@ def yarn_scale(factor: float, mscale: float) -> float:
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k / sqrt(H)) v with a causal mask, and nothing else: the one seam that context parallelism needs."""
+    """softmax(q k / sqrt(H)) v with a causal mask, and nothing else: the one seam that context parallelism needs.
+
+    With a ``window`` a token attends to itself and the ``window - 1`` tokens before it; 0 is no window.
+    """
+
+    def __init__(self, window: int = 0) -> None:
+        super().__init__()
+        self.window = window
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Attention of queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K: (B, T, N, H).
 
         With ``documents_BT`` a token attends within its own document alone.
         """
-        if documents_BT is not None:
-            return documents.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT)
+        if documents_BT is not None or 0 < self.window < q_BTNH.size(1):
+            return documents.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window)
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         grouped = q_BNTH.size(1) != k_BKTH.size(1)
         out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
@@ -144,13 +151,15 @@ class AttentionCore(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions (Ainslie et al. 2023)."""
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, qkv_bias: bool = False, window: int = 0
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.wq = nn.Linear(dim, num_heads * head_dim, bias=False)
-        self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
-        self.core = AttentionCore()
+        self.wq = nn.Linear(dim, num_heads * head_dim, bias=qkv_bias)
+        self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=qkv_bias)
+        self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=qkv_bias)
+        self.core = AttentionCore(window)
         self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 """The Llama architecture: pre-norm decoder with rotary grouped-query attention and SwiGLU (Touvron et al. 2023).
 
-Sizes are in ``llama2.py`` and ``llama3.py``. Nothing here knows that there are other devices: see ``LAYOUT``.
+Sizes are in ``llama2.py`` and ``llama3.py``; ``mistral.py`` (a window) and ``qwen2.py`` (biases) are sizes of it too.
+Nothing here knows that there are other devices: see ``LAYOUT``.
 Shape suffixes: B batch, T tokens, D model.
 """
 
@@ -16,7 +17,11 @@ from shardtrain.models.layers import Attention, Decoder, FeedForward, RotaryAngl
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a Llama; each field can be set by ``model.overrides``."""
+    """The shape of a Llama; each field can be set by ``model.overrides``.
+
+    ``qkv_bias`` gives queries, keys and values a bias. ``sliding_window`` counts the tokens that a token attends to,
+    itself and those before it; 0 is no window.
+    """
 
     vocab_size: int = 32000
     dim: int = 4096
@@ -35,6 +40,8 @@ class Config:
     rope_original_seq_len: int = 8192
     tied_embeddings: bool = False
     depth_init: bool = True
+    qkv_bias: bool = False
+    sliding_window: int = 0
 
 
 LAYOUT = Layout(
@@ -64,7 +71,7 @@ class Block(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
-        self.attn = Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)
+        self.attn = Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim, c.qkv_bias, c.sliding_window)
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.ffn = FeedForward(c.dim, c.ffn_dim)
 
@@ -101,6 +108,7 @@ def initial(c: Config) -> dict[str, Draw]:
         "embed.weight": Draw("normal", std=c.dim**-0.5 if c.tied_embeddings else 1.0),
         "head.weight": Draw("truncated_normal", std=c.dim**-0.5, cutoff=3.0),
         "layers.*.attn.w[qkv].weight": Draw("normal", std=0.02),
+        "layers.*.attn.w[qkv].bias": Draw("zeros"),
         "layers.*.attn.wo.weight": Draw("normal", std=0.02, depth=depth),
         "layers.*.ffn.w1.weight": Draw("normal", std=0.02),
         "layers.*.ffn.w[23].weight": Draw("normal", std=0.02, depth=depth),

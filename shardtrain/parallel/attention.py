@@ -8,8 +8,7 @@ N heads, K key-value heads, n heads after an exchange, H head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,26 +17,11 @@ from torch.nn import functional as F
 
 from shardtrain import documents
 from shardtrain.flash import attend, attend_backward
+from shardtrain.parallel.pieces import Piece, Window, prefix_pieces, ring_pieces
+from shardtrain.window import queries_at_once
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The first is the name since torch 2.13, which warns of the second."""
-
-
-class Piece(NamedTuple):
-    """Queries that attend to keys: which rows of the batch, which tokens of either, and whether causally."""
-
-    batch: slice
-    rows: slice
-    columns: slice
-    causal: bool
-
-
-def sequence_part(x_BT: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
-    """The part of each sequence that a rank holds: (B, T / size)."""
-    if not balanced:
-        return x_BT.chunk(size, dim=1)[rank].contiguous()
-    chunks = x_BT.chunk(2 * size, dim=1)
-    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1)
 
 
 def gathered_attention(
@@ -47,6 +31,7 @@ def gathered_attention(
     group: dist.ProcessGroup,
     balanced: bool,
     documents_BT: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Gather all keys and values, then attend with this rank's queries; the gradients are reduce-scattered back.
 
@@ -62,8 +47,9 @@ def gathered_attention(
     for index, chunk in enumerate(mine):
         q_BlNH = q_BtNH[:, index * length : (index + 1) * length]
         stop = (chunk + 1) * length
-        documents_Bs = None if documents_BT is None else documents_BT[:, :stop]
-        outputs.append(_PrefixAttention.apply(q_BlNH, k_BTKH[:, :stop], v_BTKH[:, :stop], documents_Bs))
+        seen = slice(max(0, stop - length - window + 1) if window else 0, stop)
+        documents_Bs = None if documents_BT is None else documents_BT[:, seen]
+        outputs.append(_PrefixAttention.apply(q_BlNH, k_BTKH[:, seen], v_BTKH[:, seen], documents_Bs, window))
     return torch.cat(outputs, dim=1)
 
 
@@ -74,10 +60,11 @@ def ring_attention(
     group: dist.ProcessGroup,
     balanced: bool,
     documents_BT: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Pass keys and values round the ring and merge what each part contributes; memory stays that of one part."""
     documents_BT = None if documents_BT is None else documents.on_host(documents_BT)
-    return _Ring.apply(q_BtNH, k_BtKH, v_BtKH, group, balanced, documents_BT)  # type: ignore[no-any-return]
+    return _Ring.apply(q_BtNH, k_BtKH, v_BtKH, group, balanced, documents_BT, window)  # type: ignore[no-any-return]
 
 
 def ulysses_attention(
@@ -87,11 +74,12 @@ def ulysses_attention(
     group: dist.ProcessGroup,
     _: bool,
     documents_BT: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Exchange heads for tokens, attend to whole sequences with some of the heads, and exchange back."""
     q_BTnH, k_BTkH, v_BTkH = (_HeadsForTokens.apply(x, group) for x in (q_BtNH, k_BtKH, v_BtKH))
-    if documents_BT is not None:
-        out_BTnH = documents.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT)
+    if documents_BT is not None or 0 < window < q_BTnH.size(1):
+        out_BTnH = documents.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     q_BnTH, k_BkTH, v_BkTH = (x.transpose(1, 2) for x in (q_BTnH, k_BTkH, v_BTkH))
     grouped = q_BnTH.size(1) != k_BkTH.size(1)
@@ -169,13 +157,16 @@ def _tokens_for_heads(x_BTnH: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _PrefixAttention(torch.autograd.Function):
     """Queries at the end of a prefix of keys: the keys before them in full, their own causally, merged.
 
-    The last query sees all keys, and each query before it one fewer.
+    The last query sees all keys, and each query before it one fewer; with a window, each the nearest alone.
     """
 
     @staticmethod
-    def forward(ctx: Any, q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, documents_Bs: Tensor | None) -> Tensor:
-        merged = Merged(q_BlNH)
-        ctx.pieces = list(_prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs))
+    def forward(
+        ctx: Any, q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, documents_Bs: Tensor | None, window: int
+    ) -> Tensor:
+        merged, ctx.window = Merged(q_BlNH), window
+        seen = Window(window, queries_at_once(window, q_BlNH.device))
+        ctx.pieces = list(prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, seen))
         for piece in ctx.pieces:
             merged.attend(piece, q_BlNH, k_BsKH, v_BsKH)
         out_BlNH = merged.out_BtNH.to(q_BlNH.dtype)
@@ -183,42 +174,18 @@ class _PrefixAttention(torch.autograd.Function):
         return out_BlNH
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl = ctx.saved_tensors
         saved = (gradients[0], q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl)
-        dq, dk, dv = torch.zeros_like(q_BlNH, dtype=torch.float32), torch.zeros_like(k_BsKH), torch.zeros_like(v_BsKH)
+        exact = torch.float32 if ctx.window else k_BsKH.dtype  # blocks of queries within a window share keys
+        dq = torch.zeros_like(q_BlNH, dtype=torch.float32)
+        dk, dv = torch.zeros_like(k_BsKH, dtype=exact), torch.zeros_like(v_BsKH, dtype=exact)
         for piece in ctx.pieces:
-            batch, rows, columns, _ = piece
             part = _backward_of(piece, *saved)
-            dq[batch, rows] += part[0]
-            dk[batch, columns], dv[batch, columns] = part[1], part[2]
-        return dq.to(q_BlNH.dtype), dk, dv, None
-
-
-def _prefix_pieces(length: int, total: int, documents_Bs: Tensor | None) -> Iterator[Piece]:
-    everything, own = slice(0, length), slice(total - length, total)
-    before = [(everything, slice(0, total - length), False)] if total > length else []
-    pieces = [*before, (everything, own, True)]
-    return _by_document(pieces, None if documents_Bs is None else documents_Bs[:, own], documents_Bs)
-
-
-def _by_document(
-    pieces: Sequence[tuple[slice, slice, bool]], queries_Bl: Tensor | None, keys_Bs: Tensor | None
-) -> Iterator[Piece]:
-    """The pieces, cut down to documents that their queries and keys share; whole without the documents' numbers.
-
-    Every query of a cut piece has keys, so no log-sum-exp is that of nothing.
-    """
-    for rows, columns, causal in pieces:
-        if queries_Bl is None or keys_Bs is None:
-            yield Piece(slice(None), rows, columns, causal)
-            continue
-        for row, queries, keys in documents.shared(queries_Bl[:, rows], keys_Bs[:, columns]):
-            yield Piece(row, _shifted(queries, rows.start), _shifted(keys, columns.start), causal)
-
-
-def _shifted(places: slice, by: int) -> slice:
-    return slice(places.start + by, places.stop + by)
+            dq[piece.batch, piece.rows] += part[0]
+            dk[piece.batch, piece.columns] += part[1]
+            dv[piece.batch, piece.columns] += part[2]
+        return dq.to(q_BlNH.dtype), dk.to(q_BlNH.dtype), dv.to(q_BlNH.dtype), None, None
 
 
 class Merged:
@@ -231,8 +198,8 @@ class Merged:
 
     def attend(self, piece: Piece, q_BtNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> None:
         """Add what the queries of a piece get from its keys."""
-        batch, rows, columns, causal = piece
-        out_BlNH, lse_BNl = attend(q_BtNH[batch, rows], k_BsKH[batch, columns], v_BsKH[batch, columns], causal)
+        batch, rows, columns, causal, band = piece
+        out_BlNH, lse_BNl = attend(q_BtNH[batch, rows], k_BsKH[batch, columns], v_BsKH[batch, columns], causal, band)
         old_BNl = self.lse_BNt[batch, :, rows]
         new_BNl = torch.logaddexp(old_BNl, lse_BNl)
         keep, take = ((old - new_BNl).exp().transpose(1, 2)[..., None] for old in (old_BNl, lse_BNl))
@@ -244,9 +211,10 @@ def _backward_of(
     piece: Piece, gradient_BtNH: Tensor, q_BtNH: Tensor, k: Tensor, v: Tensor, out_BtNH: Tensor, lse_BNt: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a piece adds to the gradients of its queries, keys and values."""
-    batch, rows, columns, causal = piece
+    batch, rows, columns, causal, band = piece
     gradient, q, out = (x[batch, rows] for x in (gradient_BtNH, q_BtNH, out_BtNH))
-    return attend_backward(gradient, q, k[batch, columns], v[batch, columns], out, lse_BNt[batch, :, rows], causal)
+    k, v, lse_BNl = k[batch, columns], v[batch, columns], lse_BNt[batch, :, rows]
+    return attend_backward(gradient, q, k, v, out, lse_BNl, causal, band)
 
 
 class _Ring(torch.autograd.Function):
@@ -259,18 +227,14 @@ class _Ring(torch.autograd.Function):
         group: dist.ProcessGroup,
         balanced: bool,
         documents_BT: Tensor | None,
+        window: int,
     ) -> Tensor:
         merged = Merged(q_BtNH)
         keys_values = torch.stack((k_BtKH, v_BtKH))
-        parts = None
-        if documents_BT is not None:
-            parts = [sequence_part(documents_BT, rank, group.size(), balanced) for rank in range(group.size())]
-        ctx.pieces = []  # of each turn
-        for source in _sources(group):
-            pieces = _ring_pieces(q_BtNH.size(1), source, group.rank(), balanced)
-            mine, theirs = (parts[group.rank()], parts[source]) if parts else (None, None)
-            ctx.pieces.append(list(_by_document(pieces, mine, theirs)))
-            for piece in ctx.pieces[-1]:
+        seen = Window(window, queries_at_once(window, q_BtNH.device))
+        ctx.pieces = ring_pieces(q_BtNH.size(1), group.rank(), group.size(), balanced, documents_BT, seen)
+        for pieces in ctx.pieces:
+            for piece in pieces:
                 merged.attend(piece, q_BtNH, *keys_values)
             keys_values = _pass_on(keys_values, group)
         out_BtNH = merged.out_BtNH.to(q_BtNH.dtype)
@@ -279,7 +243,7 @@ class _Ring(torch.autograd.Function):
         return out_BtNH
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
         q_BtNH, k_BtKH, v_BtKH, out_BtNH, lse_BNt = ctx.saved_tensors
         dq_BtNH = torch.zeros_like(q_BtNH, dtype=torch.float32)
         keys_values = torch.stack((k_BtKH, v_BtKH))
@@ -287,7 +251,7 @@ class _Ring(torch.autograd.Function):
         summed = torch.zeros_like(keys_values, dtype=torch.float32)
         for pieces in ctx.pieces:
             for piece in pieces:
-                batch, rows, columns, _ = piece
+                batch, rows, columns = piece[:3]
                 k, v = keys_values
                 dq, dk, dv = _backward_of(piece, gradients[0], q_BtNH, k, v, out_BtNH, lse_BNt)
                 dq_BtNH[batch, rows] += dq
@@ -296,26 +260,7 @@ class _Ring(torch.autograd.Function):
             keys_values = _pass_on(keys_values, ctx.group)
             summed = _pass_on(summed, ctx.group)
         dtype = q_BtNH.dtype
-        return dq_BtNH.to(dtype), summed[0].to(dtype), summed[1].to(dtype), None, None, None
-
-
-def _sources(group: dist.ProcessGroup) -> list[int]:
-    """Whose keys and values this rank holds in each turn: its own, then its predecessor's, ..."""
-    return [(group.rank() - turn) % group.size() for turn in range(group.size())]
-
-
-def _ring_pieces(tokens: int, source: int, rank: int, balanced: bool) -> list[tuple[slice, slice, bool]]:
-    """Which query rows meet which keys of ``source``, and whether causally.
-
-    A balanced part is a head chunk and a tail chunk. Its own part is causal as it lies. To an earlier rank's keys all
-    rows come after the head chunk and before the tail one; to a later rank's, the tail rows alone come after both.
-    """
-    everything, half = slice(0, tokens), tokens // 2
-    if source == rank:
-        return [(everything, everything, True)]
-    if not balanced:
-        return [(everything, everything, False)] if source < rank else []
-    return [(everything, slice(0, half), False)] if source < rank else [(slice(half, tokens), everything, False)]
+        return dq_BtNH.to(dtype), summed[0].to(dtype), summed[1].to(dtype), None, None, None, None
 
 
 def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches
-from shardtrain.parallel.attention import gathered_attention, ring_attention, sequence_part, ulysses_attention
+from shardtrain.parallel.attention import gathered_attention, ring_attention, ulysses_attention
 from shardtrain.parallel.mesh import Mesh
+from shardtrain.parallel.pieces import sequence_part
 
 AXIS = "cp"
-CoreFunction = Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None], Tensor]
+CoreFunction = Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None, int], Tensor]
 
 
 class Batch(Protocol):
@@ -38,11 +39,14 @@ class Batch(Protocol):
 
 
 class SplitAttentionCore(nn.Module):
-    """The attention core of a rank that holds a part of the sequence; causal over the whole sequence."""
+    """The attention core of a rank that holds a part of the sequence; causal over the whole sequence.
 
-    def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool) -> None:
+    ``window`` is that of the core whose place it takes: how many tokens a token sees, or 0 for no window.
+    """
+
+    def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, window: int = 0) -> None:
         super().__init__()
-        self._function, self._group, self._balanced = function, group, balanced
+        self._function, self._group, self._balanced, self.window = function, group, balanced, window
 
     @torch.compiler.disable  # collectives inside an autograd function end a graph anyway
     def forward(self, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
@@ -50,7 +54,8 @@ class SplitAttentionCore(nn.Module):
 
         ``documents_BT`` are the documents of whole rows, which every rank has: they are not cut.
         """
-        return self._function(q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced, documents_BT)
+        window = self.window if self.window < q_BtNH.size(1) * self._group.size() else 0
+        return self._function(q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced, documents_BT, window)
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -68,7 +73,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         fix = "name the weightless module that is softmax(q k) v there, or set the degree to 1"
         raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
     for path in cores:
-        model.set_submodule(path, SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config)))
+        window = getattr(model.get_submodule(path), "window", 0)
+        model.set_submodule(path, SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config), window))
 
 
 def is_balanced(config: Config) -> bool:

@@ -23,10 +23,12 @@ FAMILIES = model_names()
 
 # 7B, 13B, 70B of Llama 2 and 8B, 70B, 405B of Llama 3.1 are published; 1B and 3B are Llama 3.2's; others by hand from
 # V D (2 unless tied) + L (2 D N H + 2 D K H + 3 D F + 2 D) + D
+# (with biases L (N H + 2 K H) more). Totals of TinyLlama, Mistral, Qwen2.5, Pythia and NeoX are those of their weights.
 PARAMETER_COUNTS = {
     ("llama2", "debugmodel"): 23_204_096,
     ("llama2", "271M"): 271_090_688,
     ("llama2", "1B"): 1_055_991_808,
+    ("llama2", "TinyLlama-1.1B"): 1_100_048_384,
     ("llama2", "7B"): 6_738_415_616,
     ("llama2", "13B"): 13_015_864_320,
     ("llama2", "26B"): 25_704_043_520,
@@ -37,6 +39,31 @@ PARAMETER_COUNTS = {
     ("llama3", "8B"): 8_030_261_248,
     ("llama3", "70B"): 70_553_706_496,
     ("llama3", "405B"): 405_853_388_800,
+    ("mistral", "debugmodel"): 5_573_888,
+    ("mistral", "7B-v0.1"): 7_241_732_096,
+    ("mistral", "7B-v0.2"): 7_241_732_096,
+    ("mistral", "7B-v0.3"): 7_248_023_552,
+    ("mistral", "Nemo-12B"): 12_247_782_400,
+    ("qwen2", "debugmodel"): 5_051_904,
+    ("qwen2", "0.5B"): 494_032_768,
+    ("qwen2", "1.5B"): 1_543_714_304,
+    ("qwen2", "3B"): 3_085_938_688,
+    ("qwen2", "7B"): 7_615_616_512,
+    ("qwen2", "14B"): 14_770_033_664,
+    ("qwen2", "32B"): 32_763_876_352,
+    ("qwen2", "72B"): 72_706_203_648,
+    ("neox", "debugmodel"): 5_787_648,
+    ("neox", "pythia-14m"): 14_067_712,
+    ("neox", "pythia-31m"): 30_494_720,
+    ("neox", "pythia-70m"): 70_426_624,
+    ("neox", "pythia-160m"): 162_322_944,
+    ("neox", "pythia-410m"): 405_334_016,
+    ("neox", "pythia-1b"): 1_011_781_632,
+    ("neox", "pythia-1.4b"): 1_414_647_808,
+    ("neox", "pythia-2.8b"): 2_775_208_960,
+    ("neox", "pythia-6.9b"): 6_857_302_016,
+    ("neox", "pythia-12b"): 11_846_072_320,
+    ("neox", "20B"): 20_554_567_680,
 }
 
 
@@ -71,9 +98,9 @@ def inputs(tokens: int = 12) -> tuple[Tensor, Tensor]:
     return torch.randint(0, SHAPE["vocab_size"], (2, tokens), generator=generator), torch.arange(tokens).expand(2, -1)
 
 
-def test_every_flavor_of_llama_has_a_known_size() -> None:
-    llamas = ("llama2", "llama3")
-    assert {(family, flavor) for family in llamas for flavor in find(family).FLAVORS} == set(PARAMETER_COUNTS)
+def test_every_flavor_of_dense_families_has_a_known_size() -> None:
+    dense = ("llama2", "llama3", "mistral", "qwen2", "neox")
+    assert {(family, flavor) for family in dense for flavor in find(family).FLAVORS} == set(PARAMETER_COUNTS)
 
 
 @pytest.mark.parametrize(("family", "flavor"), PARAMETER_COUNTS)
@@ -189,6 +216,8 @@ def test_head_counts_come_out_of_weights(family: str) -> None:
         if word in ("colwise", "rowwise"):
             dim = 0 if word == "colwise" else 1
             submodule.weight = nn.Parameter(submodule.weight.chunk(2, dim)[0])
+            if submodule.bias is not None and word == "colwise":
+                submodule.bias = nn.Parameter(submodule.bias.chunk(2)[0])
     assert model(*inputs()).shape == (2, 12, SHAPE["vocab_size"])
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from shardtrain.parallel import attention
+from shardtrain import window as windows
+from shardtrain.parallel import attention, pieces
 
 B, T, N, K, H = 2, 48, 4, 2, 8
 KINDS = {
@@ -28,13 +29,15 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Causal grouped attention written out in float64."""
+def by_hand(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int = 0) -> Tensor:
+    """Causal grouped attention written out in float64; with a window, a query sees so many keys."""
     q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
     scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(H)
     hidden = torch.ones(T, T).triu(1).bool().expand(B, T, T)
     if documents is not None:
         hidden = hidden | (documents[:, :, None] != documents[:, None])
+    if window:
+        hidden = hidden | torch.ones(T, T).tril(-window).bool()
     scores = scores.masked_fill(hidden[:, None], -math.inf)
     return torch.einsum("bnts,bsnh->btnh", scores.softmax(-1), v)
 
@@ -46,11 +49,13 @@ def part(whole: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), 1)
 
 
-def largest_errors(rank: int, dtype: torch.dtype, documents: Tensor | None = None) -> dict[str, list[float]]:
+def largest_errors(
+    rank: int, dtype: torch.dtype, documents: Tensor | None = None, window: int = 0
+) -> dict[str, list[float]]:
     size = dist.get_world_size()
     *whole, gradient = inputs(dtype)
     leaves = [x.double().requires_grad_() for x in whole]
-    expected = by_hand(*leaves, documents)
+    expected = by_hand(*leaves, documents, window)
     expected.backward(gradient.double())
     targets = [expected.detach(), *(leaf.grad for leaf in leaves)]
     errors = {}
@@ -58,7 +63,7 @@ def largest_errors(rank: int, dtype: torch.dtype, documents: Tensor | None = Non
         if name == "ulysses" and K % size:
             continue
         local = [part(x, rank, size, balanced).requires_grad_() for x in whole]
-        out = function(*local, dist.group.WORLD, balanced, documents)
+        out = function(*local, dist.group.WORLD, balanced, documents, window)
         out.backward(part(gradient, rank, size, balanced))
         got = [out.detach(), *(x.grad for x in local)]
         pairs = zip(got, targets, strict=True)
@@ -107,6 +112,30 @@ def test_split_attention_within_documents_equals_attention_written_out(num_ranks
         assert max(worst.values()) < 2e-6, worst  # as without documents
 
 
+def errors_of_many_windows(rank: int) -> dict[str, float]:
+    worst: dict[str, float] = {}
+    for window, at_once, cut in ((1, 5, 0), (2, 5, 2), (7, 128, 1), (12, 5, 0), (13, 5, 3), (25, 5, 1), (40, 128, 0)):
+        windows.QUERIES_AT_ONCE = at_once  # in a forked process of its own
+        documents = random_documents(cut) if cut else None
+        for name, values in largest_errors(rank, torch.float32, documents, window).items():
+            assert not any(math.isnan(value) for value in values), name
+            worst[name] = max(worst.get(name, 0.0), *values)
+    return worst
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_split_attention_within_a_window_equals_attention_written_out(num_ranks: int) -> None:
+    for worst in run_ranks(num_ranks, errors_of_many_windows):
+        assert len(worst) >= 4
+        assert max(worst.values()) < 5e-6, worst  # few keys have large weights, and gradients reach 10
+
+
+def test_split_attention_within_a_window_in_bfloat16_loses_no_more_than_the_type_does() -> None:
+    for errors in run_ranks(2, largest_errors, torch.bfloat16, None, 9):
+        for name, values in errors.items():
+            assert max(values) < 6e-2, (name, values)
+
+
 def test_parts_of_the_ring_meet_every_earlier_key_once() -> None:
     for balanced in (True, False):
         for size in (1, 2, 3, 5):
@@ -116,7 +145,7 @@ def test_parts_of_the_ring_meet_every_earlier_key_once() -> None:
             for rank in range(size):
                 seen = torch.zeros(tokens, size * tokens, dtype=torch.int64)
                 for source in range(size):
-                    for rows, columns, causal in attention._ring_pieces(tokens, source, rank, balanced):
+                    for rows, columns, causal in pieces._causal_parts(tokens, source, rank, balanced):
                         mask = torch.ones(tokens, tokens)[rows, columns]
                         mask = mask.tril() if causal else mask
                         seen[rows, places[source][columns]] += mask.long()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from shardtrain import init, optim
-from shardtrain.parallel import attention, clip, context, pipeline, runner, shard, tensor
+from shardtrain.parallel import attention, clip, context, pieces, pipeline, runner, shard, tensor
 from shardtrain.parallel.mesh import BATCH_AXES, Mesh
 from shardtrain.shards import local_tensor
 
@@ -119,11 +119,11 @@ def test_positions_with_an_offset(bench, monkeypatch):
 
 
 def test_wrong_causal_chunk_in_the_ring(bench, monkeypatch):
-    def all_seen(pieces, tokens, source, rank, balanced):
+    def all_seen(parts, tokens, source, rank, balanced):
         everything = slice(0, tokens)
-        return pieces(tokens, source, rank, balanced) if source == rank else [(everything, everything, False)]
+        return parts(tokens, source, rank, balanced) if source == rank else [(everything, everything, False)]
 
-    wrap(monkeypatch, attention, "_ring_pieces", all_seen)
+    wrap(monkeypatch, pieces, "_causal_parts", all_seen)
     row = bench.run("cp=2", context_parallel_rotate_method="alltoall")
     caught(row, "attention over the parts of cp is wrong", "queries, keys and values agree")
 

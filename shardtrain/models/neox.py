@@ -1,0 +1,227 @@
+"""GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): attention and feed-forward side by side, with biases.
+
+A layer adds both to its input, each behind a LayerNorm of its own, and turns a quarter of each head by its position.
+Shape suffixes: B batch, T tokens, D model, N heads, H head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.layout import Draw, Layout
+from shardtrain.models.layers import AttentionCore, Decoder, RotaryAngles, rotate
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a GPT-NeoX; each field can be set by ``model.overrides``.
+
+    ``rotary_pct`` is the share of a head that is turned. ``use_parallel_residual`` false puts the feed-forward behind
+    the attention. ``hidden_act`` is gelu, or gelu_tanh for the approximation that NeoX-20B was trained with.
+    """
+
+    vocab_size: int = 50432
+    dim: int = 6144
+    num_layers: int = 44
+    num_heads: int = 64
+    head_dim: int = 96
+    ffn_dim: int = 24576
+    hidden_act: str = "gelu"
+    rotary_pct: float = 0.25
+    use_parallel_residual: bool = True
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    tied_embeddings: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that turn with the position; the others stay as they are."""
+        return int(self.head_dim * self.rotary_pct)
+
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.attn_norm": "sequence",
+        "layers.*.attn": "gather",
+        "layers.*.attn.w[qkv]": "colwise",
+        "layers.*.attn.wo": "rowwise",
+        "layers.*.ffn_norm": "sequence",
+        "layers.*.ffn": "gather",
+        "layers.*.ffn.w1": "colwise",
+        "layers.*.ffn.w2": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+    },
+    context="layers.*.attn.core",
+)
+
+
+class Attention(nn.Module):
+    """Attention in which the first features of each head are turned by the position."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.head_dim, self.rotary_dim = c.head_dim, c.rotary_dim
+        self.wq = nn.Linear(c.dim, c.num_heads * c.head_dim)
+        self.wk = nn.Linear(c.dim, c.num_heads * c.head_dim)
+        self.wv = nn.Linear(c.dim, c.num_heads * c.head_dim)
+        self.core = AttentionCore()
+        self.wo = nn.Linear(c.num_heads * c.head_dim, c.dim)
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        q_BTNH, k_BTNH, v_BTNH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        out_BTNH = self.core(self._turn(q_BTNH, angles), self._turn(k_BTNH, angles), v_BTNH, documents_BT)
+        return self.wo(out_BTNH.flatten(2))
+
+    def _turn(self, x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        turned, kept = x_BTNH.tensor_split((self.rotary_dim,), dim=-1)
+        return torch.cat((rotate(turned, angles), kept), dim=-1)
+
+
+class FeedForward(nn.Module):
+    """w2(gelu(w1 x)), with biases."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.approximate = "tanh" if c.hidden_act == "gelu_tanh" else "none"
+        self.w1 = nn.Linear(c.dim, c.ffn_dim)
+        self.w2 = nn.Linear(c.ffn_dim, c.dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        return self.w2(F.gelu(self.w1(x_BTD), approximate=self.approximate))
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward of the same input, or one after the other; added to the residual stream."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.parallel = c.use_parallel_residual
+        self.attn_norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
+        self.attn = Attention(c)
+        self.ffn_norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
+        self.ffn = FeedForward(c)
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        attended_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
+        return attended_BTD + self.ffn(self.ffn_norm(x_BTD if self.parallel else attended_BTD))
+
+
+class Model(Decoder):
+    """A GPT-NeoX."""
+
+    def __init__(self, c: Config) -> None:
+        _check(c)
+        norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
+        rope = RotaryAngles(c.rotary_dim, c.rope_theta)
+        super().__init__(c.vocab_size, c.dim, rope, [Block(c) for _ in range(c.num_layers)], norm, c.tied_embeddings)
+
+
+def _check(c: Config) -> None:
+    if c.hidden_act not in ("gelu", "gelu_tanh"):
+        rule = "is no activation of this model"
+        fix = "use gelu, or gelu_tanh for what others call gelu_fast, gelu_new and gelu_pytorch_tanh"
+        raise ConfigError(Problem("model.overrides.hidden_act", c.hidden_act, rule, fix))
+    if not 0 < c.rotary_dim <= c.head_dim or c.rotary_dim % 2:
+        rule = f"turns {c.rotary_dim} of the {c.head_dim} features of a head, which must be an even number above 0"
+        fix = "use a share that gives one, such as 0.25 or 1.0"
+        raise ConfigError(Problem("model.overrides.rotary_pct", c.rotary_pct, rule, fix))
+
+
+def initial(c: Config) -> dict[str, Draw]:
+    """How each parameter starts, first match wins.
+
+    sqrt(2 / 5 D) (Nguyen and Salazar 2019), and 2 / (L sqrt(D)) for what is added to the residual stream (Wang and
+    Komatsuzaki 2021); GPT-NeoX, section 3.2.
+    """
+    small, last = Draw("normal", std=(2 / (5 * c.dim)) ** 0.5), Draw("normal", std=2 / (c.num_layers * c.dim**0.5))
+    return {
+        "norm.weight": Draw("ones"),
+        "norm.bias": Draw("zeros"),
+        "layers.*.*_norm.weight": Draw("ones"),
+        "layers.*.*.bias": Draw("zeros"),
+        "layers.*.*.*.bias": Draw("zeros"),
+        "embed.weight": small,
+        "head.weight": small,
+        "layers.*.attn.w[qkv].weight": small,
+        "layers.*.attn.wo.weight": last,
+        "layers.*.ffn.w1.weight": small,
+        "layers.*.ffn.w2.weight": last,
+    }
+
+
+FLAVORS = {
+    "debugmodel": {
+        "vocab_size": 2048,
+        "dim": 256,
+        "num_layers": 6,
+        "num_heads": 8,
+        "head_dim": 32,
+        "ffn_dim": 1024,
+    },
+    "pythia-14m": {"vocab_size": 50304, "dim": 128, "num_layers": 6, "num_heads": 4, "head_dim": 32, "ffn_dim": 512},
+    "pythia-31m": {"vocab_size": 50304, "dim": 256, "num_layers": 6, "num_heads": 8, "head_dim": 32, "ffn_dim": 1024},
+    "pythia-70m": {"vocab_size": 50304, "dim": 512, "num_layers": 6, "num_heads": 8, "head_dim": 64, "ffn_dim": 2048},
+    "pythia-160m": {
+        "vocab_size": 50304,
+        "dim": 768,
+        "num_layers": 12,
+        "num_heads": 12,
+        "head_dim": 64,
+        "ffn_dim": 3072,
+    },
+    "pythia-410m": {
+        "vocab_size": 50304,
+        "dim": 1024,
+        "num_layers": 24,
+        "num_heads": 16,
+        "head_dim": 64,
+        "ffn_dim": 4096,
+    },
+    "pythia-1b": {"vocab_size": 50304, "dim": 2048, "num_layers": 16, "num_heads": 8, "head_dim": 256, "ffn_dim": 8192},
+    "pythia-1.4b": {
+        "vocab_size": 50304,
+        "dim": 2048,
+        "num_layers": 24,
+        "num_heads": 16,
+        "head_dim": 128,
+        "ffn_dim": 8192,
+    },
+    "pythia-2.8b": {
+        "vocab_size": 50304,
+        "dim": 2560,
+        "num_layers": 32,
+        "num_heads": 32,
+        "head_dim": 80,
+        "ffn_dim": 10240,
+    },
+    "pythia-6.9b": {
+        "vocab_size": 50432,
+        "dim": 4096,
+        "num_layers": 32,
+        "num_heads": 32,
+        "head_dim": 128,
+        "ffn_dim": 16384,
+    },
+    "pythia-12b": {
+        "vocab_size": 50688,
+        "dim": 5120,
+        "num_layers": 36,
+        "num_heads": 40,
+        "head_dim": 128,
+        "ffn_dim": 20480,
+    },
+    "20B": {"hidden_act": "gelu_tanh"},
+}

@@ -1,0 +1,132 @@
+"""Llama's relatives: Mistral (a window), Qwen2.5 (biases), TinyLlama, and GPT-NeoX; Hugging Face's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hf_models import assert_same_logits_and_gradients
+
+from shardtrain import init
+from shardtrain.errors import ConfigError
+from shardtrain.metrics.flops import count_model
+from shardtrain.models import build, find, shape_of
+
+TINY = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 4, "head_dim": 8, "ffn_dim": 48}
+GROUPED = {**TINY, "num_kv_heads": 2}
+HF_TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+HF_GROUPED = {**HF_TINY, "num_key_value_heads": 2, "attn_implementation": "eager"}
+LENGTHS = (1, 6, 7, 24, 150)
+"""Tokens: fewer than a window of 7, as many, more, and more than one block of queries."""
+
+
+def ours(name: str, **sizes: Any) -> torch.nn.Module:
+    module = find(name)
+    return module.Model(shape_of(module, "debugmodel", {"tied_embeddings": False, **sizes}, "rmsnorm"))
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_mistral_has_hugging_faces_logits_and_gradients(window: int | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MistralConfig(**HF_GROUPED, head_dim=8, sliding_window=window, rms_norm_eps=1e-5)
+    model = ours("mistral", **GROUPED, sliding_window=window or 0)
+    assert_same_logits_and_gradients(transformers.MistralForCausalLM(config), model, LENGTHS)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_qwen2_has_hugging_faces_logits_and_gradients(tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(**HF_GROUPED, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=tied)
+    model = ours("qwen2", **GROUPED, tied_embeddings=tied)
+    assert_same_logits_and_gradients(transformers.Qwen2ForCausalLM(config), model, LENGTHS)
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama3"])
+def test_llama_has_hugging_faces_logits_and_gradients(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    theta = 1e4 if family == "llama2" else 5e5
+    config = transformers.LlamaConfig(**HF_GROUPED, rope_theta=theta, rms_norm_eps=1e-5)
+    assert_same_logits_and_gradients(transformers.LlamaForCausalLM(config), ours(family, **GROUPED), LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "fields"),
+    [
+        ({}, {"rotary_pct": 0.5}),
+        ({"use_parallel_residual": False}, {"rotary_pct": 0.5, "use_parallel_residual": False}),
+        ({"rotary_pct": 0.25, "hidden_act": "gelu_fast"}, {"rotary_pct": 0.25, "hidden_act": "gelu_tanh"}),
+        ({"rotary_pct": 1.0}, {"rotary_pct": 1.0}),
+    ],
+)
+def test_neox_has_hugging_faces_logits_and_gradients(theirs: dict[str, Any], fields: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPTNeoXConfig(**{**HF_TINY, "rotary_pct": 0.5, **theirs})
+    model = ours("neox", **TINY, **fields)
+    assert_same_logits_and_gradients(transformers.GPTNeoXForCausalLM(config), model, LENGTHS)
+
+
+def test_biases_are_where_they_belong_and_start_at_zero() -> None:
+    expected = {
+        "qwen2": {f"attn.w{letter}" for letter in "qkv"},
+        "neox": {"attn_norm", "ffn_norm", "ffn.w1", "ffn.w2", *(f"attn.w{letter}" for letter in "qkvo")},
+        "mistral": set(),
+    }
+    for family, modules in expected.items():
+        module = find(family)
+        shape = shape_of(module, "debugmodel", {}, "rmsnorm")
+        names = [name for name, _ in build(module, shape).named_parameters()]
+        biases = {name for name in names if name.endswith("bias")}
+        ends = {"norm.bias"} if family == "neox" else set()
+        assert biases == ends | {f"layers.{i}.{part}.bias" for i in range(6) for part in modules}
+        draws = init.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
+        assert {draws[name].distribution for name in biases} <= {"zeros"}
+
+
+def test_published_models_have_their_windows_angles_and_ends() -> None:
+    windows = {flavor: fields.get("sliding_window", 0) for flavor, fields in find("mistral").FLAVORS.items()}
+    assert {flavor for flavor, window in windows.items() if window} == {"debugmodel", "7B-v0.1"}
+    assert windows["7B-v0.1"] == 4096
+    module = find("mistral")
+    thetas = {flavor: shape_of(module, flavor, {}, "rmsnorm").rope_theta for flavor in module.FLAVORS}
+    assert thetas.pop("7B-v0.1") == thetas.pop("debugmodel") == 1e4 and set(thetas.values()) == {1e6}
+    module = find("qwen2")
+    shapes = {flavor: shape_of(module, flavor, {}, "rmsnorm") for flavor in module.FLAVORS}
+    assert all(shape.rope_theta == 1e6 and shape.qkv_bias and not shape.sliding_window for shape in shapes.values())
+    assert {flavor for flavor, shape in shapes.items() if shape.tied_embeddings} == {"debugmodel", "0.5B", "1.5B", "3B"}
+    module = find("neox")
+    shapes = {flavor: shape_of(module, flavor, {}, "rmsnorm") for flavor in module.FLAVORS}
+    assert all(shape.num_heads * shape.head_dim == shape.dim == shape.ffn_dim / 4 for shape in shapes.values())
+    assert {flavor for flavor, shape in shapes.items() if shape.hidden_act != "gelu"} == {"20B"}
+
+
+def test_attention_within_a_window_costs_the_window() -> None:
+    module = find("mistral")
+    flops = {}
+    for window in (0, 100, 300):
+        shape = shape_of(module, "debugmodel", {"sliding_window": window}, "rmsnorm")
+        flops[window] = count_model(build(module, shape), module.LAYOUT, shape, 200)[1]
+    assert flops[0] == flops[300]
+    assert flops[0] - flops[100] == 12 * 6 * 16 * 16 * 100
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("hidden_act", "relu", ["hidden_act", '"relu"', "gelu_tanh"]),
+        ("rotary_pct", 0.1, ["rotary_pct=0.1", "turns 3 of the 32 features"]),
+        ("rotary_pct", 0.0, ["rotary_pct=0.0", "turns 0 of the 32"]),
+        ("rotary_pct", 1.5, ["rotary_pct=1.5", "turns 48 of the 32"]),
+    ],
+)
+def test_neox_refuses_what_it_cannot_be(field: str, value: Any, words: list[str]) -> None:
+    module = find("neox")
+    with pytest.raises(ConfigError) as error:
+        build(module, shape_of(module, "debugmodel", {field: value}, "rmsnorm"))
+    assert all(word in str(error.value) for word in words), str(error.value)
