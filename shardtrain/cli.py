@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +33,7 @@ usage: shardtrain VERB ...
   config help  [SECTION[.KEY]]                                explain the options
   data VERB ...                                               prepare, check, show and probe data (data --help: all)
   checkpoint VERB ...                                         list, verify and compare checkpoints
+  generate --from RUN (--prompt TEXT | --input FILE ...)      text from a trained model (--help: all options)
   help, --help                                                this text
   --version                                                   print the version
 
@@ -309,11 +311,9 @@ def _data(words: list[str]) -> int:
     return int(tool.main(rest))
 
 
-def _checkpoint(words: list[str]) -> int:
-    """Look at checkpoints."""
-    from shardtrain.checkpoint import command
-
-    return command.main(words)
+def _command(module: str, words: list[str]) -> int:
+    """A verb that is a module of its own, with a ``main``."""
+    return int(importlib.import_module(module).main(words))
 
 
 def _help(_words: list[str]) -> int:
@@ -339,7 +339,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "verify": _verify,
     "config": _config,
     "data": _data,
-    "checkpoint": _checkpoint,
+    "checkpoint": partial(_command, "shardtrain.checkpoint.command"),
+    "generate": partial(_command, "shardtrain.generate.command"),
     "help": _help,
     "--help": _help,
     "-h": _help,
