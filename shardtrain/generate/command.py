@@ -17,6 +17,9 @@ from shardtrain.generate.request import Request
 if TYPE_CHECKING:
     from shardtrain.config import Loaded
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as a shell gives it."""
+
 
 def main(words: list[str]) -> int:
     """Generate what the words ask for; gives the exit status."""
@@ -36,7 +39,10 @@ def main(words: list[str]) -> int:
     from shardtrain.generate import answer  # before a fork, so that no rank pays for the imports again
 
     if asked.nproc == 1:
-        answer.run(asked, rows)
+        try:
+            answer.run(asked, rows)
+        except KeyboardInterrupt:
+            return INTERRUPTED
         return 0
     folder = Path(tempfile.mkdtemp(prefix="shardtrain-generate-"))
     loaded = _launched(folder)
