@@ -32,6 +32,9 @@ usage: shardtrain VERB ...
   config help  [SECTION[.KEY]]                                explain the options
   data VERB ...                                               prepare, check, show and probe data (data --help: all)
   checkpoint VERB ...                                         list, verify and compare checkpoints
+  generate --from RUN_FOLDER --prompt TEXT ...                write text with a trained model (--help: all options)
+  import HF_DIR --to CHECKPOINT; export CHECKPOINT --to HF_DIR
+                                                              weights in and out of the Hugging Face format
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
   replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
   help, --help                                                this text
@@ -191,6 +194,9 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _module("shardtrain.config.command"),
     "data": _module("shardtrain.data_tools.command"),
     "checkpoint": _module("shardtrain.checkpoint.command"),
+    "generate": _module("shardtrain.generate.command"),
+    "import": _module("shardtrain.hub.command", "import_main"),
+    "export": _module("shardtrain.hub.command", "export_main"),
     "goodput": _module("shardtrain.goodput.command"),
     "replay": lambda words: _module("shardtrain.replay")(words, _train_module),
     "help": _help,

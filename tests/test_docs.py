@@ -29,6 +29,9 @@ SMALLER = {
     ),
     "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.enable --checkpoint.interval 10": TRAIN,
     "shardtrain train configs/debug.toml --training.steps 30 --checkpoint.enable --checkpoint.interval 10": TRAIN,
+    "shardtrain train configs/debug.toml --checkpoint.enable --job.dump_folder outputs/first": (
+        f"--training.steps 2 {TRAIN}"
+    ),
     "torchrun --nproc-per-node 2 -m shardtrain train configs/debug.toml": f"--training.steps 2 {TRAIN}",
     "shardtrain train configs/llama3_405b.toml --comm.mode fake_backend --nproc 512 --model.hf_assets_path bytes "
     "--training.dataset_path .": "",  # small already
@@ -95,7 +98,7 @@ def test_each_command_of_a_page_runs_in_the_order_of_the_page(shell, tmp_path, p
         assert not is_training or line in SMALLER, f"say in SMALLER how to make `{line}` small"
         # the checkpointed pair continues one run; every other run starts anew
         folder = tmp_path / ("continued" if "--checkpoint.enable" in line else f"run-{number}")
-        where = f" --job.dump_folder {folder}" if is_training else ""
+        where = f" --job.dump_folder {folder}" if is_training and "--job.dump_folder" not in line else ""
         inside = line.replace(" outputs/", f" {tmp_path}/outputs/")  # what is there may be of another Python's text
         done = shell(f"{inside} {SMALLER.get(line, '')}{where}")
         assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

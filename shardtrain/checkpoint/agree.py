@@ -18,8 +18,8 @@ _KINDS: dict[str, type[ShardtrainError]] = {
 
 
 def exchange(value: Any) -> list[Any]:
-    """What every rank says, by rank (a collective); values are JSON."""
-    if dist.get_world_size() == 1:
+    """What every rank says, by rank (a collective); values are JSON. A process without peers needs no process group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [json.loads(json.dumps(value))]
     data = bytearray(json.dumps(value).encode())
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]

@@ -21,7 +21,7 @@ from shardtrain.data.chat_messages import Message, text_arguments, with_object_a
 from shardtrain.data.chat_template import ChatTemplate, Span
 from shardtrain.data.columns import Unusable
 from shardtrain.data.document import Document
-from shardtrain.data.tokenizer import Spans, Tokenizer
+from shardtrain.data.tokenizer import Ids, Spans, Tokenizer
 from shardtrain.log import logger
 
 _STAND_IN = "shardtrain-stands-in-for-a-turn"
@@ -51,19 +51,26 @@ def write(
     """
     if not any(message["role"] == "assistant" for message in messages[first_learned:]):
         raise Unusable("the conversation has no turn of the assistant")
-    chat = list(messages)
-    text = template.render(chat, tools)
-    arguments = text_arguments(chat)
-    if any(json.dumps(one, ensure_ascii=False) in text for one in arguments):
-        # the template writes arguments as JSON itself, and would write a text in quotes
-        chat = with_object_arguments(chat)
-        text = template.render(chat, tools)
+    chat, text = _render(template, messages, tools, prompt=False)
     _check_calls(template, chat, tools)
     if template.marks:
         return _marked(template, chat, tools, first_learned)
     turns = _Turns(template, chat, tools, text)
     spans = [turns.span(i) for i in range(first_learned, len(chat)) if chat[i]["role"] == "assistant"]
     return Written(text, spans, exact=False)
+
+
+def _render(
+    template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None, prompt: bool
+) -> tuple[list[Message], str]:
+    """Text of a conversation, and the messages as the template wants them."""
+    chat = list(messages)
+    text = template.render(chat, tools, prompt)
+    if any(json.dumps(one, ensure_ascii=False) in text for one in text_arguments(chat)):
+        # the template writes arguments as JSON itself, and would write a text in quotes
+        chat = with_object_arguments(chat)
+        text = template.render(chat, tools, prompt)
+    return chat, text
 
 
 def _check_calls(template: ChatTemplate, chat: list[Message], tools: list[Any] | None) -> None:
@@ -170,8 +177,32 @@ class Conversations:
 
     def write(self, messages: Sequence[Message], tools: list[Any] | None, first_learned: int = 0) -> Written:
         """See ``write``; conversations with tools may have a template of their own."""
-        template = self._tool_template if tools and self._tool_template is not None else self._template
-        return write(template, messages, tools, first_learned)
+        return write(self._template_of(tools), messages, tools, first_learned)
+
+    def prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Ids:
+        """Tokens of a conversation up to the words that an answer of the assistant follows.
+
+        Raises:
+            Unusable: when the template fails, or nothing is left to answer.
+        """
+        if messages[-1]["role"] == "assistant":
+            raise Unusable("the conversation ends with the assistant's turn, which leaves nothing to answer")
+        text = _render(self._template_of(tools), messages, tools, prompt=True)[1]
+        return self._tokenizer.encode_spans([text])[0][0]
+
+    def turn_end(self) -> int | None:
+        """The special token that the template writes after an answer; None where it writes none."""
+        try:
+            chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
+            text = self._template.render(chat)
+        except Unusable:
+            return None
+        after = text.rpartition(_STAND_IN)[2] if _STAND_IN in text else ""
+        tokens = self._tokenizer.encode_spans([after])[0][0].tolist()
+        return next((token for token in tokens if token in self._tokenizer.special_ids), None)
+
+    def _template_of(self, tools: list[Any] | None) -> ChatTemplate:
+        return self._tool_template if tools and self._tool_template is not None else self._template
 
     def documents(self, written: Sequence[Written]) -> list[Document]:
         """Tokens of conversations, and which are learned; one without a learned token has a mask of nothing."""

@@ -120,7 +120,7 @@ class PromptEncoder:
 
     def _chat(self) -> Conversations:
         if self._conversations is None:  # rows of text need no template
-            self._conversations = _conversations(self.tokenizer, self._data)
+            self._conversations = open_conversations(self.tokenizer, self._data)
         return self._conversations
 
 
@@ -129,7 +129,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
         self.tokenizer, self._data = tokenizer, data
-        self._conversations = _conversations(tokenizer, data)
+        self._conversations = open_conversations(tokenizer, data)
         fields = (data.messages_field, data.tools_field, _template_facts(tokenizer, data))
         self.fingerprint = _fingerprint("chat", tokenizer, *fields)
 
@@ -166,7 +166,12 @@ def _ends(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
     return bos, eos
 
 
-def _conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
+def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
+    """Conversations by the template of ``data.chat_template``, or the tokenizer's own.
+
+    Raises:
+        ConfigError: when there is no template, or it cannot be used.
+    """
     template, tool_template = _templates(tokenizer, data)
     if template is None:
         rule = "is not set, and the tokenizer has no chat template"
