@@ -316,6 +316,20 @@ def _checkpoint(words: list[str]) -> int:
     return command.main(words)
 
 
+def _import(words: list[str]) -> int:
+    """Take weights from a Hugging Face folder."""
+    from shardtrain.hub import command
+
+    return command.import_main(words)
+
+
+def _export(words: list[str]) -> int:
+    """Give weights to a Hugging Face folder."""
+    from shardtrain.hub import command
+
+    return command.export_main(words)
+
+
 def _help(_words: list[str]) -> int:
     print(USAGE, end="")
     return 0
@@ -340,6 +354,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _config,
     "data": _data,
     "checkpoint": _checkpoint,
+    "import": _import,
+    "export": _export,
     "help": _help,
     "--help": _help,
     "-h": _help,

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import optim
+from shardtrain import models, optim
+from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.hub import importing
 from shardtrain.log import logger
 from shardtrain.parallel import BATCH_AXES
 
@@ -47,6 +49,9 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
         path = Path(str(options.initial_load_path))
     if path is None:
         return
+    if initial and options.initial_load_in_hf:
+        _load_hub(run, path)
+        return
     excluded = set(options.exclude_from_loading)
     if initial and options.initial_load_model_only:
         excluded |= {"optimizer", "train_state", "dataloader"}
@@ -66,6 +71,15 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
         cursors = _saved_cursors(path, facts)
     run.stream.seek(run.state.samples_consumed, cursors)
     logger.info(f"continuing from {path} at step {run.state.step}")
+
+
+def _load_hub(run: Run, folder: Path) -> None:
+    """Start from the weights of a Hugging Face folder (a collective): all ranks do, or none."""
+    model = run.config.model
+    module = models.find(model.name)
+    shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+    together(lambda: importing.fill(weights(run), folder, module, shape))
+    logger.info(f"starting from the weights of {folder}")
 
 
 def weights(run: Run) -> dict[str, Tensor]:

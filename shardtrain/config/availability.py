@@ -21,7 +21,6 @@ UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("parallelism.expert_parallel_comm_backend", lambda v: v != "standard", "DeepEP", 'set it to "standard"'),
     ("checkpoint.interval_type", lambda v: v != "steps", "saving by the clock", 'set it to "steps"'),
     ("checkpoint.async_mode", lambda v: v != "disabled", "saving while training goes on", 'set it to "disabled"'),
-    ("checkpoint.initial_load_in_hf", bool, "loading Hugging Face weights", "set it to false"),
     ("checkpoint.initial_load_in_hf_quantized", bool, "loading Hugging Face weights", "set it to false"),
     ("checkpoint.last_save_in_hf", bool, "saving in Hugging Face format", "set it to false"),
     ("checkpoint.create_seed_checkpoint", bool, "seed checkpoints; initial weights are equal on any mesh", "remove it"),
