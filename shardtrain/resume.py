@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import continuing, optim
+from shardtrain import continuing, models, optim
+from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.errors import CheckpointError
+from shardtrain.hub import importing
 from shardtrain.log import logger
 from shardtrain.parallel import BATCH_AXES
 
@@ -49,6 +52,9 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     if initial:
         path = place(str(options.initial_load_path))
     if path is None:
+        return
+    if initial and options.initial_load_in_hf:
+        _load_hub(run, path)
         return
     excluded = set(options.exclude_from_loading)
     if initial and options.initial_load_model_only:
@@ -89,6 +95,15 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
     run.stream.seek(run.state.samples_consumed, cursors)
     if not is_new_run:
         continuing.keep_history(run, facts, changes)
+
+
+def _load_hub(run: Run, folder: Place) -> None:
+    """Start from the weights of a Hugging Face folder (a collective): all ranks do, or none."""
+    model = run.config.model
+    module = models.find(model.name)
+    shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+    together(lambda: importing.fill(weights(run), Path(str(folder)), module, shape))
+    logger.info(f"starting from the weights of {folder}")
 
 
 def weights(run: Run) -> dict[str, Tensor]:

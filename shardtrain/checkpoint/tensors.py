@@ -6,7 +6,8 @@ the overlap of two boxes. A piece that several ranks hold is written once, by th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -161,6 +162,20 @@ def read_whole(manifest: Manifest, folder: Place, name: str) -> Tensor:
     stored = manifest.tensors[name]
     tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     read({name: tensor}, manifest, folder)
+    return tensor
+
+
+def read_part(manifest: Manifest, folder: Place, name: str, wanted: Sequence[slice]) -> Tensor:
+    """A box of one tensor, one slice per dimension, on the CPU; needs no process group. Hashes are not checked here."""
+    stored, offsets = manifest.tensors[name], tuple(one.start for one in wanted)
+    box = offsets, tuple(one.stop - one.start for one in wanted)
+    tensor = torch.empty(box[1], dtype=getattr(torch, stored.dtype))
+    for chunk in stored.chunks:
+        shared = overlap((chunk.offsets, chunk.sizes), box)
+        if shared is None:
+            continue
+        with contextlib.closing(files.open_stored(folder / manifest.files[chunk.file].name)) as reader:
+            part(tensor, shared, offsets).copy_(read_box(reader, chunk, stored.dtype, shared))
     return tensor
 
 

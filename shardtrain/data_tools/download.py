@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from shardtrain.data_tools._arguments import Arguments
+from shardtrain.arguments import Arguments
 from shardtrain.data_tools._hub import ATTEMPTS, LEAST_BYTES, Answer, Hub, Interrupted, StalledError
 from shardtrain.errors import ConfigError, DataError, Problem, StorageError
 from shardtrain.units import format_bytes

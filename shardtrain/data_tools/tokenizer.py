@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardtrain.arguments import Arguments
 from shardtrain.data.columns import Unusable, text
 from shardtrain.data.sources import BadRow, Request, every_row, find, place_of
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
-from shardtrain.data_tools._arguments import Arguments
 from shardtrain.errors import ConfigError, DataError, Problem, StorageError
 
 PROGRAM = "shardtrain data tokenizer train"

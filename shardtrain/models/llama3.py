@@ -5,9 +5,9 @@ Llama 3 itself is the same without the scaled rotary angles: ``model.overrides.r
 
 from __future__ import annotations
 
-from shardtrain.models.llama import LAYOUT, Config, Model, initial
+from shardtrain.models.llama import HUB, LAYOUT, Config, Model, initial
 
-__all__ = ["FLAVORS", "LAYOUT", "Config", "Model", "initial"]
+__all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
 FLAVORS = {
     "debugmodel": {

@@ -1,0 +1,67 @@
+"""A checkpoint written by one process alone, tensor by tensor: no more of it is in memory than the largest tensor."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain import __version__
+from shardtrain.checkpoint import files, manifest
+from shardtrain.checkpoint.manifest import ITEM_BYTES, MANIFEST, Chunk, Manifest, StoredTensor
+from shardtrain.errors import ConfigError, StorageError
+
+
+def write(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    read: Callable[[str], Tensor],
+    facts: Mapping[str, Any],
+) -> None:
+    """Write a checkpoint of step 0 that holds ``shapes`` in one type; ``read`` gives each tensor when it is its turn.
+
+    Raises:
+        ConfigError: when ``folder`` exists.
+        StorageError: when it cannot be written; then nothing is left of it.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; give a new folder")
+    temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(6)}")
+    tensors: dict[str, StoredTensor] = {}
+    begin = 0
+    for name, shape in sorted(shapes.items()):
+        tensors[name] = StoredTensor(dtype, shape, (Chunk((0,) * len(shape), shape, 0, begin),))
+        begin += torch.Size(shape).numel() * ITEM_BYTES[dtype]
+
+    def blocks() -> Iterator[memoryview]:
+        for name in tensors:
+            tensor = read(name).to(getattr(torch, dtype)).contiguous()
+            yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+    try:
+        temporary.mkdir(parents=True)
+        stored = files.write_hashed(temporary / "rank-00000.bin", blocks())
+        whole = Manifest(
+            step=0,
+            world_size=1,
+            run=secrets.token_hex(6),
+            created_by=f"shardtrain {__version__}, torch {torch.__version__}",
+            files=(stored,),
+            tensors=tensors,
+            facts={**facts, "weights_only": True},
+        )
+        text = whole.to_bytes()
+        manifest.parse(text, temporary)
+        files.write_whole(temporary / MANIFEST, text)
+        files.sync_folder(temporary)
+        files.rename(temporary, folder)
+    except OSError as error:
+        raise StorageError(f"cannot write {error.filename}: {error.strerror}; choose another folder") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,118 @@
+"""``shardtrain import`` and ``shardtrain export``: between checkpoints and Hugging Face folders, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardtrain.arguments import Arguments
+from shardtrain.checkpoint import manifest
+from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.run_folder import RESOLVED_CONFIG
+
+if TYPE_CHECKING:
+    from shardtrain.hub.exporting import Export
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def import_main(words: Sequence[str]) -> int:
+    """``shardtrain import HF_DIR --to CHECKPOINT``; gives the exit status."""
+    parser = Arguments("shardtrain import", "Write the weights of a Hugging Face folder as a checkpoint.")
+    parser.add_argument("folder", type=Path, metavar="HF_DIR", help="config.json and safetensors")
+    parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
+    parser.add_argument("--dtype", choices=DTYPES, default="", help="type of the weights (default: the file's)")
+    parser.add_argument("--vocab_size", type=int, default=0, help="let the vocabulary grow to so many rows")
+    found = parser.read(list(words))
+    if found is None:
+        return 0
+    from shardtrain.hub import importing
+
+    model = importing.to_checkpoint(found.folder, found.to, found.dtype, found.vocab_size)
+    print(f"{found.to} holds the weights of {found.folder}; train from them with\n\n{model.toml()}\n")
+    print(f'[checkpoint]\nenable = true\ninitial_load_path = "{found.to}"')
+    return 0
+
+
+def export_main(words: Sequence[str]) -> int:
+    """``shardtrain export CHECKPOINT --to HF_DIR``; gives the exit status."""
+    parser = Arguments("shardtrain export", "Write the weights of a checkpoint as a Hugging Face folder, and check it.")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder")
+    parser.add_argument("--to", type=Path, required=True, metavar="HF_DIR", help="a new folder")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights")
+    parser.add_argument("--shard_gigabytes", type=float, default=5.0, help="largest file, in 10^9 bytes")
+    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied (default: the run's)")
+    parser.add_argument("--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)")
+    parser.add_argument("--check", choices=("auto", "logits", "weights"), default="auto", help="see docs/hub.md")
+    found = parser.read(list(words))
+    if found is None:
+        return 0
+    if not 0.001 <= found.shard_gigabytes <= 1000:
+        raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must lie between 0.001 and 1000; use 5")
+    from shardtrain import models
+    from shardtrain.hub import logits
+    from shardtrain.hub.exporting import Export, export
+
+    options = _model_options(found.checkpoint, found.config)
+    module = models.find(options["name"])
+    config = models.shape_of(module, options["flavor"], options["overrides"], options.get("norm_type", "rmsnorm"))
+    tokenizer = found.tokenizer or options.get("tokenizer")
+    wanted = Export(
+        found.checkpoint,
+        found.to,
+        module,
+        config,
+        dtype=found.dtype,
+        shard_bytes=int(found.shard_gigabytes * 1e9),
+        tokenizer=tokenizer,
+        max_tokens=options.get("seq_len", 0),
+    )
+    files = export(wanted)
+    print(f"{found.to}: {', '.join(files)}; every weight was read back and is equal")
+    if found.check != "weights":
+        _check_logits(wanted, must=found.check == "logits", logits=logits)
+    return 0
+
+
+def _check_logits(wanted: Export, must: bool, logits: Any) -> None:
+    reason = logits.why_not(wanted)
+    if reason:
+        if must:
+            raise ConfigError(f"--check=logits cannot be done: {reason}; use --check=weights")
+        print(f"logits were not compared: {reason}")
+        return
+    error, scale = logits.largest_error(wanted)
+    print(f"transformers gives the same logits: largest error {error:.2e}, where logits are up to {scale:.2g}")
+    if not error <= logits.TOLERANCE * max(scale, 1.0):
+        raise CheckpointError(f"{wanted.output}: transformers' logits differ by {error:.2e}; do not use this folder")
+
+
+def _model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
+    """The model of a checkpoint: by the configuration given, by what an import noted, or by the run beside it."""
+    noted = manifest.read(checkpoint).facts.get("model")
+    run = checkpoint.resolve().parent.parent / RESOLVED_CONFIG
+    if config is None and not run.is_file() and isinstance(noted, dict):
+        if not all(isinstance(noted.get(key), kind) for key, kind in (("name", str), ("flavor", str))):
+            raise CheckpointError(f"checkpoint {checkpoint}: what it says of its model is no name; give --config")
+        overrides = noted.get("overrides")
+        # a path inside an artefact is never run: only models of this package may be named there
+        if str(noted["name"]).endswith(".py"):
+            raise CheckpointError(f"checkpoint {checkpoint} names a model file; give the run's own with --config")
+        return {**noted, "overrides": overrides if isinstance(overrides, dict) else {}}
+    path = config or run
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing, so the model of {checkpoint} is not known; give the TOML with --config")
+    from shardtrain import config as configs
+
+    loaded = configs.load(path, [])
+    model, training = loaded.config.model, loaded.config.training
+    assets = Path(model.tokenizer_path or model.hf_assets_path)
+    return {
+        "name": model.name,
+        "flavor": model.flavor,
+        "overrides": dict(model.overrides),
+        "norm_type": model.norm_type,
+        "seq_len": training.seq_len,
+        "tokenizer": assets if assets.is_dir() else None,
+    }

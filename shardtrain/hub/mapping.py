@@ -1,0 +1,172 @@
+"""Between a model's tensors and those of a Hugging Face folder: what must be there, and box by box what goes where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain.errors import CheckpointError
+from shardtrain.hub.format import Experts, Hub, Piece, Source, pieces
+from shardtrain.hub.weights import HubWeights
+from shardtrain.shards import local_slices, local_tensor
+
+Shape = tuple[int, ...]
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One model in one format: where each of its tensors lies in theirs."""
+
+    hub: Hub
+    shapes: Mapping[str, Shape]
+    """Our tensors by name; a head that is the embedding is not among them."""
+    config: Any
+    """The model's Config."""
+    sources: Mapping[str, Source]
+
+    def pieces_of(self, name: str) -> Iterable[Piece]:
+        """The boxes that make one of our tensors."""
+        return pieces(self.sources[name], self.shapes[name], self.config.head_dim)
+
+    def their_shapes(self) -> dict[str, Shape]:
+        """All tensors of their format, by name."""
+        found: dict[str, Shape] = {}
+        for name, source in self.sources.items():
+            shape = self.shapes[name]
+            if isinstance(source, str):
+                found[source] = shape
+            elif isinstance(source, Experts):
+                found |= {piece.name: shape[1:] for piece in self.pieces_of(name)}
+            else:
+                found[source.name] = (source.parts * shape[0], *shape[1:])
+        return found
+
+
+def translate(hub: Hub, config: Any, shapes: Mapping[str, Shape]) -> Translation:
+    """Find the place of each tensor of a model, named without a prefix.
+
+    Raises:
+        CheckpointError: for a tensor that their format has no place for.
+    """
+    found = {name: hub.source(name, config) for name in shapes}
+    homeless = [name for name, source in found.items() if source is None]
+    if homeless:
+        raise CheckpointError(
+            f"the format of {hub.architecture} has no place for {_first(homeless)}; train without it, or keep this "
+            "project's own checkpoints"
+        )
+    return Translation(hub, shapes, config, {name: source for name, source in found.items() if source is not None})
+
+
+def check(translation: Translation, weights: HubWeights, passed_over: Iterable[str] = ()) -> list[str]:
+    """Refuse a folder that is not exactly this model; gives the names of tensors that are passed over.
+
+    ``passed_over`` are regular expressions for tensors that the model has no place for on purpose. Where the head is
+    the embedding, their file may hold it twice.
+
+    Raises:
+        CheckpointError: names the first ten missing, surplus and differently shaped tensors, with their shapes.
+    """
+    hub, expected, there = translation.hub, translation.their_shapes(), set(weights.names())
+    optional = {name for ours in translation.sources for name in _optional(translation, ours)}
+    missing = sorted(set(expected) - there - optional)
+    surplus: list[str] = []
+    ignored: list[str] = []
+    for name in sorted(there - set(expected)):
+        known = hub.is_ignored(name) or any(re.fullmatch(pattern, name) for pattern in passed_over)
+        (ignored if known or _repeats(name, translation, weights) else surplus).append(name)
+    wrong = [
+        f"{name} {list(weights.shape(name))} in place of {list(shape)}"
+        for name, shape in sorted(expected.items())
+        if name in there and weights.shape(name) != shape
+    ]
+    integral = [
+        f"{name} {weights.dtype(name)}"
+        for name in sorted(set(expected) & there)
+        if not weights.dtype(name).is_floating_point or weights.dtype(name).itemsize == 1
+    ]
+    problems = [
+        f"{len(names)} {what}: {_first(names)}"
+        for what, names in (
+            ("missing", missing),
+            ("not of this model", surplus),
+            ("of another shape", wrong),
+            ("of a type that weights are not trained in", integral),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{weights.folder} does not fit {hub.architecture} as configured: {'; '.join(problems)}; "
+            "use the model and sizes that its config.json names"
+        )
+    return ignored
+
+
+def fill(tensors: Mapping[str, Tensor], translation: Translation, weights: HubWeights) -> None:
+    """Fill this rank's part of our tensors in place: of each only the boxes that the rank holds are read."""
+    for name, tensor in tensors.items():
+        into = local_tensor(tensor).detach()
+        own = local_slices(tensor)
+        for piece in translation.pieces_of(name):
+            if piece.name not in weights:
+                continue  # optional: it keeps what it started with
+            box = _overlap(piece, own)
+            if box is None:
+                continue
+            theirs, place = box
+            part = weights.read(piece.name, theirs)
+            target = into[place]
+            target.copy_(part.reshape(target.shape))
+
+
+def read_whole(name: str, translation: Translation, weights: HubWeights, dtype: torch.dtype) -> Tensor:
+    """One of our tensors, whole, on the CPU."""
+    tensor = torch.zeros(translation.shapes[name], dtype=dtype)
+    fill({name: tensor}, translation, weights)
+    return tensor
+
+
+def _overlap(piece: Piece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What of a piece lies in a rank's part: where in their tensor, and where in the rank's memory."""
+    theirs, place = [], []
+    extra = len(piece.ours) - len(piece.theirs)  # the number of the expert
+    for dim, (mine, whole) in enumerate(zip(own, piece.ours, strict=True)):
+        start, stop = max(mine.start, whole.start), min(mine.stop, whole.stop)
+        if start >= stop:
+            return None
+        place.append(slice(start - mine.start, stop - mine.start))
+        if dim >= extra:
+            begin = piece.theirs[dim - extra].start + start - whole.start
+            theirs.append(slice(begin, begin + stop - start))
+    return tuple(theirs), tuple(place)
+
+
+def _optional(translation: Translation, ours: str) -> list[str]:
+    patterns = (re.escape(pattern).replace(r"\*", r"\d+") for pattern in translation.hub.optional)
+    if not any(re.fullmatch(pattern, ours) for pattern in patterns):
+        return []
+    return [piece.name for piece in translation.pieces_of(ours)]
+
+
+def _repeats(name: str, translation: Translation, weights: HubWeights) -> bool:
+    """Whether a tensor of theirs is the embedding once more, bit for bit."""
+    hub = translation.hub
+    if not translation.config.tied_embeddings or name != hub.source("head.weight"):
+        return False
+    embed = hub.source("embed.weight")
+    if not isinstance(embed, str) or weights.shape(name) != weights.shape(embed):
+        return False
+    box = [slice(0, size) for size in weights.shape(name)]
+    return torch.equal(weights.read(name, box), weights.read(embed, box))
+
+
+def _first(names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest

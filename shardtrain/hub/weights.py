@@ -1,0 +1,132 @@
+"""The weights of a Hugging Face folder: safetensors files and their index, opened without running anything in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain.errors import CheckpointError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MAX_JSON_BYTES = 2**28
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class HubWeights:
+    """Tensors by name, whose bytes are read when they are asked for; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open every file and read what they say they hold.
+
+        Raises:
+            CheckpointError: for no safetensors, a file that is missing, cut or none of the format, or an index that
+                names another place or another file than the one that holds a tensor.
+        """
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        index = self._read_index()
+        for file in sorted(set(index.values())) if index is not None else [SINGLE]:
+            self._open(file)
+        for name, file in (index or {}).items():
+            if self._file_of.get(name) != file:
+                raise CheckpointError(f"{folder / INDEX} says that {name} is in {file}, which does not hold it")
+
+    def _read_index(self) -> dict[str, str] | None:
+        path = self.folder / INDEX
+        if not path.exists():
+            if not (self.folder / SINGLE).exists():
+                legacy = sorted(p.name for p in self.folder.glob("*.bin"))[:3] if self.folder.is_dir() else []
+                what = f"only {', '.join(legacy)}, a pickle, which is never opened here" if legacy else "no weights"
+                raise CheckpointError(
+                    f"{self.folder} has {what}; it needs {SINGLE} or {INDEX}: save it with safe_serialization=True"
+                )
+            return None
+        try:
+            if path.stat().st_size > _MAX_JSON_BYTES:
+                raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes, which no index is")
+            found = json.loads(path.read_bytes())["weight_map"]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is no index of weights ({type(error).__name__}: {error})") from None
+        if not isinstance(found, dict) or not found:
+            raise CheckpointError(f"{path}: weight_map is no table of names")
+        for name, file in found.items():
+            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                raise CheckpointError(f"{path}: {name} lies in {file!r}, which is no safetensors file of this folder")
+        return found
+
+    def _open(self, file: str) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        path = self.folder / file
+        try:
+            opened = safe_open(str(path), framework="pt")
+            names = list(opened.keys())
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; {self.folder / INDEX} names it") from None
+        except (OSError, SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{path} is cut short or no safetensors file ({error}); fetch it again") from None
+        for name in names:
+            if name in self._file_of:
+                raise CheckpointError(f"{name} is both in {self._file_of[name]} and in {file} of {self.folder}")
+            self._file_of[name] = file
+        self._files[file] = opened
+
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return sorted(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor; raises CheckpointError for one that torch does not have."""
+        word = self._slice(name).get_dtype()
+        if word not in _TYPES:
+            raise CheckpointError(f"{self.folder / self._file_of[name]}: {name} has the type {word}, unknown here")
+        return _TYPES[word]
+
+    def read(self, name: str, box: Sequence[slice]) -> Tensor:
+        """A box of a tensor, one slice per dimension, in the type of the file, on the CPU."""
+        part = self._slice(name)
+        return part[tuple(box)] if len(box) else part[...]  # type: ignore[no-any-return]
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._file_of[name]].get_slice(name)
+
+    def __enter__(self) -> HubWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.clear()
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """A JSON object of a few keys, such as config.json; raises CheckpointError where it is none."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes")
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; give a folder with config.json and safetensors") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return found

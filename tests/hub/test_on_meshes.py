@@ -1,0 +1,102 @@
+"""Training starts from a Hugging Face folder, and ends in one, on any mesh: the same weights as on one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_folders import build, save
+from ranks import run_ranks
+from tiny import make_run, tiny_config, whole
+from torch import Tensor
+
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config.schema import Config
+from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.hub.model import recognise
+from shardtrain.resume import resume
+
+pytest.importorskip("transformers")
+
+MESHES: dict[str, dict[str, int]] = {
+    "fsdp=2 tp=2": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+    "pp=2": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    "one": {},
+}
+EXPERTS = {"fsdp=4 ep=2": {"data_parallel_shard_degree": 4, "expert_parallel_degree": 2}}
+CASES = [
+    *((family, mesh) for family in ("llama3", "qwen3_moe", "deepseek_v3") for mesh in MESHES),
+    *((family, mesh) for family in ("qwen3_moe", "mixtral") for mesh in EXPERTS),
+    *(("qwen3", mesh) for mesh in MESHES if mesh != "pp=2"),  # tied ends cannot be in two stages
+]
+
+
+def config_for(folder: Path, output: Path, mesh: str) -> Config:
+    found = recognise(folder)
+    config = tiny_config(
+        job={"dump_folder": str(output)},
+        parallelism={**MESHES, **EXPERTS}[mesh],
+        training={"seq_len": 16},
+        checkpoint={"enable": True, "initial_load_path": str(folder), "initial_load_in_hf": True},
+    )
+    model = dataclasses.replace(
+        config.model, name=found.name, flavor=found.flavor, overrides=dataclasses.asdict(found.config)
+    )
+    model = dataclasses.replace(model, overrides={k: v for k, v in model.overrides.items() if k != "norm_type"})
+    return dataclasses.replace(config, model=model)
+
+
+def start(rank: int, config: Config) -> dict[str, Tensor]:
+    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    resume(run, checkpoints)
+    checkpoints.close()
+    assert run.state.step == 0
+    return whole(run)
+
+
+@pytest.mark.parametrize(("family", "mesh"), CASES)
+def test_a_run_starts_from_the_weights_of_a_folder(family: str, mesh: str, tmp_path: Path) -> None:
+    theirs = build(family)
+    folder = save(theirs, tmp_path / "hf", shard_bytes=20_000)
+    config = config_for(folder, tmp_path / "run", mesh)
+    sizes = {"fsdp=2 tp=2": 4, "pp=2": 2, "one": 1, "fsdp=4 ep=2": 4}
+    parts: list[dict[str, Tensor]] = run_ranks(sizes[mesh], start, config)
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        found |= part
+    state = theirs.state_dict()
+    assert torch.equal(found["embed.weight"], state["model.embed_tokens.weight"])
+    assert torch.equal(found["layers.1.attn.wo.weight"], state["model.layers.1.self_attn.o_proj.weight"])
+    if family in ("qwen3_moe", "mixtral", "deepseek_v3"):
+        # transformers keeps all experts of a layer in one tensor, gates above the rest
+        fused = state["model.layers.1.mlp.experts.gate_up_proj"]
+        assert torch.equal(found["layers.1.moe.experts.w1"], fused.chunk(2, dim=1)[0])
+        assert torch.equal(found["layers.1.moe.experts.w3"], fused.chunk(2, dim=1)[1])
+    if mesh != "one":
+        alone = run_ranks(1, start, config_for(folder, tmp_path / "alone", "one"))[0]
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[name], alone[name]) for name in alone)
+
+
+def refused(rank: int, config: Config) -> Any:
+    try:
+        start(rank, config)
+    except (CheckpointError, ConfigError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_every_rank_refuses_what_one_cannot_read(tmp_path: Path) -> None:
+    folder = save(build("llama3"), tmp_path / "hf", shard_bytes=20_000)
+    config = config_for(folder, tmp_path / "run", "fsdp=2 tp=2")
+    victim = sorted(folder.glob("model-*.safetensors"))[1]
+    victim.write_bytes(victim.read_bytes()[:-10])
+    answers = run_ranks(4, refused, config)
+    assert {name for name, _ in answers} == {"CheckpointError"} and all(victim.name in text for _, text in answers)
+    alone = config_for(folder, tmp_path / "alone", "one")
+    model = dataclasses.replace(alone.model, overrides={**alone.model.overrides, "num_heads": 8})
+    name, text = run_ranks(1, refused, dataclasses.replace(alone, model=model))[0]
+    assert name == "ConfigError" and "num_heads=8 in place of 4" in text

@@ -1,0 +1,150 @@
+"""What is wrong with a folder is said before anything is written: file, key or tensor, and what to do."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_folders import build, save
+from safetensors.torch import load_file, save_file
+
+from shardtrain.cli import main
+from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.hub import importing
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("llama3"), tmp_path_factory.mktemp("hub") / "hf")
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "hf"
+    copy.mkdir()
+    for file in original.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def key(name: str, value: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        fields = json.loads((folder / "config.json").read_text())
+        fields[name] = value
+        (folder / "config.json").write_text(json.dumps(fields))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        change(found)
+        save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def header(text: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text) and None  # type: ignore[return-value]
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def index(content: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return write
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+
+
+WQ = "model.layers.0.self_attn.q_proj.weight"
+CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
+    "missing": (tensors(lambda t: t.pop(WQ)), CheckpointError, f"1 missing: {WQ}"),
+    "surplus": (tensors(lambda t: t.update(extra=torch.ones(2))), CheckpointError, "1 not of this model: extra"),
+    "shape": (tensors(lambda t: t.update({WQ: torch.ones(32, 31)})), CheckpointError, rf"{WQ} \[32, 31\] in place of"),
+    "integers": (tensors(lambda t: t.update({WQ: torch.ones(32, 32, dtype=torch.int8)})), CheckpointError, "of a type"),
+    "all missing": (tensors(lambda t: [t.pop(n) for n in list(t)[3:]]), CheckpointError, "and [0-9]+ more"),
+    "cut": (cut, CheckpointError, "model.safetensors is cut short"),
+    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100) and None, CheckpointError, "cut short"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b"") and None, CheckpointError, "cut short"),
+    "big header": (header(b"{" + b" " * 2**20), CheckpointError, "cut short"),
+    "offsets": (header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,999]}}'), CheckpointError, "cut short"),
+    "pickle": (pickled, CheckpointError, "a pickle, which is never opened"),
+    "index outside": (index({"weight_map": {WQ: "../model.safetensors"}}), CheckpointError, "no safetensors file of"),
+    "index wrong": (index({"weight_map": {"a": "model.safetensors"}}), CheckpointError, "does not hold it"),
+    "index gone": (
+        index({"weight_map": {WQ: "model-2.safetensors"}}),
+        CheckpointError,
+        "2.safetensors is missing",
+    ),
+    "index shape": (index([1]), CheckpointError, "is no index"),
+    "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "config.json is missing"),
+    "no json": (lambda f: (f / "config.json").write_text("{") and None, CheckpointError, "is no JSON"),  # type: ignore[dict-item]
+    "code": (key("auto_map", {"AutoModel": "evil.Model"}), ConfigError, "auto_map asks for code"),
+    "implementation": (key("_attn_implementation_internal", "hub/x"), ConfigError, "asks for code"),
+    "remote": (key("trust_remote_code", True), ConfigError, "asks for code"),
+    "unknown key": (key("logit_scale", 2.0), ConfigError, "logit_scale may change what the model computes"),
+    "quantized": (key("quantization_config", {"bits": 4}), ConfigError, "quantization_config may change"),
+    "architecture": (key("model_type", "gpt9"), ConfigError, "model_type='gpt9' is none of"),
+    "task": (key("architectures", ["LlamaForSequenceClassification"]), ConfigError, "is not LlamaForCausalLM"),
+    "bias": (key("attention_bias", True), ConfigError, "attention_bias=True is another architecture"),
+    "activation": (key("hidden_act", "gelu"), ConfigError, "hidden_act='gelu'"),
+    "type": (key("hidden_size", "32"), ConfigError, "hidden_size='32' must be a int"),
+    "size": (key("num_hidden_layers", -1), ConfigError, "must lie between"),
+    "rope": (key("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4}), ConfigError, "rope type 'longrope'"),
+    "vocabulary": (key("vocab_size", 261), CheckpointError, r"embed_tokens.weight \[260, 32\] in place of \[261, 32\]"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_that_does_not_fit_is_refused(case: str, folder: Path, tmp_path: Path) -> None:
+    change, kind, text = CASES[case]
+    change(folder)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(kind, match=text):
+        importing.to_checkpoint(folder, tmp_path / "checkpoint")
+    assert sorted(tmp_path.iterdir()) == before, "something was left behind"
+
+
+def test_the_commands_move_a_model_there_and_back(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
+    assert main(["import", str(folder), "--to", str(checkpoint)]) == 0
+    assert 'name = "llama3"' in capsys.readouterr().out
+    assert main(["export", str(checkpoint), "--to", str(back), "--shard_gigabytes", "0.001"]) == 0
+    out = capsys.readouterr().out
+    assert "every weight was read back and is equal" in out and "same logits" in out
+    pair = [load_file(where / "model.safetensors") for where in (folder, back)]
+    assert pair[0].keys() == pair[1].keys() and all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
+    assert main(["export", str(checkpoint), "--to", str(back)]) == 2, "an existing folder is never replaced"
+    assert main(["import", str(folder), "--to", str(checkpoint)]) == 2
+    assert main(["import", str(folder), "--to", str(tmp_path / "x"), "--vocab_size", "10"]) == 2
+
+
+def test_a_vocabulary_grows_by_the_mean_of_its_rows(folder: Path, tmp_path: Path) -> None:
+    from shardtrain.checkpoint import manifest
+    from shardtrain.checkpoint.tensors import read_whole
+
+    model = importing.to_checkpoint(folder, tmp_path / "checkpoint", vocab_size=276)
+    assert model.overrides["vocab_size"] == 276
+    stored = manifest.read(tmp_path / "checkpoint")
+    old = load_file(folder / "model.safetensors")
+    for ours, theirs in (("model.embed.weight", "model.embed_tokens.weight"), ("model.head.weight", "lm_head.weight")):
+        new = read_whole(stored, tmp_path / "checkpoint", ours)
+        assert torch.equal(new[:260], old[theirs])
+        assert torch.equal(new[260:], old[theirs].mean(0).expand(16, -1))

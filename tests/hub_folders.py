@@ -1,0 +1,76 @@
+"""Tiny random models of transformers, saved as users find them: config.json and safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LATENT = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+}
+EXPERTS = {**GROUPED, "num_experts_per_tok": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {**SIZES, "num_key_value_heads": 4}),
+    "llama3": ("Llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}),
+    "llama3-tied": ("Llama", {**GROUPED, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**GROUPED, "head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}),
+    "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
+    "deepseek_v3": ("DeepseekV3", LATENT),
+    "deepseek_v3-plain-queries": ("DeepseekV3", {**LATENT, "q_lora_rank": None}),
+}
+
+
+def build(family: str, seed: int = 0) -> Any:
+    """A model of transformers with weights far from its own start: norms and biases too."""
+    import transformers
+
+    name, fields = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**fields)
+    model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.2 if tensor.ndim > 1 else 0.1))
+                if tensor.ndim == 1:
+                    tensor += 1.0
+    return model.float().eval()
+
+
+def save(model: Any, folder: Path, shard_bytes: int = 10**9) -> Path:
+    """Save as ``save_pretrained`` does; a small ``shard_bytes`` makes several files and an index."""
+    model.save_pretrained(folder, max_shard_size=shard_bytes)
+    return folder
