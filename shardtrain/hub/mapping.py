@@ -158,9 +158,9 @@ def _optional(translation: Translation, ours: str) -> list[str]:
 def _repeats(name: str, translation: Translation, weights: HubWeights) -> bool:
     """Whether a tensor of theirs is the embedding once more, bit for bit."""
     hub = translation.hub
-    if not translation.config.tied_embeddings or name != hub.source("head.weight"):
+    if not translation.config.tied_embeddings or name != hub.source("head.weight", translation.config):
         return False
-    embed = hub.source("embed.weight")
+    embed = hub.source("embed.weight", translation.config)
     if not isinstance(embed, str) or weights.shape(name) != weights.shape(embed):
         return False
     box = [slice(0, size) for size in weights.shape(name)]

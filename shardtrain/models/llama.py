@@ -127,10 +127,9 @@ _SCALED = {
 }
 
 
-def _read(f: Fields) -> dict[str, Any]:
+def read_llama(f: Fields) -> dict[str, Any]:
+    """What ``config.json`` says of a Llama and of those that are one under another name."""
     rope = f.rope()
-    f.only("attention_bias", False)
-    f.only("mlp_bias", False)
     kind = {"default": "none"}.get(rope["rope_type"], rope["rope_type"])
     if kind not in ("none", "linear", "llama3"):
         raise ConfigError(f"config.json: rope type {kind!r} is not known for a Llama; use default, linear or llama3")
@@ -146,7 +145,8 @@ def _read(f: Fields) -> dict[str, Any]:
     }
 
 
-def _write(c: Config) -> dict[str, Any]:
+def write_llama(c: Config) -> dict[str, Any]:
+    """The opposite of ``read_llama``."""
     scaling = None
     if c.rope_scaling == "linear":
         scaling = {"rope_type": "linear", "factor": c.rope_scaling_factor}
@@ -155,16 +155,31 @@ def _write(c: Config) -> dict[str, Any]:
     return {
         **write_decoder(c),
         "intermediate_size": c.ffn_dim,
-        "attention_bias": False,
-        "mlp_bias": False,
         "rope_scaling": scaling,
     }
+
+
+NAMES = {**DECODER, **ATTENTION, **feed_forward("layers.*.ffn", "model.layers.*.mlp")}
+
+
+def _read(f: Fields) -> dict[str, Any]:
+    f.only("attention_bias", False)
+    f.only("mlp_bias", False)
+    return {**read_llama(f), "qkv_bias": False, "sliding_window": 0}
+
+
+def _write(c: Config) -> dict[str, Any]:
+    if c.qkv_bias or c.sliding_window:
+        raise ConfigError(
+            "qkv_bias and sliding_window have no place in LlamaForCausalLM; use model.name qwen2 or mistral"
+        )
+    return {**write_llama(c), "attention_bias": False, "mlp_bias": False}
 
 
 HUB = Hub(
     architecture="LlamaForCausalLM",
     model_type="llama",
-    names={**DECODER, **ATTENTION, **feed_forward("layers.*.ffn", "model.layers.*.mlp")},
+    names=NAMES,
     read=_read,
     write=_write,
     ignored=ROTARY,

@@ -5,9 +5,14 @@ Later versions and Nemo have no window. ``sliding_window`` counts the tokens tha
 
 from __future__ import annotations
 
-from shardtrain.models.llama import LAYOUT, Config, Model, initial
+from typing import Any
 
-__all__ = ["FLAVORS", "LAYOUT", "Config", "Model", "initial"]
+from shardtrain.errors import ConfigError
+from shardtrain.hub.format import Fields, Hub
+from shardtrain.hub.words import ROTARY
+from shardtrain.models.llama import LAYOUT, NAMES, Config, Model, initial, read_llama, write_llama
+
+__all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
 FLAVORS = {
     "debugmodel": {
@@ -32,3 +37,23 @@ FLAVORS = {
         "rope_theta": 1e6,
     },
 }
+
+
+def _read(f: Fields) -> dict[str, Any]:
+    return {**read_llama(f), "qkv_bias": False, "sliding_window": f.take("sliding_window", int, 0)}
+
+
+def _write(c: Config) -> dict[str, Any]:
+    if c.qkv_bias:
+        raise ConfigError("qkv_bias has no place in MistralForCausalLM; use model.name qwen2")
+    return {**write_llama(c), "sliding_window": c.sliding_window or None}
+
+
+HUB = Hub(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    names=NAMES,
+    read=_read,
+    write=_write,
+    ignored=ROTARY,
+)
