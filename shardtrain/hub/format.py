@@ -122,7 +122,7 @@ _HARMLESS = {
     "qk_head_dim", "chunk_size_feed_forward", "is_encoder_decoder",
 }  # fmt: skip
 """Keys of config.json that change no number of a forward without dropout, or repeat what other keys say."""
-_CODE = re.compile(r"auto_map|_implementation|trust_remote_code|custom_pipelines|_commit_hash")
+_CODE = re.compile(r"auto_map|_implementation|remote_code|custom_pipelines|_commit_hash")
 _NEVER = {
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "add_cross_attention": False
 }  # fmt: skip

@@ -8,15 +8,14 @@ Shape suffixes: B batch, T tokens, D model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
-from shardtrain.errors import ConfigError
-from shardtrain.hub.format import Fields, Hub
-from shardtrain.hub.words import ATTENTION, DECODER, ROTARY, feed_forward, read_decoder, write_decoder
+from shardtrain.hub.llama import HUB
 from shardtrain.layout import Depth, Draw, Layout
 from shardtrain.models.layers import Attention, Decoder, FeedForward, RotaryAngles, build_norm
+
+__all__ = ["HUB", "LAYOUT", "Config", "Model", "initial"]
 
 
 @dataclass(frozen=True)
@@ -117,70 +116,3 @@ def initial(c: Config) -> dict[str, Draw]:
         "layers.*.ffn.w1.weight": Draw("normal", std=0.02),
         "layers.*.ffn.w[23].weight": Draw("normal", std=0.02, depth=depth),
     }
-
-
-_SCALED = {
-    "rope_scaling_factor": "factor",
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
-    "rope_original_seq_len": "original_max_position_embeddings",
-}
-
-
-def read_llama(f: Fields) -> dict[str, Any]:
-    """What ``config.json`` says of a Llama and of those that are one under another name."""
-    rope = f.rope()
-    kind = {"default": "none"}.get(rope["rope_type"], rope["rope_type"])
-    if kind not in ("none", "linear", "llama3"):
-        raise ConfigError(f"config.json: rope type {kind!r} is not known for a Llama; use default, linear or llama3")
-    scaled = {ours: rope[theirs] for ours, theirs in _SCALED.items() if theirs in rope and kind != "none"}
-    if "rope_original_seq_len" in scaled:
-        scaled["rope_original_seq_len"] = int(scaled["rope_original_seq_len"])
-    return {
-        **read_decoder(f),
-        "ffn_dim": f.integer("intermediate_size"),
-        "rope_theta": float(rope["rope_theta"]),
-        "rope_scaling": kind,
-        **scaled,
-    }
-
-
-def write_llama(c: Config) -> dict[str, Any]:
-    """The opposite of ``read_llama``."""
-    scaling = None
-    if c.rope_scaling == "linear":
-        scaling = {"rope_type": "linear", "factor": c.rope_scaling_factor}
-    elif c.rope_scaling == "llama3":
-        scaling = {"rope_type": "llama3", **{theirs: getattr(c, ours) for ours, theirs in _SCALED.items()}}
-    return {
-        **write_decoder(c),
-        "intermediate_size": c.ffn_dim,
-        "rope_scaling": scaling,
-    }
-
-
-NAMES = {**DECODER, **ATTENTION, **feed_forward("layers.*.ffn", "model.layers.*.mlp")}
-
-
-def _read(f: Fields) -> dict[str, Any]:
-    f.only("attention_bias", False)
-    f.only("mlp_bias", False)
-    return {**read_llama(f), "qkv_bias": False, "sliding_window": 0}
-
-
-def _write(c: Config) -> dict[str, Any]:
-    if c.qkv_bias or c.sliding_window:
-        raise ConfigError(
-            "qkv_bias and sliding_window have no place in LlamaForCausalLM; use model.name qwen2 or mistral"
-        )
-    return {**write_llama(c), "attention_bias": False, "mlp_bias": False}
-
-
-HUB = Hub(
-    architecture="LlamaForCausalLM",
-    model_type="llama",
-    names=NAMES,
-    read=_read,
-    write=_write,
-    ignored=ROTARY,
-)

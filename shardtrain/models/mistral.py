@@ -9,8 +9,9 @@ from typing import Any
 
 from shardtrain.errors import ConfigError
 from shardtrain.hub.format import Fields, Hub
+from shardtrain.hub.llama import NAMES, read_llama, write_llama
 from shardtrain.hub.words import ROTARY
-from shardtrain.models.llama import LAYOUT, NAMES, Config, Model, initial, read_llama, write_llama
+from shardtrain.models.llama import LAYOUT, Config, Model, initial
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 

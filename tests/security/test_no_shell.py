@@ -35,6 +35,7 @@ SERVERS = {
 }
 LISTENS = {
     "launch/local.py": "the ranks' rendezvous, on the loopback address",
+    "parallel/rendezvous.py": "connects to torchrun's store, and listens nowhere (is_master=False)",
 }
 
 
