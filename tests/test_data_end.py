@@ -141,7 +141,8 @@ def with_other_batches(rank: int, root: Path) -> list[Ended]:
     ended = []
     for batch, stop_after in ((4, 6), (8, None), (8, None)):
         config = config_of(root / "batches", {}, epochs=2, local_batch_size=batch, global_batch_size=batch)
-        config = replace(config, checkpoint=replace(config.checkpoint, interval=3))
+        accepted = ["training.global_batch_size"]
+        config = replace(config, checkpoint=replace(config.checkpoint, interval=3, accept_changes=accepted))
         ended.append(train_whole(rank, config, stop_after=stop_after))
     return ended
 

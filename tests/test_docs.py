@@ -28,6 +28,7 @@ SMALLER = {
         f"--training.steps 2 {TRAIN}"
     ),
     "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.enable --checkpoint.interval 10": TRAIN,
+    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.enable --job.dump_folder outputs/hub": TRAIN,
     "shardtrain train configs/debug.toml --training.steps 30 --checkpoint.enable --checkpoint.interval 10": TRAIN,
     "shardtrain train configs/debug.toml --checkpoint.enable --job.dump_folder outputs/first": (
         f"--training.steps 2 {TRAIN}"

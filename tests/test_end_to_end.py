@@ -19,12 +19,15 @@ from shardtrain import data, profiling
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError
+from shardtrain.goodput.account import BINS
 from shardtrain.parallel import world
 from shardtrain.schedule import learning_rate
 
+BINS_OF_GOODPUT = ["goodput", *(f"goodput_{name}_seconds" for name in BINS)]
 KEYS = [
     "step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tps", "tokens_per_second", "tflops", "mfu",
-    "memory_gib", "step_seconds", "data_seconds", "skipped_updates", "spikes", "rewinds", "order_hash",
+    "memory_gib", "step_seconds", "data_seconds", "skipped_updates", "spikes", "rewinds",
+    *BINS_OF_GOODPUT, "order_hash",
 ]  # fmt: skip
 
 
@@ -83,7 +86,13 @@ def test_a_run_writes_these_files_and_no_others(folder: Path, runs: list[Any]) -
     logs = {"logs/rank-0.log", "logs/rank-1.log"}
     events = {name for name in found if name.startswith("tb/")}
     assert len(events) == 1 and "events.out.tfevents" in next(iter(events))
-    expected = {"config.resolved.toml", "asked/for.toml", "metrics.jsonl"} | checkpoints | traces | logs | events
+    expected = (
+        {"config.resolved.toml", "asked/for.toml", "metrics.jsonl", "goodput.jsonl"}
+        | checkpoints
+        | traces
+        | logs
+        | events
+    )
     assert found == expected
 
 

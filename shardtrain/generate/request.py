@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.data_tools._arguments import Arguments
+from shardtrain.arguments import Arguments
 from shardtrain.errors import ConfigError, Problem
 
 ABOUT = """Continue a prompt, or each row of a JSONL file, with a trained model. One prompt is printed as it comes;

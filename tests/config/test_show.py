@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from shardtrain.config import Config, ConfigError, check, check_report, help_text, load, resolved_toml, show
@@ -61,6 +61,7 @@ def build(section: str, values: dict[str, Any]) -> Any:
 @given(config=configs())
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_a_resolved_config_reloads_to_an_identical_one(config: Config, tmp_path_factory: Any) -> None:
+    assume(config.checkpoint.folder)  # an empty one is an older way of saying no checkpoints; a run refuses it
     file = tmp_path_factory.getbasetemp() / "resolved.toml"
     file.write_bytes(resolved_toml(config).encode())
     assert load(file).config == config
