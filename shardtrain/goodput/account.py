@@ -37,6 +37,11 @@ class Attempt:
         return self.start.started + (sum(self.points[-1].seconds.values()) if self.points else 0.0)
 
     @property
+    def saved_step(self) -> int:
+        """What another attempt would go on from."""
+        return self.points[-1].saved_step if self.points else self.start.step
+
+    @property
     def ended(self) -> float:
         """When it ended, as far as somebody wrote it down."""
         said_so = bool(self.points) and self.points[-1].ended
@@ -114,7 +119,7 @@ def account(attempts: Sequence[Attempt]) -> Account:
     kept_step: float = float("inf")
     for attempt in reversed(attempts):
         if attempt is attempts[-1] and attempt.died is not None:
-            kept_step = _saved_step(attempt)  # it has no successor yet, and what was not saved is as good as lost
+            kept_step = attempt.saved_step  # it has no successor yet, and what was not saved is as good as lost
         for name, seconds in bins(attempt, kept_step).items():
             total[name] += seconds
         total["lost"] += max(0.0, attempt.ended - attempt.last_known)  # it died before it could write the next line
@@ -171,12 +176,3 @@ def _at(attempt: Attempt, step: float) -> dict[str, float]:
             return {name: before[name] + share * (now[name] - before[name]) for name in names}
         before_step, before = point.step, now
     return before
-
-
-def _saved_step(attempt: Attempt) -> int:
-    """The step of the last line that counts one save more than the line before."""
-    step, saves = attempt.start.step, 0
-    for point in attempt.points:
-        if point.saves > saves:
-            step, saves = point.step, point.saves
-    return step

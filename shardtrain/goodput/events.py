@@ -46,6 +46,8 @@ class Progress:
     seconds: dict[str, float] = field(default_factory=dict)
     ended: bool = False
     """The last line of an attempt that could still write one."""
+    saved_step: int = 0
+    """The newest step of which there is a checkpoint; one that is written beside training is there some steps later."""
 
 
 @dataclass(frozen=True)

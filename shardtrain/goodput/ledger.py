@@ -44,7 +44,8 @@ class Ledger:
         self._path = folder / events.FILE if folder else None
         self._phases, self._now = phases or Phases(), now
         self._offset: dict[Phase, float] = {}
-        self._step, self._saves, self._written = step, 0, -float("inf")
+        self._step = self._saved_step = step
+        self._saves, self._written = 0, -float("inf")
         if folder is None:
             return
         own = sum(self._phases.seconds().values())
@@ -83,17 +84,17 @@ class Ledger:
         return {**measured, "goodput": found.goodput, **seconds}
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step is there: what a later attempt goes on from."""
-        self._step, self._saves = step, self._saves + 1
+        """A checkpoint of this step is there, perhaps some steps later: what a later attempt goes on from."""
+        self._step, self._saved_step, self._saves = max(self._step, step), step, self._saves + 1
         if self._path is not None:
             self._progress()
 
     def go_back(self, step: int) -> None:
         """The run has taken the state of an older step in place: what came after that one is lost."""
-        self._step = step
         if self._path is None:
             return
         self._write(self._point(ended=True))
+        self._step = self._saved_step = step
         self._offset, self._before, self._saves = self._phases.seconds(), 0.0, 0
         earlier = self._earlier(self._path.parent)
         attempt, now = secrets.token_hex(8), self._now()
@@ -131,7 +132,8 @@ class Ledger:
             str(name): round(value - self._offset.get(name, 0.0) + self._before * (name == "start"), 4)
             for name, value in self._phases.seconds().items()
         }
-        return events.Progress(self._start.attempt, round(self._now(), 3), self._step, self._saves, rounded, ended)
+        now = round(self._now(), 3)
+        return events.Progress(self._start.attempt, now, self._step, self._saves, rounded, ended, self._saved_step)
 
     def _progress(self) -> None:
         self._written = sum(self._phases.seconds().values())

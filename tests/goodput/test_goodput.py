@@ -143,6 +143,55 @@ def test_what_the_run_shows_while_it_trains_is_what_its_file_says_later(tmp_path
     )
 
 
+def a_ledger(life: Life, phases: Phases, step: int = 0) -> Ledger:
+    environment = {"SHARDTRAIN_JOB": life.job, "SHARDTRAIN_STARTED": str(life.now)}
+    return Ledger(life.folder, phases, step, 1, environment, lambda: life.now)
+
+
+def train(life: Life, ledger: Ledger, first: int, last: int) -> None:
+    """Steps ``first`` to ``last`` of 2 s each."""
+    for step in range(first, last + 1):
+        life.spend(2.0)
+        ledger.note(step, True)
+
+
+def test_a_save_that_is_told_late_takes_back_no_step_and_promises_none(tmp_path):
+    """Written beside training: the checkpoint of step 4 is there at step 7."""
+    life = Life(tmp_path)
+    life.new_command()
+    phases = Phases(lambda: life.now)
+    ledger = a_ledger(life, phases)
+    phases.begin("step")
+    train(life, ledger, 1, 7)
+    ledger.saved(4)
+    assert ledger.account().seconds["productive"] == pytest.approx(14.0)
+    train(life, ledger, 8, 10)
+    note_death(tmp_path, life.job, life.now)
+    found = life.account()
+    # it has no successor yet: what came after step 4 is as good as lost
+    assert found.seconds["productive"] == pytest.approx(8.0) and found.seconds["lost"] == pytest.approx(12.0)
+    a_ledger(life, Phases(lambda: life.now), 4)
+    assert life.account().seconds == pytest.approx(found.seconds)
+
+
+def test_what_a_rewind_undoes_is_lost_and_every_second_stays_in_a_bin(tmp_path):
+    life = Life(tmp_path)
+    life.new_command()
+    phases = Phases(lambda: life.now)
+    with a_ledger(life, phases) as ledger:
+        phases.begin("step")
+        train(life, ledger, 1, 5)
+        ledger.saved(5)
+        train(life, ledger, 6, 8)
+        ledger.go_back(5)
+        train(life, ledger, 6, 9)
+        shown = ledger.account()
+    found = life.account()
+    assert found.seconds == pytest.approx(shown.seconds)
+    assert found.seconds["productive"] == pytest.approx(18.0) and found.seconds["lost"] == pytest.approx(6.0)
+    assert found.running_seconds == pytest.approx(24.0) and found.saves == 1
+
+
 def test_a_rank_that_keeps_no_account_writes_nothing(tmp_path):
     ledger = Ledger(None, Phases(), 0, 2)
     with ledger:
