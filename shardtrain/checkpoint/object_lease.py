@@ -36,7 +36,11 @@ class ObjectLease(Lease):
         if holder:
             self._wait_until_free(holder)
         with contextlib.suppress(FileExistsError):  # another run was faster
-            self._object.put(self._text(), new=not holder)
+            if not self._object.put(self._text(), new=not holder):
+                logger.info(
+                    f"{self._object.parent}: this store cannot refuse a second writer; of two runs that start within a "
+                    "second of each other one will stop at its next save"
+                )
         found = self._found()
         if found.get("nonce") != self.nonce:
             self._refuse(found)

@@ -139,16 +139,17 @@ class ObjectPath:
             file.close()
         return StoredFile(self.name, size, digest.hexdigest())
 
-    def put(self, data: bytes, new: bool) -> None:
-        """Write a small object at once. ``new`` fails where there is one, in stores that can tell."""
+    def put(self, data: bytes, new: bool) -> bool:
+        """Write a small object at once. ``new`` fails where there is one; gives False for a store that cannot tell."""
         with _asking(self.address):
             if new:
                 try:
                     self.store.pipe_file(self._key, data, mode="create")
-                    return
+                    return True
                 except (TypeError, ValueError, RuntimeError):
                     pass  # a store without conditional writes
             self.store.pipe_file(self._key, data)
+            return not new
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object."""

@@ -133,6 +133,28 @@ def test_a_lease_of_a_living_run_is_refused_and_one_that_was_taken_stops_its_los
     assert first.steps() == [1]
 
 
+def test_a_store_that_cannot_refuse_a_second_writer_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    whole = fsspec.filesystem("memory")
+
+    class Plain:
+        """A store without conditional writes."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(whole, name)
+
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
+            if mode != "overwrite":
+                raise ValueError(mode)
+            whole.pipe_file(path, value)
+
+    with caplog.at_level("INFO"):
+        stored().to_continue()
+        assert "cannot refuse" not in caplog.text
+        whole.rm(f"{FOLDER}/{lease.LEASE}")
+        on(Plain()).to_continue()
+    assert caplog.text.count("this store cannot refuse a second writer") == 1
+
+
 def test_a_lease_of_another_host_is_taken_when_it_shows_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     first = stored()
     first.to_continue()
