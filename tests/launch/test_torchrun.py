@@ -28,7 +28,8 @@ def words(folder: Path, steps: int) -> list[str]:
     options = {
         "job.dump_folder": folder, "training.dataset": "text", "training.dataset_path": text_file(),
         "training.seq_len": 32, "training.local_batch_size": 1, "training.global_batch_size": 4,
-        "training.steps": steps, "training.device": "cpu", "model.overrides.num_layers": 1,
+        "training.steps": steps, "training.device": "cpu", "training.on_data_end": "repeat",
+        "training.mixed_precision_param": "float32", "model.overrides.num_layers": 1,
         "parallelism.data_parallel_shard_degree": -1, "checkpoint.enable": "true", "checkpoint.interval": 5,
         "metrics.log_freq": 1,
     }  # fmt: skip
@@ -42,6 +43,7 @@ def words(folder: Path, steps: int) -> list[str]:
 
 def start(*command: str) -> subprocess.Popen:
     names = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    names["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or the agent of a node that joins waits in vain
     log = subprocess.DEVNULL
     return subprocess.Popen([sys.executable, *command], env=names, stdout=log, stderr=log, start_new_session=True)
 
@@ -90,14 +92,28 @@ def test_each_kill_costs_one_restart(tmp_path):
         agent.kill()
 
 
+def elastic(port: int, folder: Path, steps: int, is_host: bool) -> subprocess.Popen:
+    """One node of a run of one or two."""
+    patience = f"last_call_timeout=3,keep_alive_interval=1,is_host={is_host:d}"
+    options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-id", "law", "--max-restarts", "3"]
+    return start(*torchrun(port, *options, "--rdzv-conf", patience), *words(folder, steps))
+
+
+def check(folder: Path, whole: Path, steps: int, world_sizes: list[int]) -> None:
+    """The run of these attempts saw what the undisturbed one saw, and learned the same."""
+    lines = map(json.loads, (folder / "goodput.jsonl").read_text().splitlines())
+    assert [one["world_size"] for one in lines if one["kind"] == "start"] == world_sizes
+    mine, theirs = losses(folder), losses(whole)
+    assert list(mine) == list(theirs) == list(range(1, steps + 1))
+    assert [h for _, h in mine.values()] == [h for _, h in theirs.values()]
+    for step, (loss, _) in mine.items():
+        assert loss == pytest.approx(theirs[step][0], rel=1e-3), step  # sums of float32 in another order
+
+
 def test_a_run_that_loses_a_node_goes_on_with_the_other_and_sees_the_same_data(tmp_path):
-    steps, port = 60, free_port()
-    options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-id", "law", "--max-restarts", "3", "--rdzv-conf"]
-    patience = "last_call_timeout=3,keep_alive_interval=1,is_host="
-    whole = start(*words(tmp_path / "whole", steps), "--nproc", "1")
-    assert whole.wait(WAIT_SECONDS) == 0
-    folder = tmp_path / "elastic"
-    agents = [start(*torchrun(port, *options, patience + host), *words(folder, steps)) for host in "10"]
+    steps, port, folder = 60, free_port(), tmp_path / "elastic"
+    assert start(*words(tmp_path / "whole", steps), "--nproc", "1").wait(WAIT_SECONDS) == 0
+    agents = [elastic(port, folder, steps, is_host) for is_host in (True, False)]
     try:
         wait_for(lambda: num_steps(folder) > 8, WAIT_SECONDS)
         lost = agents[1]
@@ -107,14 +123,19 @@ def test_a_run_that_loses_a_node_goes_on_with_the_other_and_sees_the_same_data(t
     finally:
         for agent in agents:
             agent.kill()
-    sizes = [
-        one["world_size"]
-        for one in map(json.loads, (folder / "goodput.jsonl").read_text().splitlines())
-        if one["kind"] == "start"
-    ]
-    assert sizes == [2, 1]
-    mine, theirs = losses(folder), losses(tmp_path / "whole")
-    assert list(mine) == list(theirs) == list(range(1, steps + 1))
-    assert [h for _, h in mine.values()] == [h for _, h in theirs.values()]
-    for step, (loss, _) in mine.items():
-        assert loss == pytest.approx(theirs[step][0], rel=1e-3), step  # sums of bfloat16 in another order
+    check(folder, tmp_path / "whole", steps, [2, 1])
+
+
+def test_a_run_that_gains_a_node_goes_on_with_both_and_sees_the_same_data(tmp_path):
+    """The agent asks its rank to stop, which saves itself: nothing is done again."""
+    steps, port, folder = 250, free_port(), tmp_path / "elastic"
+    assert start(*words(tmp_path / "whole", steps), "--nproc", "1").wait(WAIT_SECONDS) == 0
+    agents = [elastic(port, folder, steps, is_host=True)]
+    try:
+        wait_for(lambda: num_steps(folder) > 8, WAIT_SECONDS)
+        agents.append(elastic(port, folder, steps, is_host=False))
+        assert [agent.wait(WAIT_SECONDS) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+    check(folder, tmp_path / "whole", steps, [1, 2])
