@@ -12,14 +12,13 @@ from torch import Tensor
 
 from shardtrain import models
 from shardtrain.checkpoint import whole
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.errors import ConfigError
 from shardtrain.hub import mapping
 from shardtrain.hub.model import HubModel, check_same, recognise, translation_of
 from shardtrain.hub.weights import HubWeights
 from shardtrain.log import logger
 from shardtrain.state import TrainState
-
-PREFIX = "model."
 
 
 def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int = 0) -> HubModel:
@@ -46,7 +45,7 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
             shapes[name] = (found.config.vocab_size, *shapes[name][1:])
 
         def read(name: str) -> Tensor:
-            name = name.removeprefix(PREFIX)
+            name = name.removeprefix(WEIGHTS_PREFIX)
             tensor = mapping.read_whole(name, translation, weights, getattr(torch, dtype))
             more = shapes[name][0] - tensor.shape[0] if shapes[name] else 0
             return torch.cat((tensor, tensor.float().mean(0).to(tensor.dtype).expand(more, -1))) if more else tensor
@@ -55,7 +54,7 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
             "state": TrainState().to_dict(),
             "model": {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)},
         }
-        whole.write(output, {PREFIX + name: shape for name, shape in shapes.items()}, dtype, read, facts)
+        whole.write(output, {WEIGHTS_PREFIX + name: shape for name, shape in shapes.items()}, dtype, read, facts)
     return found
 
 
@@ -71,7 +70,9 @@ def fill(tensors: Mapping[str, Tensor], folder: Path, module: Any, config: Any) 
     translation = translation_of(module, config, str(folder))
     with HubWeights(folder) as weights:
         _tell(mapping.check(translation, weights, found.passed_over))
-        mapping.fill({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, translation, weights)
+        mapping.fill(
+            {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}, translation, weights
+        )
 
 
 def _grown(found: HubModel, vocab_size: int) -> HubModel:

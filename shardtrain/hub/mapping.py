@@ -74,8 +74,7 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
         CheckpointError: names the first ten missing, surplus and differently shaped tensors, with their shapes.
     """
     hub, expected, there = translation.hub, translation.their_shapes(), set(weights.names())
-    optional = {name for ours in translation.sources for name in _optional(translation, ours)}
-    missing = sorted(set(expected) - there - optional)
+    missing = sorted(set(expected) - there)
     surplus: list[str] = []
     ignored: list[str] = []
     for name in sorted(there - set(expected)):
@@ -115,8 +114,6 @@ def fill(tensors: Mapping[str, Tensor], translation: Translation, weights: HubWe
         into = local_tensor(tensor).detach()
         own = local_slices(tensor)
         for piece in translation.pieces_of(name):
-            if piece.name not in weights:
-                continue  # optional: it keeps what it started with
             box = _overlap(piece, own)
             if box is None:
                 continue
@@ -146,13 +143,6 @@ def _overlap(piece: Piece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], t
             begin = piece.theirs[dim - extra].start + start - whole.start
             theirs.append(slice(begin, begin + stop - start))
     return tuple(theirs), tuple(place)
-
-
-def _optional(translation: Translation, ours: str) -> list[str]:
-    patterns = (re.escape(pattern).replace(r"\*", r"\d+") for pattern in translation.hub.optional)
-    if not any(re.fullmatch(pattern, ours) for pattern in patterns):
-        return []
-    return [piece.name for piece in translation.pieces_of(ours)]
 
 
 def _repeats(name: str, translation: Translation, weights: HubWeights) -> bool:

@@ -105,7 +105,7 @@ def translation_of(module: ModuleType, config: Any, where: str) -> Translation:
 
 def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path) -> None:
     """Refuse a folder whose model is not the one configured; raises ConfigError naming each field that differs."""
-    if getattr(module, "HUB", None) is not found.hub and getattr(module, "HUB", None) != found.hub:
+    if getattr(module, "HUB", None) != found.hub:
         raise ConfigError(f"{folder} holds a {found.hub.architecture}, which model.name does not; use\n{found.toml()}")
     said = found.hub.read(Fields(read_json(folder / CONFIG), str(folder / CONFIG)))
     training_only = re.compile(r".*_coeff|depth_init|init_std|norm_type")
