@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint.background import pieces
 from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest, StoredFile
 from shardtrain.checkpoint.safetensors_header import header
 from shardtrain.errors import CheckpointError, ConfigError, StorageError
@@ -73,21 +74,25 @@ class Writer:
             if damage := files.find_damage(self.wanted.checkpoint, file):
                 raise CheckpointError(f"checkpoint {self.wanted.checkpoint}: {damage}; use another one")
 
-    def write_weights(self, folder: Path, file: str, go_on: Callable[[], None] = lambda: None) -> StoredFile:
-        """Write one file of weights; ``go_on`` is called between tensors, and may raise. Raises OSError."""
+    def write_weights(
+        self, folder: Path, file: str, go_on: Callable[[], None] = lambda: None, wait_seconds: float = 0.0
+    ) -> StoredFile:
+        """Write one file of weights; ``go_on`` is called between pieces, and may raise. Raises OSError.
+
+        ``wait_seconds`` is how long the folder, which another node may have made, may take to be seen from here.
+        """
         names, dtype = self.files[file], self.wanted.dtype
 
         def blocks() -> Iterator[memoryview]:
             yield header({name: (dtype, self._shapes[name]) for name in names})
             for name in names:
-                go_on()
                 tensor = torch.empty(self._shapes[name], dtype=getattr(torch, dtype))
                 for ours, piece in self._made_of[name]:
                     target = tensor[piece.theirs]
                     target.copy_(self.read_part(ours, piece.ours).reshape(target.shape))
-                yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+                yield from pieces(memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data), go_on)
 
-        return files.write_hashed(folder / file, blocks())
+        return files.write_hashed(folder / file, blocks(), wait_seconds)
 
     def write_rest(self, folder: Path) -> None:
         """Write all but the weights: index, config.json and the tokenizer's files. Raises OSError."""
@@ -173,11 +178,8 @@ def config_fields(wanted: Export) -> dict[str, Any]:
 
 
 def _check_stored(translation: Translation, stored: Manifest, checkpoint: Path) -> None:
-    weights = {
-        n.removeprefix(WEIGHTS_PREFIX): tuple(t.shape)
-        for n, t in stored.tensors.items()
-        if n.startswith(WEIGHTS_PREFIX)
-    }
+    ours = {name: tuple(t.shape) for name, t in stored.tensors.items() if name.startswith(WEIGHTS_PREFIX)}
+    weights = {name.removeprefix(WEIGHTS_PREFIX): shape for name, shape in ours.items()}
     wrong = sorted(n for n in weights.keys() | translation.shapes if weights.get(n) != translation.shapes.get(n))
     if wrong:
         name = wrong[0]
