@@ -86,11 +86,9 @@ class Writer:
         def blocks() -> Iterator[memoryview]:
             yield header({name: (dtype, self._shapes[name]) for name in names})
             for name in names:
-                tensor = torch.empty(self._shapes[name], dtype=getattr(torch, dtype))
-                for ours, piece in self._made_of[name]:
-                    target = tensor[piece.theirs]
-                    target.copy_(self.read_part(ours, piece.ours).reshape(target.shape))
-                yield from pieces(memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data), go_on)
+                for box in mapping.row_blocks(self._shapes[name]):
+                    block = self._read_theirs(name, box)
+                    yield from pieces(memoryview(block.reshape(-1).view(torch.uint8).numpy().data), go_on)
 
         return files.write_hashed(folder / file, blocks(), wait_seconds)
 
@@ -109,6 +107,23 @@ class Writer:
         """A box of one of our tensors, rounded to the exported type."""
         found = tensor_files.read_part(self.stored, self.wanted.checkpoint, WEIGHTS_PREFIX + name, box)
         return found.to(getattr(torch, self.wanted.dtype))
+
+    def _read_theirs(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """Some rows of one of their tensors."""
+        if not box:
+            return self.read_part(self._made_of[name][0][0], ())
+        rows, rest = box[0], box[1:]
+        block = torch.empty([part.stop - part.start for part in box], dtype=getattr(torch, self.wanted.dtype))
+        for ours, piece in self._made_of[name]:
+            whole, experts = piece.theirs[0], len(piece.ours) - len(piece.theirs)
+            begin, end = max(rows.start, whole.start), min(rows.stop, whole.stop)
+            if begin >= end:
+                continue
+            shift = piece.ours[experts].start - whole.start
+            wanted = (*piece.ours[:experts], slice(begin + shift, end + shift), *piece.ours[experts + 1 :])
+            target = block[(slice(begin - rows.start, end - rows.start), *rest)]
+            target.copy_(self.read_part(ours, wanted).reshape(target.shape))
+        return block
 
     @property
     def _item(self) -> int:
@@ -132,7 +147,7 @@ class Writer:
 def export(wanted: Export) -> list[str]:
     """Write the folder, read it back, and give its files; when this returns every weight in it was compared.
 
-    Memory stays below two tensors. What is written is renamed into place when it is whole and equal.
+    A block of rows is in memory at a time. What is written is renamed into place when it is whole and equal.
 
     Raises:
         ConfigError: when ``output`` exists, or the model has no form in this format.
@@ -204,10 +219,10 @@ def _compare(folder: Path, writer: Writer) -> None:
     with HubWeights(folder) as weights:
         mapping.check(translation, weights)
         for name, shape in translation.shapes.items():
-            theirs = mapping.read_whole(name, translation, weights, dtype)
-            ours = writer.read_part(name, [slice(0, size) for size in shape])
-            if not torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8)):
-                raise CheckpointError(f"{folder}: {name} was not read back as it was written; nothing was exported")
+            for box in mapping.row_blocks(shape):
+                theirs, ours = mapping.read_part(name, box, translation, weights, dtype), writer.read_part(name, box)
+                if not torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8)):
+                    raise CheckpointError(f"{folder}: {name} was not read back as it was written; nothing was exported")
 
 
 def tokenizer_files(folder: Path | None) -> list[Path]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,23 +112,46 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
 def fill(tensors: Mapping[str, Tensor], translation: Translation, weights: HubWeights) -> None:
     """Fill this rank's part of our tensors in place: of each only the boxes that the rank holds are read."""
     for name, tensor in tensors.items():
-        into = local_tensor(tensor).detach()
-        own = local_slices(tensor)
-        for piece in translation.pieces_of(name):
-            box = _overlap(piece, own)
-            if box is None:
-                continue
-            theirs, place = box
-            part = weights.read(piece.name, theirs)
-            target = into[place]
-            target.copy_(part.reshape(target.shape))
+        _fill(local_tensor(tensor).detach(), name, local_slices(tensor), translation, weights)
 
 
 def read_whole(name: str, translation: Translation, weights: HubWeights, dtype: torch.dtype) -> Tensor:
     """One of our tensors, whole, on the CPU."""
-    tensor = torch.zeros(translation.shapes[name], dtype=dtype)
-    fill({name: tensor}, translation, weights)
+    return read_part(name, tuple(slice(0, size) for size in translation.shapes[name]), translation, weights, dtype)
+
+
+def read_part(
+    name: str, box: tuple[slice, ...], translation: Translation, weights: HubWeights, dtype: torch.dtype
+) -> Tensor:
+    """A box of one of our tensors, on the CPU."""
+    tensor = torch.zeros([part.stop - part.start for part in box], dtype=dtype)
+    _fill(tensor, name, box, translation, weights)
     return tensor
+
+
+def row_blocks(shape: Shape, row_limit_bytes: int = 2**25, item_bytes: int = 4) -> Iterator[tuple[slice, ...]]:
+    """The boxes of whole rows that make a tensor, each of so many bytes at most, or of one row.
+
+    >>> [box[0] for box in row_blocks((5, 4), row_limit_bytes=32)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    rest = tuple(slice(0, size) for size in shape[1:])
+    step = max(1, row_limit_bytes // max(1, math.prod(shape[1:]) * item_bytes))
+    for begin in range(0, shape[0] if shape else 0, step):
+        yield (slice(begin, min(begin + step, shape[0])), *rest)
+    if not shape:
+        yield ()
+
+
+def _fill(into: Tensor, name: str, own: tuple[slice, ...], translation: Translation, weights: HubWeights) -> None:
+    for piece in translation.pieces_of(name):
+        box = _overlap(piece, own)
+        if box is None:
+            continue
+        theirs, place = box
+        part = weights.read(piece.name, theirs)
+        target = into[place]
+        target.copy_(part.reshape(target.shape))
 
 
 def _overlap(piece: Piece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
