@@ -14,6 +14,7 @@ from shardtrain.checkpoint.agree import exchange
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem
+from shardtrain.hub.saving import HubSaves
 from shardtrain.log import logger
 from shardtrain.resume import optimizer_state, save, weights
 from shardtrain.shards import local_tensor
@@ -46,6 +47,7 @@ def _introduce(run: Run, checkpoints: Checkpoints) -> None:
     # until a save has been measured
     run.stop.assumed_save_seconds = _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
     run.saving, checkpoints.saved_step = checkpoints.saving, run.state.step
+    checkpoints.exporter = HubSaves(run.config) if HubSaves.wanted(run.config) else None
     checkpoints.on_written, checkpoints.on_saved = run.stop.saves.add, run.ledger.saved
     if checkpoints.best.exhausted:
         _no_patience(run, checkpoints)
@@ -61,7 +63,7 @@ def save_when_due(run: Run, checkpoints: Checkpoints, pause: Callable[[], Abstra
         started = time.perf_counter()
         save(run, checkpoints, last=run.state.step == run.total_steps)
         if checkpoints.saving.writing is None:  # else it is known when all is on disk
-            run.stop.saves.add(time.perf_counter() - started)
+            run.stop.saves.add(time.perf_counter() - started - checkpoints.export_seconds)
         _compare_with_grace(run)
 
 
@@ -122,6 +124,7 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
     """
     step, reason, folder = run.state.step, run.stop.reason or "another rank's request", _folder(run)
     with run.phases.within("checkpoint"):
+        checkpoints.give_up_export()
         seconds = 0.9 * run.stop.remaining_seconds()
         in_time = checkpoints.finish(None if seconds == math.inf else seconds) and run.stop_word < stopping.NOT_IN_TIME
         if step > checkpoints.saved_step:
@@ -150,6 +153,8 @@ def data_ended(run: Run, checkpoints: Checkpoints) -> None:
         checkpoints.finish()
         if run.state.step > checkpoints.saved_step and checkpoints.is_due(run.state.step, run.state.step):
             save(run, checkpoints, last=False, wait=True)
+        if run.config.training.on_data_end == "stop" and run.state.step == checkpoints.saved_step:
+            checkpoints.export_last(run.state.step)
     if run.config.training.on_data_end == "repeat":
         raise DataError("the training data have no document in whole passes; the log says why")
     message = f"the training data ended after step {run.state.step} of {run.total_steps}"

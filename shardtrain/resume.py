@@ -48,9 +48,10 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     """
     options = run.config.checkpoint
     path = checkpoints.to_continue()
-    initial = path is None and options.enable and options.initial_load_path is not None
+    start = options.initial_load_path or (run.config.model.hf_assets_path if options.initial_load_in_hf else None)
+    initial = path is None and options.enable and start is not None
     if initial:
-        path = place(str(options.initial_load_path))
+        path = place(str(start))
     if path is None:
         return
     if initial and options.initial_load_in_hf:
@@ -99,10 +100,10 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
 
 def _load_hub(run: Run, folder: Place) -> None:
     """Start from the weights of a Hugging Face folder (a collective): all ranks do, or none."""
-    model = run.config.model
+    model, quantized = run.config.model, run.config.checkpoint.initial_load_in_hf_quantized
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    together(lambda: importing.fill(weights(run), Path(str(folder)), module, shape))
+    together(lambda: importing.fill(weights(run), Path(str(folder)), module, shape, quantized))
     logger.info(f"starting from the weights of {folder}")
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.checkpoint import files
+from shardtrain.checkpoint.agree import exchange
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.checkpoint.storage import Place
@@ -37,8 +38,8 @@ class GivenUp(Exception):
 class Writing:
     """One save on its way; ``action`` runs in a thread and is given a function that raises when all is given up."""
 
-    def __init__(self, step: int, action: Callable[[Callable[[], None]], None]) -> None:
-        self.step = step
+    def __init__(self, step: int, action: Callable[[Callable[[], None]], None], is_export: bool = False) -> None:
+        self.step, self.is_export = step, is_export
         self.seconds = 0.0
         """From the beginning to the end of the action."""
         self._action = action
@@ -65,6 +66,11 @@ class Writing:
         """Ask the thread to end soon."""
         self._given_up.set()
 
+    @property
+    def given_up(self) -> bool:
+        """Whether it has ended because it was asked to."""
+        return isinstance(self._error, GivenUp)
+
     def result(self) -> None:
         """Raise the error that ended the thread, unless it was told to give up."""
         if self._error is not None and not isinstance(self._error, GivenUp):
@@ -81,6 +87,23 @@ class Writing:
     def _go_on(self) -> None:
         if self._given_up.is_set():
             raise GivenUp
+
+
+def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
+    """Wait until the threads of all ranks have ended, or one has failed; False, on all, past a limit (a collective)."""
+    deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
+    while True:
+        # in short turns: no rank waits in a collective for as long as another writes
+        writing.wait(1.0 if deadline is None else min(1.0, deadline - time.monotonic()))
+        late = deadline is not None and time.monotonic() >= deadline
+        said = exchange([writing.ended, writing.failed, late])
+        if all(ended for ended, _, _ in said):
+            return True
+        if any(failed for _, failed, _ in said):
+            writing.give_up()
+            deadline = None
+        elif any(late for _, _, late in said):
+            return False
 
 
 class Saving:

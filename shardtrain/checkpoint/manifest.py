@@ -34,6 +34,8 @@ ITEM_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 """Types that a tensor may have, and bytes per element."""
+WEIGHTS_PREFIX = "model."
+"""Names of weights begin with it, and no others."""
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.bin")
 _HEX = re.compile(r"[0-9a-f]{64}")

@@ -15,10 +15,13 @@ from shardtrain.checkpoint import files
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest, read
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.errors import CheckpointError
+from shardtrain.log import logger
 
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
-_LEFT = re.compile(r"step-\d+\.tmp(?:-([0-9a-f]+))?")
-_TRASH = re.compile(r"step-\d+\.trash-[0-9a-f]+")
+HUB = "-hf"
+"""Ends the name of a folder that holds a checkpoint in Hugging Face format; it goes when the checkpoint does."""
+_LEFT = re.compile(r"step-\d+(?:-hf)?\.tmp(?:-([0-9a-f]+))?")
+_TRASH = re.compile(r"step-\d+(?:-hf)?\.trash-[0-9a-f]+")
 LEFTOVER_SECONDS = 3600.0
 """A save cut short is swept away when nothing in it changed for an hour."""
 
@@ -68,6 +71,27 @@ def to_delete(own: Sequence[int], keep: int, whole: Collection[int]) -> list[int
     return [step for step in own if step < oldest_kept]
 
 
+def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, spare: int) -> None:
+    """Delete what is no longer to be kept after the checkpoint of step ``saved``: see ``to_delete``.
+
+    Multiples of ``forever`` stay, unless it is 0, and so does step ``spare``.
+    """
+    # steps after this one are another history, which the user went back from: no part of what is counted here
+    own = [step for step in steps(folder) if step <= saved]
+    if not keep or len(own) <= keep:
+        return
+    whole = {step for step in own[-keep:] if is_whole(folder / f"step-{step}")}
+    if len(whole) < keep:
+        whole = {step for step in own if is_whole(folder / f"step-{step}")}
+    for step in to_delete(own, keep, whole):
+        if step == spare or (forever and step % forever == 0):
+            continue
+        try:
+            discard(folder / f"step-{step}")
+        except OSError as error:  # the new one is safe, and the next save tries again
+            logger.warning(f"cannot delete the old checkpoint {folder / f'step-{step}'}: {error.strerror}")
+
+
 def discard(path: Path | ObjectPath) -> None:
     """Delete a checkpoint: from the rename on, or once its manifest is gone, it is none. Raises OSError before that."""
     if isinstance(path, ObjectPath):
@@ -76,6 +100,22 @@ def discard(path: Path | ObjectPath) -> None:
             for left in path.list_below():
                 left.unlink(missing_ok=True)
         return
+    discard_hub(path)
+    _to_trash(path)
+
+
+def hub_folder(path: Path) -> Path:
+    """Where a checkpoint lies in Hugging Face format, if it was written so."""
+    return path.with_name(f"{path.name}{HUB}")
+
+
+def discard_hub(path: Path) -> None:
+    """Delete what a checkpoint was written as in Hugging Face format, if it was. Raises OSError."""
+    if hub_folder(path).is_dir():
+        _to_trash(hub_folder(path))
+
+
+def _to_trash(path: Path) -> None:
     trash = path.with_name(f"{path.name}.trash-{secrets.token_hex(4)}")
     files.rename(path, trash)
     remove(trash)

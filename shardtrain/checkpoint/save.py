@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import __version__
-from shardtrain.checkpoint import background, relay, retention
+from shardtrain.checkpoint import background, exports, relay, retention
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.agree import exchange, together
 from shardtrain.checkpoint.background import Saving, Staging, Writing
 from shardtrain.checkpoint.best import Best
+from shardtrain.checkpoint.exports import Exporter
 from shardtrain.checkpoint.interval import Interval
 from shardtrain.checkpoint.manifest import Manifest, StoredFile
 from shardtrain.checkpoint.storage import Place, storage_of
@@ -57,6 +59,11 @@ class Saver:
         self.saved_step = 0
         """The newest step that is on disk, or that the run began with; equal on all ranks."""
         self.failures_in_a_row = self.skipped = 0
+        self._export_is_due = self._export_must = False
+        self.export_seconds = 0.0
+        """How long the newest save waited for an export, which is no part of the save."""
+        self.exporter: Exporter | None = None
+        """Writes some of the checkpoints once more, in another format."""
         self.on_saved: Callable[[int], object] = lambda step: None
         """Told the step of each checkpoint that is there."""
         self.on_written: Callable[[float], object] = lambda seconds: None
@@ -73,6 +80,7 @@ class Saver:
             return False
         first = options.enable_first_step_checkpoint and step == 1
         by_number = options.interval_type == "steps" and step % options.interval == 0
+        by_number |= options.hf_interval > 0 and step % options.hf_interval == 0
         return first or step == total_steps or by_number or self.saving.due or self.best.is_new(step)
 
     def save(
@@ -103,6 +111,8 @@ class Saver:
             weights, rest = tensor_files.cast(weights, self._options.export_dtype), {}
             facts = {**facts, "weights_only": True}
         tensors, facts = {**weights, **rest}, {"weights_only": False, **facts}
+        self._export_is_due = self.exporter is not None and self.exporter.is_due(step, last)
+        self.export_seconds = 0.0
         self._number += 1
         in_background = self._options.async_mode != "disabled" and not must
         try:
@@ -113,8 +123,9 @@ class Saver:
         else:
             if not in_background:
                 self._saved(step)
+                self._export_if_due(step, must or self._options.async_mode == "disabled", must)
         self.saving.forget()
-        self.interval.note(time.monotonic() - begun)
+        self.interval.note(time.monotonic() - begun - self.export_seconds)
         self.interval.begin_anew()
 
     def poll(self) -> None:
@@ -124,41 +135,51 @@ class Saver:
             StorageError: as ``save`` does.
         """
         if self.saving.has_ended(dist.get_world_size()):
-            self.finish()
+            self._finish_one()
 
     def finish(self, limit_seconds: float | None = None) -> bool:
-        """Wait for the save in flight; False, on all ranks, where it has not ended within the limit of one.
+        """Wait for what is in flight; False, on all ranks, where it has not ended within the limit of one.
 
         Raises:
             StorageError: as ``save`` does.
         """
-        writing = self.saving.writing
-        if writing is None:
-            return True
-        deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
-        while True:
-            # in short turns: no rank waits in a collective for as long as another writes
-            writing.wait(1.0 if deadline is None else min(1.0, deadline - time.monotonic()))
-            late = deadline is not None and time.monotonic() >= deadline
-            said = exchange([writing.ended, writing.failed, late])
-            if all(ended for ended, _, _ in said):
-                break
-            if any(failed for _, failed, _ in said):
-                writing.give_up()
-                deadline = None
-            elif any(late for _, _, late in said):
+        begun = time.monotonic()
+        while self.saving.writing is not None:  # the end of a save may be the beginning of an export
+            left = None if limit_seconds is None else limit_seconds - (time.monotonic() - begun)
+            if not self._finish_one(left):
                 return False
+        return True
+
+    def _finish_one(self, limit_seconds: float | None = None) -> bool:
+        writing = self.saving.writing
+        assert writing is not None
+        if not background.ended_everywhere(writing, limit_seconds):
+            return False
         self.saving.writing = None
         try:
             together(writing.result)
         except BaseException as error:
             self._abandon(writing.step)
-            self._tolerate(error, must=False)
+            self._tolerate(error, must=writing.is_export and self._export_must)
         else:
-            self._saved(writing.step)
-            self.on_written(writing.seconds)
-            self.interval.note_write(writing.seconds)
+            self._written(writing)
         return True
+
+    def export_last(self, step: int) -> None:
+        """Write the checkpoint of a step in the other format, if the last one is to be.
+
+        Raises:
+            StorageError: when it cannot be written.
+        """
+        self._export_is_due = self.exporter is not None and self.exporter.is_due(step, True)
+        self._export_if_due(step, wait=True, must=True)
+
+    def give_up_export(self) -> None:
+        """There is no time for one: end what is in flight without result, and begin no other."""
+        self._export_is_due, self.exporter, writing = False, None, self.saving.writing
+        if writing is not None and writing.is_export:
+            writing.give_up()
+            self.finish()
 
     def close(self) -> None:
         """Let other runs write the folder; a save in flight gets a moment, for a run that ends with an error."""
@@ -169,7 +190,7 @@ class Saver:
                 writing.wait(GIVE_UP_SECONDS)
             if self._is_first:
                 if writing.ended and not writing.failed:
-                    logger.info(f"saved checkpoint {self._folder / f'step-{writing.step}'}")
+                    logger.info(f"saved checkpoint {self._name(writing)}")
                 else:
                     self._abandon(writing.step)
             self.saving.writing = None
@@ -182,6 +203,7 @@ class Saver:
     def _abandon(self, step: int) -> None:
         if self._is_first:
             self._storage.abandon(self._draft(step, self._lease.nonce))
+            exports.abandon(self._folder / f"step-{step}", self._lease)
 
     def _save_now(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         shares = self._shares(tensors)
@@ -241,6 +263,38 @@ class Saver:
             facts=facts,
         )
 
+    def _export_if_due(self, step: int, wait: bool, must: bool) -> None:
+        """Write a checkpoint that is on disk in the other format: in the background, unless it is to ``wait``."""
+        if not self._export_is_due:
+            return
+        self._export_is_due, self._export_must = False, must
+        assert self.exporter is not None and isinstance(self._folder, Path)
+        size = 1 if self._relays else dist.get_world_size()
+        begun = time.monotonic()
+        try:
+            self.saving.writing = exports.begin(self.exporter, self._folder / f"step-{step}", self._lease, size)
+        except BaseException as error:
+            self._tolerate(error, must)
+        if wait:
+            self.finish()
+            self.export_seconds = time.monotonic() - begun
+
+    def _name(self, writing: Writing) -> Place:
+        return self._folder / f"step-{writing.step}{retention.HUB if writing.is_export else ''}"
+
+    def _written(self, writing: Writing) -> None:
+        """What the threads wrote is there, or was given up."""
+        if not writing.is_export:
+            self._saved(writing.step)
+            self.on_written(writing.seconds)
+            self.interval.note_write(writing.seconds)
+            self._export_if_due(writing.step, wait=False, must=False)
+        elif any(exchange(writing.given_up)):
+            self._abandon(writing.step)
+            logger.warning(f"{self._name(writing)} was given up: there was no time for it")
+        else:
+            logger.info(f"saved {self._name(writing)}")
+
     def _saved(self, step: int) -> None:
         self.saved_step, self.failures_in_a_row = step, 0
         self.on_saved(step)
@@ -281,21 +335,10 @@ class Saver:
     def _tidy(self, saved: int, facts: Mapping[str, Any]) -> None:
         """After a commit: name the best one, and delete what is no longer to be kept."""
         self.best.point(self._folder, facts.get("best"), self._lease.nonce)
-        keep, forever = self._options.keep_latest_k, self._options.keep_every_n_steps
-        # steps after this one are another history, which the user went back from: no part of what is counted here
-        own = [step for step in retention.steps(self._folder) if step <= saved]
-        if not keep or len(own) <= keep:
-            return
-        whole = {step for step in own[-keep:] if retention.is_whole(self._folder / f"step-{step}")}
-        if len(whole) < keep:
-            whole = {step for step in own if retention.is_whole(self._folder / f"step-{step}")}
-        for step in retention.to_delete(own, keep, whole):
-            if step == self.best.kept or (forever and step % forever == 0):
-                continue
-            try:
-                retention.discard(self._folder / f"step-{step}")
-            except OSError as error:  # the new one is safe, and the next save tries again
-                logger.warning(f"cannot delete the old checkpoint {self._folder / f'step-{step}'}: {error.strerror}")
+        options = self._options
+        retention.delete_old(
+            self._folder, saved, options.keep_latest_k, options.keep_every_n_steps, spare=self.best.kept
+        )
 
 
 def _fields(file: StoredFile | None) -> list[Any] | None:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.checkpoint import files, manifest
-from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredTensor
+from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest, StoredTensor
+from shardtrain.checkpoint.safetensors_header import header
 from shardtrain.checkpoint.storage import Place
 from shardtrain.errors import CheckpointError
-
-_TYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
-    "bool": "BOOL",
-}  # fmt: skip
-PREFIX = "model."
 
 
 def write(checkpoint: Place, output: Path) -> int:
@@ -34,21 +27,11 @@ def write(checkpoint: Place, output: Path) -> int:
         damage = files.find_damage(checkpoint, file)
         if damage:
             raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")
-    weights = {name: tensor for name, tensor in stored.tensors.items() if name.startswith(PREFIX)}
-    header, begin = {}, 0
-    for name, tensor in weights.items():
-        end = begin + math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
-        header[name.removeprefix(PREFIX)] = {
-            "dtype": _TYPES[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    weights = {name: tensor for name, tensor in stored.tensors.items() if name.startswith(WEIGHTS_PREFIX)}
+    kinds = {name.removeprefix(WEIGHTS_PREFIX): (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
 
     def blocks() -> Iterator[memoryview]:
-        yield memoryview(len(text).to_bytes(8, "little") + text)
+        yield header(kinds)
         for tensor in weights.values():
             yield memoryview(whole_bytes(stored, checkpoint, tensor))
 

@@ -19,8 +19,6 @@ UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("model.print_after_conversion", bool, "replacing modules (float8, MX)", "remove it"),
     ("optimizer.early_step_in_backward", bool, "updating in backward, which would come before clipping", "remove it"),
     ("parallelism.expert_parallel_comm_backend", lambda v: v != "standard", "DeepEP", 'set it to "standard"'),
-    ("checkpoint.initial_load_in_hf_quantized", bool, "loading Hugging Face weights", "set it to false"),
-    ("checkpoint.last_save_in_hf", bool, "saving in Hugging Face format", "set it to false"),
     (
         "comm.mode",
         lambda v: v == "local_tensor",

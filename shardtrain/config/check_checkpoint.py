@@ -26,9 +26,33 @@ def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
     if options.create_seed_checkpoint and options.load_only:
         rule = "saves, and checkpoint.load_only forbids it"
         yield problem(loaded, "checkpoint.create_seed_checkpoint", rule, "remove one of them")
+    if options.enable:
+        yield from _check_hub(loaded)
     if options.interval_type == "automatic" and options.enable and loaded.is_set("checkpoint.interval"):
         rule = 'is not used with checkpoint.interval_type = "automatic"'
         yield problem(loaded, "checkpoint.interval", rule, "remove it")
+
+
+def _check_hub(loaded: Loaded) -> Iterator[Problem]:
+    """Hugging Face weights: in at the start, out beside the checkpoints."""
+    options, model = loaded.config.checkpoint, loaded.config.model
+    begins = "checkpoint.initial_load_in_hf"
+    if options.initial_load_in_hf and not options.initial_load_model_only:
+        rule = "starts from weights, and checkpoint.initial_load_model_only=false asks for more than a folder has"
+        yield problem(loaded, begins, rule, "set checkpoint.initial_load_model_only = true")
+    if options.initial_load_in_hf and options.initial_load_path is None and model.hf_assets_path == "bytes":
+        rule = "needs a folder, and neither checkpoint.initial_load_path nor model.hf_assets_path names one"
+        yield problem(loaded, begins, rule, "set checkpoint.initial_load_path")
+    if options.initial_load_in_hf_quantized and not options.initial_load_in_hf:
+        rule = "has no effect without checkpoint.initial_load_in_hf"
+        yield problem(loaded, "checkpoint.initial_load_in_hf_quantized", rule, f"set {begins} = true, or remove it")
+    for option, is_set in (("last_save_in_hf", options.last_save_in_hf), ("hf_interval", options.hf_interval > 0)):
+        if is_set and options.load_only:
+            rule = "saves, and checkpoint.load_only forbids it"
+            yield problem(loaded, f"checkpoint.{option}", rule, "remove one of them")
+        if is_set and "://" in options.folder:
+            rule = "writes a folder that is renamed into place, and checkpoint.folder is a store, which cannot rename"
+            yield problem(loaded, f"checkpoint.{option}", rule, "remove it, and export afterwards")
 
 
 def check_pinned(loaded: Loaded, device: str | None) -> Iterator[Problem]:

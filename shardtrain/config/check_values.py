@@ -68,6 +68,7 @@ AT_LEAST_0 = (
     "validation.dataloader.num_workers",
     "parallelism.pipeline_parallel_first_stage_less_layers",
     "parallelism.pipeline_parallel_last_stage_less_layers",
+    "checkpoint.hf_interval",
     "checkpoint.keep_latest_k",
     "checkpoint.keep_every_n_steps",
     "checkpoint.max_stall_seconds",

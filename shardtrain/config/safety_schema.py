@@ -32,16 +32,19 @@ class Checkpoint:
     initial_load_model_only: bool = True
     """Take the weights alone from initial_load_path."""
     initial_load_in_hf: bool = False
-    """initial_load_path is in Hugging Face format."""
+    """initial_load_path is in Hugging Face format; without one the weights are those of model.hf_assets_path."""
     initial_load_in_hf_quantized: bool = False
-    """initial_load_path holds quantized Hugging Face weights."""
+    """They are fp8 with a scale per block of a weight, as DeepSeek-V3 is published."""
     last_save_model_only: bool = False
     """Save the weights alone at the last step. torchtitan's default is true, which makes a finished run impossible to
     extend; here it is asked for."""
     last_save_in_hf: bool = False
-    """Write the last save in Hugging Face format."""
+    """Write the last save in Hugging Face format too, as step-N-hf beside it."""
+    hf_interval: int = 0
+    """Steps between two saves that are written in Hugging Face format too, as step-N-hf, which retention deletes with
+    step-N; 0 writes none (shardtrain)."""
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Type of the weights in a weights-only save."""
+    """Type of the weights in a weights-only save, and in Hugging Face format."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write checkpoints while training goes on, which waits for a copy in host memory alone; pinned copies faster from
     CUDA."""

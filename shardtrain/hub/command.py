@@ -52,7 +52,7 @@ def export_main(words: Sequence[str]) -> int:
         raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must lie between 0.001 and 1000; use 5")
     from shardtrain import models
     from shardtrain.hub import logits
-    from shardtrain.hub.exporting import Export, export
+    from shardtrain.hub.exporting import Export, export, tokenizer_files
 
     options = _model_options(found.checkpoint, found.config)
     module = models.find(options["name"])
@@ -70,9 +70,17 @@ def export_main(words: Sequence[str]) -> int:
     )
     files = export(wanted)
     print(f"{found.to}: {', '.join(files)}; every weight was read back and is equal")
+    if not tokenizer_files(tokenizer):
+        print(f"no tokenizer is among them: {_no_tokenizer(tokenizer, options)}; copy it there, or give --tokenizer")
     if found.check != "weights":
         _check_logits(wanted, must=found.check == "logits", logits=logits)
     return 0
+
+
+def _no_tokenizer(folder: Path | None, options: dict[str, Any]) -> str:
+    if folder is not None:
+        return f"{folder} has no file of one"
+    return f"the run's is {options['assets']!r}, and no folder" if "assets" in options else "the import noted none"
 
 
 def _check_logits(wanted: Export, must: bool, logits: Any) -> None:
@@ -115,4 +123,5 @@ def _model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
         "norm_type": model.norm_type,
         "seq_len": training.seq_len,
         "tokenizer": assets if assets.is_dir() else None,
+        "assets": str(assets),
     }

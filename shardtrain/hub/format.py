@@ -59,8 +59,6 @@ class Hub:
     """The model's Config -> what config.json says of it, beyond what all architectures say."""
     ignored: tuple[str, ...] = ()
     """Their tensors that hold nothing which is not computed, or that we have no place for on purpose."""
-    optional: tuple[str, ...] = ()
-    """Our tensors that their file need not have: they keep what they start with."""
     renamed: Callable[[Any], Mapping[str, Source]] = lambda _: {}
     """Names that depend on the model's Config, in place of those in ``names``."""
 

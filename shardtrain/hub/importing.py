@@ -12,14 +12,13 @@ from torch import Tensor
 
 from shardtrain import models
 from shardtrain.checkpoint import whole
-from shardtrain.errors import ConfigError
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.errors import ConfigError, Problem
 from shardtrain.hub import mapping
+from shardtrain.hub.block_fp8 import open_weights
 from shardtrain.hub.model import HubModel, check_same, recognise, translation_of
-from shardtrain.hub.weights import HubWeights
 from shardtrain.log import logger
 from shardtrain.state import TrainState
-
-PREFIX = "model."
 
 
 def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int = 0) -> HubModel:
@@ -36,7 +35,7 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
     """
     found = recognise(folder)
     translation = translation_of(models.find(found.name), found.config, str(folder))
-    with HubWeights(folder) as weights:
+    with open_weights(folder, found.block) as weights:
         _tell(mapping.check(translation, weights, found.passed_over))
         first = weights.dtype(next(iter(translation.their_shapes())))
         dtype = dtype or str(first).removeprefix("torch.")
@@ -46,7 +45,7 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
             shapes[name] = (found.config.vocab_size, *shapes[name][1:])
 
         def read(name: str) -> Tensor:
-            name = name.removeprefix(PREFIX)
+            name = name.removeprefix(WEIGHTS_PREFIX)
             tensor = mapping.read_whole(name, translation, weights, getattr(torch, dtype))
             more = shapes[name][0] - tensor.shape[0] if shapes[name] else 0
             return torch.cat((tensor, tensor.float().mean(0).to(tensor.dtype).expand(more, -1))) if more else tensor
@@ -55,23 +54,31 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
             "state": TrainState().to_dict(),
             "model": {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)},
         }
-        whole.write(output, {PREFIX + name: shape for name, shape in shapes.items()}, dtype, read, facts)
+        whole.write(output, {WEIGHTS_PREFIX + name: shape for name, shape in shapes.items()}, dtype, read, facts)
     return found
 
 
-def fill(tensors: Mapping[str, Tensor], folder: Path, module: Any, config: Any) -> None:
+def fill(tensors: Mapping[str, Tensor], folder: Path, module: Any, config: Any, quantized: bool | None = None) -> None:
     """Fill this rank's part of a run's tensors (with the prefix ``model.``) straight from a Hugging Face folder.
 
+    ``quantized`` says whether its weights are to be quantised; None takes either.
+
     Raises:
-        ConfigError: when the folder holds another model than the one configured.
+        ConfigError: when the folder holds another model than the one configured, or is quantised and should not be.
         CheckpointError: when tensors are missing, surplus or of other shapes, or a file is damaged.
     """
     found = recognise(folder)
     check_same(module, config, found, folder)
+    if quantized is not None and quantized != (found.block is not None):
+        rule = "is for quantised weights, and these are not" if quantized else "is needed: these weights are quantised"
+        fix = f"set it to {str(not quantized).lower()}"
+        raise ConfigError(Problem("checkpoint.initial_load_in_hf_quantized", quantized, f"{rule} ({folder})", fix))
     translation = translation_of(module, config, str(folder))
-    with HubWeights(folder) as weights:
+    with open_weights(folder, found.block) as weights:
         _tell(mapping.check(translation, weights, found.passed_over))
-        mapping.fill({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, translation, weights)
+        mapping.fill(
+            {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}, translation, weights
+        )
 
 
 def _grown(found: HubModel, vocab_size: int) -> HubModel:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.hub.exporting import PREFIX, Export
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.hub.exporting import Export
 
 TOLERANCE = 1e-4
 """Of the largest logit, in float32, between two programs that compute the same formulas in another order."""
@@ -23,7 +24,7 @@ def why_not(wanted: Export) -> str:
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
     stored = manifest.read(wanted.checkpoint)
-    needed = 3 * sum(torch.Size(t.shape).numel() * 4 for n, t in stored.tensors.items() if n.startswith(PREFIX))
+    needed = 3 * sum(torch.Size(t.shape).numel() * 4 for n, t in stored.tensors.items() if n.startswith(WEIGHTS_PREFIX))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return f"two copies in float32 need {needed} bytes of memory and {free} are free" if needed > free else ""
 
@@ -43,7 +44,7 @@ def own_model(wanted: Export) -> nn.Module:
     stored = manifest.read(wanted.checkpoint)
     model: nn.Module = wanted.module.Model(wanted.config)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        found = tensor_files.read_whole(stored, wanted.checkpoint, PREFIX + name)
+        found = tensor_files.read_whole(stored, wanted.checkpoint, WEIGHTS_PREFIX + name)
         tensor.copy_(found.to(getattr(torch, wanted.dtype)))
     return model.float().eval()
 

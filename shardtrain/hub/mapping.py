@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +75,7 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
         CheckpointError: names the first ten missing, surplus and differently shaped tensors, with their shapes.
     """
     hub, expected, there = translation.hub, translation.their_shapes(), set(weights.names())
-    optional = {name for ours in translation.sources for name in _optional(translation, ours)}
-    missing = sorted(set(expected) - there - optional)
+    missing = sorted(set(expected) - there)
     surplus: list[str] = []
     ignored: list[str] = []
     for name in sorted(there - set(expected)):
@@ -112,25 +112,46 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
 def fill(tensors: Mapping[str, Tensor], translation: Translation, weights: HubWeights) -> None:
     """Fill this rank's part of our tensors in place: of each only the boxes that the rank holds are read."""
     for name, tensor in tensors.items():
-        into = local_tensor(tensor).detach()
-        own = local_slices(tensor)
-        for piece in translation.pieces_of(name):
-            if piece.name not in weights:
-                continue  # optional: it keeps what it started with
-            box = _overlap(piece, own)
-            if box is None:
-                continue
-            theirs, place = box
-            part = weights.read(piece.name, theirs)
-            target = into[place]
-            target.copy_(part.reshape(target.shape))
+        _fill(local_tensor(tensor).detach(), name, local_slices(tensor), translation, weights)
 
 
 def read_whole(name: str, translation: Translation, weights: HubWeights, dtype: torch.dtype) -> Tensor:
     """One of our tensors, whole, on the CPU."""
-    tensor = torch.zeros(translation.shapes[name], dtype=dtype)
-    fill({name: tensor}, translation, weights)
+    return read_part(name, tuple(slice(0, size) for size in translation.shapes[name]), translation, weights, dtype)
+
+
+def read_part(
+    name: str, box: tuple[slice, ...], translation: Translation, weights: HubWeights, dtype: torch.dtype
+) -> Tensor:
+    """A box of one of our tensors, on the CPU."""
+    tensor = torch.zeros([part.stop - part.start for part in box], dtype=dtype)
+    _fill(tensor, name, box, translation, weights)
     return tensor
+
+
+def row_blocks(shape: Shape, row_limit_bytes: int = 2**25, item_bytes: int = 4) -> Iterator[tuple[slice, ...]]:
+    """The boxes of whole rows that make a tensor, each of so many bytes at most, or of one row.
+
+    >>> [box[0] for box in row_blocks((5, 4), row_limit_bytes=32)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    rest = tuple(slice(0, size) for size in shape[1:])
+    step = max(1, row_limit_bytes // max(1, math.prod(shape[1:]) * item_bytes))
+    for begin in range(0, shape[0] if shape else 0, step):
+        yield (slice(begin, min(begin + step, shape[0])), *rest)
+    if not shape:
+        yield ()
+
+
+def _fill(into: Tensor, name: str, own: tuple[slice, ...], translation: Translation, weights: HubWeights) -> None:
+    for piece in translation.pieces_of(name):
+        box = _overlap(piece, own)
+        if box is None:
+            continue
+        theirs, place = box
+        part = weights.read(piece.name, theirs)
+        target = into[place]
+        target.copy_(part.reshape(target.shape))
 
 
 def _overlap(piece: Piece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
@@ -146,13 +167,6 @@ def _overlap(piece: Piece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], t
             begin = piece.theirs[dim - extra].start + start - whole.start
             theirs.append(slice(begin, begin + stop - start))
     return tuple(theirs), tuple(place)
-
-
-def _optional(translation: Translation, ours: str) -> list[str]:
-    patterns = (re.escape(pattern).replace(r"\*", r"\d+") for pattern in translation.hub.optional)
-    if not any(re.fullmatch(pattern, ours) for pattern in patterns):
-        return []
-    return [piece.name for piece in translation.pieces_of(ours)]
 
 
 def _repeats(name: str, translation: Translation, weights: HubWeights) -> bool:

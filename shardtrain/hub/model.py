@@ -13,6 +13,7 @@ from typing import Any
 from shardtrain import models
 from shardtrain.config.model_file import model_names
 from shardtrain.errors import ConfigError
+from shardtrain.hub.block_fp8 import block_of
 from shardtrain.hub.format import Fields, Hub
 from shardtrain.hub.mapping import Translation, translate
 from shardtrain.hub.weights import read_json
@@ -33,6 +34,8 @@ class HubModel:
     hub: Hub
     passed_over: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """Regular expressions for their tensors that we have no place for, and say so."""
+    block: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
+    """Rows and columns that share a scale, where the weights are quantised."""
 
     def toml(self) -> str:
         """The ``[model]`` section that trains it."""
@@ -66,12 +69,14 @@ def recognise(folder: Path) -> HubModel:
     fields = Fields(found, str(path))
     values = hub.read(fields)
     fields.take("num_nextn_predict_layers", int, 0)
+    block = block_of(found, str(path))
+    fields.take("quantization_config", dict, {})
     fields.refuse_rest()
     name, flavor, overrides = _nearest(fitting, values)
     config = fitting[name].Config(**values)
     layers, more = config.num_layers, found.get("num_nextn_predict_layers") or 0
     beyond = tuple(rf"model\.layers\.{layers + i}\..*" for i in range(min(more, 8)) if isinstance(more, int))
-    return HubModel(name, flavor, overrides, config, hub, beyond)
+    return HubModel(name, flavor, overrides, config, hub, beyond, block)
 
 
 def _nearest(modules: Mapping[str, ModuleType], values: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
@@ -105,7 +110,7 @@ def translation_of(module: ModuleType, config: Any, where: str) -> Translation:
 
 def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path) -> None:
     """Refuse a folder whose model is not the one configured; raises ConfigError naming each field that differs."""
-    if getattr(module, "HUB", None) is not found.hub and getattr(module, "HUB", None) != found.hub:
+    if getattr(module, "HUB", None) != found.hub:
         raise ConfigError(f"{folder} holds a {found.hub.architecture}, which model.name does not; use\n{found.toml()}")
     said = found.hub.read(Fields(read_json(folder / CONFIG), str(folder / CONFIG)))
     training_only = re.compile(r".*_coeff|depth_init|init_std|norm_type")

@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardtrain.checkpoint.safetensors_header import TYPES
 from shardtrain.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_JSON_BYTES = 2**28
-_TYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+_TYPES = {word: getattr(torch, name) for name, word in TYPES.items()}
 
 
 class HubWeights:

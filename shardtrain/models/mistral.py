@@ -5,12 +5,7 @@ Later versions and Nemo have no window. ``sliding_window`` counts the tokens tha
 
 from __future__ import annotations
 
-from typing import Any
-
-from shardtrain.errors import ConfigError
-from shardtrain.hub.format import Fields, Hub
-from shardtrain.hub.llama import NAMES, read_llama, write_llama
-from shardtrain.hub.words import ROTARY
+from shardtrain.hub.mistral import HUB
 from shardtrain.models.llama import LAYOUT, Config, Model, initial
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
@@ -38,23 +33,3 @@ FLAVORS = {
         "rope_theta": 1e6,
     },
 }
-
-
-def _read(f: Fields) -> dict[str, Any]:
-    return {**read_llama(f), "qkv_bias": False, "sliding_window": f.take("sliding_window", int, 0)}
-
-
-def _write(c: Config) -> dict[str, Any]:
-    if c.qkv_bias:
-        raise ConfigError("qkv_bias has no place in MistralForCausalLM; use model.name qwen2")
-    return {**write_llama(c), "sliding_window": c.sliding_window or None}
-
-
-HUB = Hub(
-    architecture="MistralForCausalLM",
-    model_type="mistral",
-    names=NAMES,
-    read=_read,
-    write=_write,
-    ignored=ROTARY,
-)

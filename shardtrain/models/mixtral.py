@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
-from shardtrain.errors import ConfigError
-from shardtrain.hub.format import Fields, Hub, plain_rope
-from shardtrain.hub.words import ATTENTION, DECODER, ROTARY, experts, read_decoder, write_decoder
+from shardtrain.hub.mixtral import HUB
 from shardtrain.layout import Depth, Draw, Layout
 from shardtrain.models.layers import Attention, Decoder, RotaryAngles, build_norm
 from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
+
+__all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
 
 @dataclass(frozen=True)
@@ -113,38 +112,3 @@ FLAVORS = {
     "8x7B": {},
     "8x22B": {"dim": 6144, "num_layers": 56, "num_heads": 48, "moe_ffn_dim": 16384},
 }
-
-
-def _read(f: Fields) -> dict[str, Any]:
-    f.only("sliding_window", None)
-    return {
-        **read_decoder(f, eps=1e-5),
-        "rope_theta": plain_rope(f.rope(1e6)),
-        "moe_ffn_dim": f.integer("intermediate_size"),
-        "num_experts": f.integer("num_local_experts", 8),
-        "top_k": f.integer("num_experts_per_tok", 2),
-        "balance_loss_coeff": f.number("router_aux_loss_coef", 0.001),
-    }
-
-
-def _write(c: Config) -> dict[str, Any]:
-    if c.score_func != "softmax" or not c.route_norm:
-        raise ConfigError("score_func and route_norm other than softmax and true have no place in MixtralForCausalLM")
-    return {
-        **write_decoder(c),
-        "intermediate_size": c.moe_ffn_dim,
-        "num_local_experts": c.num_experts,
-        "num_experts_per_tok": c.top_k,
-        "router_aux_loss_coef": c.balance_loss_coeff,
-        "sliding_window": None,
-    }
-
-
-HUB = Hub(
-    architecture="MixtralForCausalLM",
-    model_type="mixtral",
-    names={**DECODER, **ATTENTION, **experts("model.layers.*.block_sparse_moe", "w1", "w2", "w3")},
-    read=_read,
-    write=_write,
-    ignored=ROTARY,
-)

@@ -6,12 +6,7 @@ uses the sliding window that their file format has room for.
 
 from __future__ import annotations
 
-from typing import Any
-
-from shardtrain.errors import ConfigError
-from shardtrain.hub.format import Fields, Hub, Source
-from shardtrain.hub.llama import NAMES, read_llama, write_llama
-from shardtrain.hub.words import ROTARY
+from shardtrain.hub.qwen2 import HUB
 from shardtrain.models.llama import LAYOUT, Config, Model, initial
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
@@ -118,31 +113,3 @@ FLAVORS = {
         "qkv_bias": True,
     },
 }
-
-
-_BIASES: dict[str, Source] = {
-    f"layers.*.attn.w{ours}.bias": f"model.layers.*.self_attn.{ours}_proj.bias" for ours in ("q", "k", "v")
-}
-
-
-def _read(f: Fields) -> dict[str, Any]:
-    f.only("use_sliding_window", False)
-    f.take("sliding_window", int, 0)  # of no effect without the key above
-    f.take("layer_types", list, [])
-    return {**read_llama(f), "qkv_bias": True, "sliding_window": 0}
-
-
-def _write(c: Config) -> dict[str, Any]:
-    if not c.qkv_bias or c.sliding_window:
-        raise ConfigError("Qwen2ForCausalLM has biases and no window; use model.name llama3 or mistral")
-    return {**write_llama(c), "use_sliding_window": False}
-
-
-HUB = Hub(
-    architecture="Qwen2ForCausalLM",
-    model_type="qwen2",
-    names={**NAMES, **_BIASES},
-    read=_read,
-    write=_write,
-    ignored=ROTARY,
-)

@@ -6,15 +6,14 @@ The models with experts are in ``qwen3_moe.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
-from shardtrain.hub.format import Fields, Hub, plain_rope
-from shardtrain.hub.words import ATTENTION as NAMES
-from shardtrain.hub.words import DECODER, HEAD_NORMS, ROTARY, feed_forward, read_decoder, write_decoder
+from shardtrain.hub.qwen3 import HUB
 from shardtrain.layout import Depth, Draw, Layout
 from shardtrain.models.layers import Decoder, FeedForward, NormedAttention, RotaryAngles, build_norm
+
+__all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
 
 @dataclass(frozen=True)
@@ -135,30 +134,3 @@ FLAVORS = {
     "14B": {"dim": 5120, "num_layers": 40, "num_heads": 40, "num_kv_heads": 8, "ffn_dim": 17408},
     "32B": {"dim": 5120, "num_layers": 64, "num_heads": 64, "num_kv_heads": 8, "ffn_dim": 25600},
 }
-
-
-def read_qwen3(f: Fields) -> dict[str, Any]:
-    """What ``config.json`` says of the attention and the ends."""
-    f.only("attention_bias", False)
-    f.only("use_sliding_window", False)
-    f.take("sliding_window", int, 0)
-    f.take("layer_types", list, [])
-    return {**read_decoder(f), "head_dim": f.integer("head_dim", 128), "rope_theta": plain_rope(f.rope())}
-
-
-def _read(f: Fields) -> dict[str, Any]:
-    return {**read_qwen3(f), "ffn_dim": f.integer("intermediate_size")}
-
-
-def _write(c: Config) -> dict[str, Any]:
-    return {**write_decoder(c), "intermediate_size": c.ffn_dim, "attention_bias": False, "use_sliding_window": False}
-
-
-HUB = Hub(
-    architecture="Qwen3ForCausalLM",
-    model_type="qwen3",
-    names={**DECODER, **NAMES, **HEAD_NORMS, **feed_forward("layers.*.ffn", "model.layers.*.mlp")},
-    read=_read,
-    write=_write,
-    ignored=ROTARY,
-)

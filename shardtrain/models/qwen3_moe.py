@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
-from shardtrain.errors import ConfigError
-from shardtrain.hub.format import Fields, Hub
-from shardtrain.hub.words import ATTENTION as NAMES
-from shardtrain.hub.words import DECODER, HEAD_NORMS, ROTARY, experts, write_decoder
+from shardtrain.hub.qwen3_moe import HUB
 from shardtrain.layout import Draw
 from shardtrain.models.layers import Decoder, NormedAttention, RotaryAngles, build_norm
 from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
-from shardtrain.models.qwen3 import ATTENTION, read_qwen3
+from shardtrain.models.qwen3 import ATTENTION
 from shardtrain.models.qwen3 import LAYOUT as DENSE_LAYOUT
 from shardtrain.models.qwen3 import Config as DenseConfig
 from shardtrain.models.qwen3 import initial as dense_initial
+
+__all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
 
 @dataclass(frozen=True)
@@ -90,46 +88,3 @@ FLAVORS = {
     "30B-A3B": {"dim": 2048, "num_layers": 48, "num_heads": 32, "num_kv_heads": 4, "moe_ffn_dim": 768},
     "235B-A22B": {"dim": 4096, "num_layers": 94, "num_heads": 64, "num_kv_heads": 4, "moe_ffn_dim": 1536},
 }
-
-
-def _read(f: Fields) -> dict[str, Any]:
-    f.only("decoder_sparse_step", 1)
-    f.only("mlp_only_layers", [])
-    f.take("intermediate_size", int, 0)  # of layers without experts, of which there are none
-    count = "num_local_experts" if f.take("num_experts", int, 0) == 0 else "num_experts"
-    return {
-        **read_qwen3(f),
-        "moe_ffn_dim": f.integer("moe_intermediate_size"),
-        "num_experts": f.integer(count),
-        "top_k": f.integer("num_experts_per_tok"),
-        "route_norm": f.flag("norm_topk_prob", False),
-        "balance_loss_coeff": f.number("router_aux_loss_coef", 1e-3),
-    }
-
-
-def _write(c: Config) -> dict[str, Any]:
-    if c.score_func != "softmax":
-        raise ConfigError(f"score_func={c.score_func!r} has no place in the format of Qwen3MoeForCausalLM")
-    return {
-        **write_decoder(c),
-        "moe_intermediate_size": c.moe_ffn_dim,
-        "intermediate_size": c.moe_ffn_dim,
-        "num_experts": c.num_experts,
-        "num_experts_per_tok": c.top_k,
-        "norm_topk_prob": c.route_norm,
-        "router_aux_loss_coef": c.balance_loss_coeff,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "attention_bias": False,
-        "use_sliding_window": False,
-    }
-
-
-HUB = Hub(
-    architecture="Qwen3MoeForCausalLM",
-    model_type="qwen3_moe",
-    names={**DECODER, **NAMES, **HEAD_NORMS, **experts("model.layers.*.mlp")},
-    read=_read,
-    write=_write,
-    ignored=ROTARY,
-)

@@ -31,6 +31,15 @@ def written(tmp_path: Path, text: str) -> Path:
         ("mean_time_to_failure_hours = 0.0", "must be above 0"),
         ("max_stall_seconds = -1.0", "must not be negative"),
         ("keep_every_n_steps = -1", "must not be negative"),
+        ("hf_interval = -1", "must not be negative"),
+        ("hf_interval = 5\nload_only = true", "checkpoint.hf_interval=5 saves, and checkpoint.load_only forbids it"),
+        ('last_save_in_hf = true\nfolder = "s3://bucket/run"', "a store, which cannot rename"),
+        ("initial_load_in_hf = true", "neither checkpoint.initial_load_path nor model.hf_assets_path names one"),
+        (
+            'initial_load_in_hf = true\ninitial_load_path = "x"\ninitial_load_model_only = false',
+            "asks for more than a folder has",
+        ),
+        ("initial_load_in_hf_quantized = true", "has no effect without checkpoint.initial_load_in_hf"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, text: str, told: str) -> None:
@@ -46,6 +55,8 @@ def test_what_cannot_work_is_refused(tmp_path: Path, text: str, told: str) -> No
         ON + 'interval_type = "automatic"\nmean_time_to_failure_hours = 7.9',
         ON + 'interval_type = "seconds"\ninterval = 600',
         ON + "create_seed_checkpoint = true",
+        ON + "last_save_in_hf = true\nhf_interval = 100",
+        ON + 'initial_load_in_hf = true\n[model]\nhf_assets_path = "x"',
     ],
 )
 def test_what_works_is_taken_without_a_word(tmp_path: Path, text: str) -> None:

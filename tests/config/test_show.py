@@ -128,6 +128,7 @@ def test_the_report_lists_errors_then_notes_and_fails_for_errors_alone(tmp_path:
     file = tmp_path / "run.toml"
     file.write_text(
         "[training]\nbatch_size = 4\nsteps = 0\n[checkpoint]\nlast_save_in_hf = true\n[validation]\nfreq = 3\n"
+        "[fault_tolerance]\nenable = true\n"
     )
     text, code = check_report(load(file))
     lines = text.splitlines()
@@ -137,7 +138,7 @@ def test_the_report_lists_errors_then_notes_and_fails_for_errors_alone(tmp_path:
     assert "batch_size is called" in lines[1]
     assert "checkpoint.last_save_in_hf: without effect, which needs checkpoint.enable" in lines[2]
     assert "validation.freq: without effect, which needs validation.enable" in lines[3]
-    assert "checkpoint.last_save_in_hf=true" in lines[4] and "not available yet" in lines[4]
+    assert "fault_tolerance.enable=true" in lines[4] and "not available yet" in lines[4]
     assert lines[-1].endswith("run.toml: 1 error, 4 notes")
     text, code = check_report(load(file, ["--training.steps=500"]))
     assert code == 0 and text.endswith("0 errors, 4 notes")

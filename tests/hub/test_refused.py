@@ -100,7 +100,12 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "implementation": (key("_attn_implementation_internal", "hub/x"), ConfigError, "asks for code"),
     "remote": (key("trust_remote_code", True), ConfigError, "asks for code"),
     "unknown key": (key("logit_scale", 2.0), ConfigError, "logit_scale may change what the model computes"),
-    "quantized": (key("quantization_config", {"bits": 4}), ConfigError, "quantization_config may change"),
+    "quantized": (key("quantization_config", {"bits": 4}), ConfigError, "and bits is not read, only fp8 e4m3"),
+    "quantized otherwise": (
+        key("quantization_config", {"quant_method": "fp8", "weight_block_size": None}),
+        ConfigError,
+        "weight_block_size=None is not read",
+    ),
     "architecture": (key("model_type", "gpt9"), ConfigError, "model_type='gpt9' is none of"),
     "task": (key("architectures", ["LlamaForSequenceClassification"]), ConfigError, "is not LlamaForCausalLM"),
     "bias": (key("attention_bias", True), ConfigError, "attention_bias=True is another architecture"),

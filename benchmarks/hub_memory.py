@@ -1,0 +1,117 @@
+"""Memory of ``shardtrain import`` and ``shardtrain export`` on a made model, in and out.
+
+    python benchmarks/hub_memory.py [--out benchmarks/results/hub_memory.json]
+
+A Llama of about 1.3 GB in float32 is written as a Hugging Face folder of several files, imported, and exported again.
+Each command is a process of its own, and its memory is sampled from /proc 50 times a second: ``anonymous_mib`` is what
+the process itself holds, ``resident_mib`` counts pages of mapped files too, which the kernel takes back when it needs
+them. What a process holds that has imported torch and read nothing is ``empty_anonymous_mib``; the rest is the model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+LAYERS, DIM, FFN, VOCAB, SHARD_GIGABYTES = 12, 1536, 4096, 16384, 0.3
+
+
+def write_model(folder: Path) -> tuple[int, int, int]:
+    """A folder as they are published; gives the bytes of all tensors, the largest file and the largest tensor."""
+    folder.mkdir()
+    shapes = {"model.embed_tokens.weight": (VOCAB, DIM)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        shapes |= {f"{prefix}.self_attn.{name}_proj.weight": (DIM, DIM) for name in "qkvo"}
+        shapes |= {f"{prefix}.mlp.{name}_proj.weight": (FFN, DIM) for name in ("gate", "up")}
+        shapes |= {f"{prefix}.mlp.down_proj.weight": (DIM, FFN), f"{prefix}.input_layernorm.weight": (DIM,)}
+        shapes |= {f"{prefix}.post_attention_layernorm.weight": (DIM,)}
+    shapes |= {"model.norm.weight": (DIM,), "lm_head.weight": (VOCAB, DIM)}
+    files: list[dict[str, torch.Tensor]] = [{}]
+    sizes = [0]
+    for name, shape in shapes.items():
+        tensor = torch.full(shape, 0.01)
+        if sizes[-1] + tensor.nbytes > SHARD_GIGABYTES * 1e9:
+            files.append({})
+            sizes.append(0)
+        files[-1][name] = tensor
+        sizes[-1] += tensor.nbytes
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    for name, tensors in zip(names, files, strict=True):
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    index = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": DIM,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 12, "num_key_value_heads": 12, "intermediate_size": FFN,
+        "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return sum(sizes), max(sizes), max(torch.Size(shape).numel() * 4 for shape in shapes.values())
+
+
+def measure(words: list[str]) -> dict[str, Any]:
+    """Run a command; its seconds and the largest memory seen."""
+    started, peaks = time.monotonic(), {"RssAnon": 0, "VmRSS": 0}
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+        except OSError:
+            break
+        for key in peaks:
+            found = [int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{key}:")]
+            peaks[key] = max([peaks[key], *found])
+        time.sleep(0.02)
+    if process.wait(timeout=60):
+        raise SystemExit(f"{' '.join(words)} failed")
+    seconds = time.monotonic() - started
+    return {
+        "seconds": round(seconds, 1),
+        "anonymous_mib": round(peaks["RssAnon"] / 1024),
+        "resident_mib": round(peaks["VmRSS"] / 1024),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    out: Path | None = parser.parse_args().out
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        total, largest_file, largest_tensor = write_model(root / "hf")
+        empty = measure(["-c", "import torch, safetensors, shardtrain.hub.importing, time; time.sleep(0.3)"])
+        cli, bound = ["-m", "shardtrain"], ["--shard_gigabytes", str(SHARD_GIGABYTES), "--check", "weights"]
+        taken = measure([*cli, "import", str(root / "hf"), "--to", str(root / "checkpoint")])
+        given = measure([*cli, "export", str(root / "checkpoint"), "--to", str(root / "back"), *bound])
+    mib = {"model": total, "largest_file": largest_file, "largest_tensor": largest_tensor}
+    result = {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        **{f"{key}_mib": round(value / 2**20) for key, value in mib.items()},
+        "empty_anonymous_mib": empty["anonymous_mib"],
+        "import": taken,
+        "export": given,
+    }
+    for word in ("import", "export"):
+        own = result[word]["anonymous_mib"] - result["empty_anonymous_mib"]
+        result[word]["of_the_model_mib"] = own
+        result[word]["in_files"] = round(own / result["largest_file_mib"], 2)
+    text = json.dumps(result, indent=2)
+    print(text)
+    if out is not None:
+        out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

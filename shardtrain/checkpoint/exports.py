@@ -1,0 +1,76 @@
+"""A checkpoint that is on disk, written once more in another format beside it: by threads, while training goes on.
+
+As with a save, a rank that has written leaves a word, and the first rank's thread makes of the draft what it is to be.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from shardtrain.checkpoint import background, files, retention
+from shardtrain.checkpoint.agree import together
+from shardtrain.checkpoint.background import Writing
+from shardtrain.checkpoint.lease import Lease
+from shardtrain.checkpoint.manifest import StoredFile
+from shardtrain.checkpoint.storage import Place
+
+
+class Exporter(Protocol):
+    """What writes the other format. The methods that write raise ShardtrainError and OSError."""
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """Whether the checkpoint of a step is to be written; ``last`` is that of the run's last step."""
+
+    def write_share(self, checkpoint: Path, draft: Path, rank: int, size: int, go_on: Callable[[], None]) -> None:
+        """Write one rank's share of the files, and read it back."""
+
+    def write_rest(self, checkpoint: Path, draft: Path) -> None:
+        """Write what is written once."""
+
+
+def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writing:
+    """Begin to write a checkpoint as ``step-N-hf``, by the first ``size`` ranks (a collective)."""
+
+    def prepare() -> list[str]:
+        lease.check()
+        draft = _draft(checkpoint, lease.nonce)
+        retention.remove(draft)
+        with files.naming(draft):
+            draft.mkdir()
+        return [lease.nonce, secrets.token_hex(4)]
+
+    rank = dist.get_rank()
+    nonce, token = together(prepare, only_first=True)[0]
+    draft = _draft(checkpoint, nonce)
+
+    def write(go_on: Callable[[], None]) -> None:
+        if rank < size:
+            exporter.write_share(checkpoint, draft, rank, size, go_on)
+        if rank:
+            if rank < size:
+                background.leave_word(draft, rank, token, StoredFile("share", 0, ""))
+            return
+        for other in range(1, size):
+            background.await_word(draft, other, token, go_on)
+        exporter.write_rest(checkpoint, draft)
+        files.sync_folder(draft)
+        lease.check()
+        retention.discard_hub(checkpoint)
+        files.rename(draft, retention.hub_folder(checkpoint))
+
+    return Writing(retention.step_of(checkpoint) or 0, write, is_export=True)
+
+
+def abandon(checkpoint: Place, lease: Lease) -> None:
+    """Remove the draft of this process, where there is one; raises nothing."""
+    if isinstance(checkpoint, Path):
+        retention.remove(_draft(checkpoint, lease.nonce))
+
+
+def _draft(checkpoint: Path, nonce: str) -> Path:
+    return checkpoint.with_name(f"{checkpoint.name}{retention.HUB}.tmp-{nonce}")

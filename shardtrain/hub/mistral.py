@@ -1,0 +1,30 @@
+"""Mistral in the format of the Hugging Face hub; the model is in ``models/mistral.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardtrain.errors import ConfigError
+from shardtrain.hub.format import Fields, Hub
+from shardtrain.hub.llama import NAMES, read_llama, write_llama
+from shardtrain.hub.words import ROTARY
+
+
+def _read(f: Fields) -> dict[str, Any]:
+    return {**read_llama(f), "qkv_bias": False, "sliding_window": f.take("sliding_window", int, 0)}
+
+
+def _write(c: Any) -> dict[str, Any]:
+    if c.qkv_bias:
+        raise ConfigError("qkv_bias has no place in MistralForCausalLM; use model.name qwen2")
+    return {**write_llama(c), "sliding_window": c.sliding_window or None}
+
+
+HUB = Hub(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    names=NAMES,
+    read=_read,
+    write=_write,
+    ignored=ROTARY,
+)

@@ -1,0 +1,54 @@
+"""Qwen3 with experts in the format of the Hugging Face hub; the model is in ``models/qwen3_moe.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardtrain.errors import ConfigError
+from shardtrain.hub.format import Fields, Hub
+from shardtrain.hub.qwen3 import read_qwen3
+from shardtrain.hub.words import ATTENTION as NAMES
+from shardtrain.hub.words import DECODER, HEAD_NORMS, ROTARY, experts, write_decoder
+
+
+def _read(f: Fields) -> dict[str, Any]:
+    f.only("decoder_sparse_step", 1)
+    f.only("mlp_only_layers", [])
+    f.take("intermediate_size", int, 0)  # of layers without experts, of which there are none
+    count = "num_local_experts" if f.take("num_experts", int, 0) == 0 else "num_experts"
+    return {
+        **read_qwen3(f),
+        "moe_ffn_dim": f.integer("moe_intermediate_size"),
+        "num_experts": f.integer(count),
+        "top_k": f.integer("num_experts_per_tok"),
+        "route_norm": f.flag("norm_topk_prob", False),
+        "balance_loss_coeff": f.number("router_aux_loss_coef", 1e-3),
+    }
+
+
+def _write(c: Any) -> dict[str, Any]:
+    if c.score_func != "softmax":
+        raise ConfigError(f"score_func={c.score_func!r} has no place in the format of Qwen3MoeForCausalLM")
+    return {
+        **write_decoder(c),
+        "moe_intermediate_size": c.moe_ffn_dim,
+        "intermediate_size": c.moe_ffn_dim,
+        "num_experts": c.num_experts,
+        "num_experts_per_tok": c.top_k,
+        "norm_topk_prob": c.route_norm,
+        "router_aux_loss_coef": c.balance_loss_coeff,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "attention_bias": False,
+        "use_sliding_window": False,
+    }
+
+
+HUB = Hub(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    names={**DECODER, **NAMES, **HEAD_NORMS, **experts("model.layers.*.mlp")},
+    read=_read,
+    write=_write,
+    ignored=ROTARY,
+)
