@@ -6,6 +6,7 @@ from shardtrain import data, init, models, optim, parallel
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.lora import spec as adapters
 from shardtrain.metrics.flops import count_model
 from shardtrain.parallel import BATCH_AXES, world
 from shardtrain.parallel.world import World
@@ -19,9 +20,11 @@ def build(config: Config, here: World) -> Run:
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     model = models.build(module, shape)
+    added = adapters.adapt(model, module, shape, config.lora)
     num_params, flops = count_model(model, module.LAYOUT, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
-    draws = init.plan(names, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers)))
+    own = [name for name in names if name not in added]
+    draws = init.plan(own, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers))) | added
     runner = parallel.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
     runner.materialize(draws, config.debug.seed)
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)

@@ -35,6 +35,7 @@ usage: shardtrain VERB ...
   generate --from RUN_FOLDER --prompt TEXT ...                write text with a trained model (--help: all options)
   import HF_DIR --to CHECKPOINT; export CHECKPOINT --to HF_DIR
                                                               weights in and out of the Hugging Face format
+  merge ADAPTERS --to CHECKPOINT                              add trained adapters to the weights beside them
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
   replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
   help, --help                                                this text
@@ -197,6 +198,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "generate": _module("shardtrain.generate.command"),
     "import": _module("shardtrain.hub.command", "import_main"),
     "export": _module("shardtrain.hub.command", "export_main"),
+    "merge": _module("shardtrain.lora.command"),
     "goodput": _module("shardtrain.goodput.command"),
     "replay": lambda words: _module("shardtrain.replay")(words, _train_module),
     "help": _help,

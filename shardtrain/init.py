@@ -66,6 +66,8 @@ def _draw_block(shape: tuple[int, ...], draw: Draw, generator: torch.Generator, 
     values = torch.empty(shape, dtype=torch.float32, device=device)
     if draw.distribution == "normal":
         return values.normal_(0.0, draw.std, generator=generator)
+    if draw.distribution == "uniform":
+        return values.uniform_(-draw.std * math.sqrt(3), draw.std * math.sqrt(3), generator=generator)
     # Inverse transform sampling of a normal between -cutoff and cutoff standard deviations
     edge = math.erf(draw.cutoff / math.sqrt(2))
     values.uniform_(-edge, edge, generator=generator).erfinv_().mul_(draw.std * math.sqrt(2))

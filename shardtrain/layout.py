@@ -64,7 +64,7 @@ class Draw:
     sqrt(2 L) for all L layers ("total"), so that the residual stream keeps its variance (GPT-2, section 2.3).
     """
 
-    distribution: Literal["normal", "truncated_normal", "ones", "zeros"]
+    distribution: Literal["normal", "truncated_normal", "uniform", "ones", "zeros"]
     std: float = 1.0
     cutoff: float = 2.0
     depth: Depth = "none"

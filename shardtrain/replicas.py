@@ -36,7 +36,7 @@ class Replicas:
         if not self._interval or run.mesh.device_mesh.size() == 1:
             return
         # once: who holds which part of what; ranks of a pipeline hold different names
-        for rank, boxes in enumerate(exchange({name: _box(tensor) for name, tensor in resume.weights(run).items()})):
+        for rank, boxes in enumerate(exchange({name: _box(tensor) for name, tensor in resume.everything(run).items()})):
             self._names.append(list(boxes))
             for name, box in boxes.items():
                 self._holders.setdefault((name, box), []).append(rank)
@@ -54,7 +54,7 @@ class Replicas:
             return
         mesh, state = self._run.mesh, self._run.state
         counts = [value - 2**64 if value >= 2**63 else value for value in (getattr(state, name) for name in COUNTS)]
-        sums = [_checksum(tensor).to(mesh.device) for tensor in resume.weights(self._run).values()]
+        sums = [_checksum(tensor).to(mesh.device) for tensor in resume.everything(self._run).values()]
         own = torch.zeros(len(COUNTS) + max(map(len, self._names)), dtype=torch.int64, device=mesh.device)
         own[: len(COUNTS)] = torch.tensor(counts)
         own[len(COUNTS) : len(COUNTS) + len(sums)] = torch.stack(sums)

@@ -14,9 +14,13 @@ from shardtrain import continuing, models, optim
 from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, place
+from shardtrain.config import derived
 from shardtrain.errors import CheckpointError
 from shardtrain.hub import importing
 from shardtrain.log import logger
+from shardtrain.lora import base, peft
+from shardtrain.lora.linear import is_adapter
+from shardtrain.lora.spec import FACT
 from shardtrain.parallel import BATCH_AXES
 
 if TYPE_CHECKING:
@@ -34,6 +38,8 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
         "best": checkpoints.best.to_dict(),
         **continuing.record(run),
     }
+    if run.lora:
+        facts[FACT] = run.lora
     if run.scaler:
         facts["scaler"] = run.scaler.state()
     checkpoints.save(run.state.step, weights(run), optimizer_state(run), facts, last, wait)
@@ -42,19 +48,26 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
 def resume(run: Run, checkpoints: Checkpoints) -> None:
     """Continue from the run's own checkpoint, or start from ``checkpoint.initial_load_path``, if there is one.
 
+    A run of adapters takes the frozen weights from there in either case, and starts from ``lora.initial_load_path``.
+
     Raises:
         ConfigError: when the data or options are not those of the checkpoint; names each that differs.
         CheckpointError: when the checkpoint cannot be used.
     """
     options = run.config.checkpoint
-    path = checkpoints.to_continue()
-    start = options.initial_load_path or (run.config.model.hf_assets_path if options.initial_load_in_hf else None)
+    path, start, lora = checkpoints.to_continue(), derived.initial_weights(run.config), run.config.lora
+    if lora.enable:
+        base.load(run, checkpoints)
+        start = lora.initial_load_path
     initial = path is None and options.enable and start is not None
     if initial:
         path = place(str(start))
     if path is None:
         return
-    if initial and options.initial_load_in_hf:
+    if initial and lora.enable and peft.is_folder(path):
+        peft.load(run, Path(str(path)))
+        return
+    if initial and options.initial_load_in_hf and not lora.enable:
         _load_hub(run, path)
         return
     excluded = set(options.exclude_from_loading)
@@ -71,6 +84,8 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
     """
     rest = {} if "optimizer" in excluded else optimizer_state(run)
     facts = checkpoints.facts(path)
+    if run.config.lora.enable:
+        base.check_same(run, path, facts)
     is_new_run = not own and run.config.checkpoint.initial_load_model_only
     changes = [] if is_new_run else continuing.find_changes(run, facts, sorted(excluded))
     other_data = _find_other_data(run, facts) if not excluded & {"dataloader", "train_state"} else ""
@@ -108,6 +123,12 @@ def _load_hub(run: Run, folder: Place) -> None:
 
 
 def weights(run: Run) -> dict[str, Tensor]:
+    """Everything of a model that a checkpoint holds: parameters and buffers by name, or the adapters alone."""
+    whole = everything(run)
+    return {name: whole[name] for name in whole if is_adapter(name)} if run.config.lora.enable else whole
+
+
+def everything(run: Run) -> dict[str, Tensor]:
     """Everything that a model is: parameters and buffers by name."""
     tensors: dict[str, Tensor] = {**run.runner.parameters(), **run.runner.buffers()}
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}

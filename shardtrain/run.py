@@ -39,6 +39,7 @@ class Run:
     guard: Guard = field(default_factory=Guard)
     names: tuple[str, ...] = ()
     """Of all parameters of the whole model, in its order."""
+    lora: dict[str, Any] = field(default_factory=dict)  # what checkpoints say of adapters, see lora/base.py
     stop_word: float = 0.0
     """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
     accepted_changes: list[dict[str, Any]] = field(default_factory=list)

@@ -31,6 +31,7 @@ SECTIONS: dict[str, Class] = {
     "profiling": "free",
     "metrics": "free",
     "model": "course",
+    "lora": "course",
     "optimizer": "course",
     "lr_scheduler": "course",
     "parallelism": "free",  # the mesh changes no number
@@ -84,6 +85,8 @@ OPTIONS: dict[str, Class] = {
     "training.dataloader.persistent_workers": "free",
     "training.dataloader.pin_memory": "free",
     "training.dataloader.prefetch_factor": "free",
+    "lora.initial_load_path": "free",
+    "lora.random_base": "free",  # the base has a fingerprint
     "data.mode": "data",
     "data.readers": "data",
     "data.format": "data",

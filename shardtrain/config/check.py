@@ -17,6 +17,7 @@ from shardtrain.config.check_data import (
     data_notes,
 )
 from shardtrain.config.check_experts import check_experts
+from shardtrain.config.check_lora import check_lora
 from shardtrain.config.check_model import (
     check_batch,
     check_layers,
@@ -63,6 +64,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_without_effect,
     check_schedule,
     check_checkpoint,
+    check_lora,
 )
 
 
@@ -75,6 +77,7 @@ def check(loaded: Loaded) -> list[Problem]:
 _SWITCHES: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: not c.checkpoint.enable, "checkpoint.", "checkpoint.enable"),
     (lambda c: not c.validation.enable, "validation.", "validation.enable"),
+    (lambda c: not c.lora.enable, "lora.", "lora.enable"),
     (lambda c: not c.fault_tolerance.enable, "fault_tolerance.", "fault_tolerance.enable"),
     (lambda c: not c.memory_estimation.enable, "memory_estimation.", "memory_estimation.enable"),
     (lambda c: not c.compile.enable, "compile.", "compile.enable"),

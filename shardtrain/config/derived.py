@@ -44,3 +44,9 @@ def compute_dtype(config: Config) -> str:
     if config.training.dtype == "bfloat16":
         return "bfloat16"
     return config.training.mixed_precision_param
+
+
+def initial_weights(config: Config) -> str | None:
+    """Where a run that has no checkpoint of its own takes its weights; None where it draws them."""
+    options = config.checkpoint
+    return options.initial_load_path or (config.model.hf_assets_path if options.initial_load_in_hf else None)

@@ -122,7 +122,8 @@ def _paths(loaded: Loaded) -> Iterator[Problem]:
         if path and not _found(path, on_hub=source.dataset == "huggingface"):
             rule, fix = ("matches no file", "correct the pattern") if _is_pattern(path) else _ABSENT
             yield problem(loaded, option, rule, fix)
-    options = ["checkpoint.initial_load_path", "parallelism.pipeline_parallel_schedule_csv", "data.chat_template"]
+    options = ["checkpoint.initial_load_path", "lora.initial_load_path"]
+    options += ["parallelism.pipeline_parallel_schedule_csv", "data.chat_template"]
     for option in [*options, "model.name"]:
         value = loaded.value(option)
         named = value and (option != "model.name" or value.endswith(".py"))

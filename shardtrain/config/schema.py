@@ -12,6 +12,7 @@ from typing import Literal
 from shardtrain.config.data_schema import Data, DataLoader
 from shardtrain.config.data_schema import DataSource as DataSource
 from shardtrain.config.data_schema import DataStage as DataStage
+from shardtrain.config.lora_schema import Lora
 from shardtrain.config.safety_schema import Checkpoint, Comm, FaultTolerance, Numbers
 
 
@@ -444,6 +445,7 @@ class Config:
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     data: Data = field(default_factory=Data)
+    lora: Lora = field(default_factory=Lora)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

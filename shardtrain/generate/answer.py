@@ -31,7 +31,7 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
     """
     device = asked.device or load_config(asked.source, asked.config).config.training.device
     with _join(device) as here:
-        opened = open_model(asked.source, asked.config, asked.dtype, here)
+        opened = open_model(asked.source, asked.config, asked.dtype, here, asked.base, asked.adapter)
         is_first = here.rank == 0
         if is_first:
             print(f"shardtrain generate: {opened.name}", file=sys.stderr, flush=True)

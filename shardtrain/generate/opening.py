@@ -7,8 +7,10 @@ configuration: what lies in a folder from elsewhere is never run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,10 @@ from shardtrain.data.opening import tokenizer_of
 from shardtrain.errors import CheckpointError, ConfigError, Problem
 from shardtrain.layout import Layout
 from shardtrain.log import logger
+from shardtrain.lora import frozen
+from shardtrain.lora.linear import is_adapter
+from shardtrain.lora.peft import PeftFolder
+from shardtrain.lora.spec import FACT, apply, read_facts
 from shardtrain.parallel import expert, tensor
 from shardtrain.parallel.world import World
 from shardtrain.run_folder import RESOLVED_CONFIG
@@ -48,12 +54,18 @@ class Opened:
 
 
 def open_model(
-    path: Path, config_file: Path | None = None, dtype: str | None = None, here: World | None = None
+    path: Path,
+    config_file: Path | None = None,
+    dtype: str | None = None,
+    here: World | None = None,
+    base: Path | None = None,
+    adapter: Path | None = None,
 ) -> Opened:
     """Open ``step-N``, a folder of such, or a run's folder, whose newest good checkpoint is taken.
 
     ``dtype`` is the type to hold and compute in; that in which the run computed unless given. ``here`` says where; with
-    more than one rank each layer is split over all (a collective). The model is on the CPU unless given.
+    more than one rank each layer is split over all (a collective). The model is on the CPU unless given. ``base`` is
+    where the weights beside a run's adapters are now, ``adapter`` a folder of PEFT to add to a whole model.
 
     Raises:
         ConfigError: when the configuration is missing or does not fit.
@@ -65,6 +77,7 @@ def open_model(
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     model = models.build(module, shape)
+    peft = _adapt(model, stored, folder, module, shape, base, adapter)
     tokenizer = tokenizer_of(config)
     if tokenizer.vocab_size > shape.vocab_size:
         rule = f"names a tokenizer with {tokenizer.vocab_size} ids, and the model has rows for {shape.vocab_size}"
@@ -81,7 +94,15 @@ def open_model(
     tie(model, ties)
     for owner, name, buffer in buffers:
         owner._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-    _fill(model, stored, folder)
+    if FACT in stored.facts:
+        with frozen.find(stored.facts, folder, config, base, module, shape) as weights:
+            weights.fill({name: tensor for name, tensor in _named(model).items() if not is_adapter(name)})
+    own = {name: tensor for name, tensor in _named(model).items() if is_adapter(name) == (FACT in stored.facts)}
+    _fill(own, stored, folder)
+    if peft is not None:
+        peft.fill(_named(model))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
     name = f"{config.model.name} {config.model.flavor}, {folder}, {dtype} on {device.type}"
     return Opened(model.eval(), module.LAYOUT, tokenizer, config, name, here.size if here is not None else 1)
 
@@ -168,8 +189,31 @@ def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, h
         expert.apply(model, layout, mesh, config)
 
 
-def _fill(model: nn.Module, stored: Manifest, folder: Path) -> None:
-    named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def _adapt(
+    model: nn.Module, stored: Manifest, folder: Path, module: Any, shape: Any, base: Path | None, adapter: Path | None
+) -> PeftFolder | None:
+    """Put adapters beside the model's weights where the checkpoint or the user has some; gives the user's folder."""
+    spec = read_facts(stored.facts, folder)
+    if spec is None and base is not None:
+        rule = "is for adapters, and the checkpoint holds a whole model"
+        raise ConfigError(Problem("--base", str(base), rule, "leave it out"))
+    if spec is not None and adapter is not None:
+        rule = f"would be added to {folder}, which holds adapters itself"
+        raise ConfigError(Problem("--adapter", str(adapter), rule, "merge those first (shardtrain merge)"))
+    found = None
+    if adapter is not None:
+        found = PeftFolder(adapter, module, shape)
+        spec = found.spec
+    if spec is not None:
+        apply(model, spec)
+    return found
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _fill(named: Mapping[str, Tensor], stored: Manifest, folder: Path) -> None:
     weights = {f"model.{name}": tensor.detach() for name, tensor in named.items()}
     tensor_files.check_names(weights, stored, folder)
 
@@ -178,5 +222,3 @@ def _fill(model: nn.Module, stored: Manifest, folder: Path) -> None:
             tensor_files.read(weights, stored, folder)
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} cannot be loaded: {error}") from error
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)

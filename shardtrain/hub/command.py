@@ -14,6 +14,8 @@ from shardtrain.run_folder import RESOLVED_CONFIG
 if TYPE_CHECKING:
     from shardtrain.hub.exporting import Export
 
+FACT = "lora"
+"""What a checkpoint of adapters has among its facts."""
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -44,6 +46,8 @@ def export_main(words: Sequence[str]) -> int:
     parser.add_argument("--shard_gigabytes", type=float, default=5.0, help="largest file, in 10^9 bytes")
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied (default: the run's)")
     parser.add_argument("--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)")
+    parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as PEFT opens them")
+    parser.add_argument("--base_model", default="", help="what adapter_config.json names as the model (the run's own)")
     parser.add_argument("--check", choices=("auto", "logits", "weights"), default="auto", help="see docs/hub.md")
     found = parser.read(list(words))
     if found is None:
@@ -57,6 +61,14 @@ def export_main(words: Sequence[str]) -> int:
     options = _model_options(found.checkpoint, found.config)
     module = models.find(options["name"])
     config = models.shape_of(module, options["flavor"], options["overrides"], options.get("norm_type", "rmsnorm"))
+    if found.adapter:
+        from shardtrain.lora.command import export_adapter
+
+        base = found.base_model or str(options.get("base") or "")
+        return export_adapter(found.checkpoint, found.to, module, config, base, found.dtype)
+    if FACT in manifest.read(found.checkpoint).facts:
+        rule = "holds adapters and no model"
+        raise ConfigError(f"{found.checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)")
     tokenizer = found.tokenizer or options.get("tokenizer")
     wanted = Export(
         found.checkpoint,
@@ -122,6 +134,7 @@ def _model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
         "overrides": dict(model.overrides),
         "norm_type": model.norm_type,
         "seq_len": training.seq_len,
+        "base": loaded.config.checkpoint.initial_load_path,
         "tokenizer": assets if assets.is_dir() else None,
         "assets": str(assets),
     }

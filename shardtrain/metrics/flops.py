@@ -28,7 +28,8 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any, seq_len: in
     """Parameters of a whole model, and its FLOPs per token at a sequence length.
 
     The input embedding is a look-up and costs none, unless it is also the output head. Of the experts, the share that
-    a token uses counts (top_k of num_experts). Within a ``sliding_window`` a token attends to no more tokens than that.
+    a token uses counts (top_k of num_experts). A frozen weight costs 4 and not 6: it has no gradient of its own.
+    Within a ``sliding_window`` a token attends to no more tokens than that.
     A model whose Config lacks num_layers, num_heads or head_dim is counted without the attention term.
     """
     head = {id(p) for name in layout.last for p in model.get_submodule(name).parameters()}
@@ -36,8 +37,10 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any, seq_len: in
     total = sum(p.numel() for p in model.parameters())
     layers, heads, head_dim = (int(getattr(model_config, name, 0)) for name in ("num_layers", "num_heads", "head_dim"))
     used = total - sum(p.numel() for p in looked_up) - _idle_in_experts(model, layout, model_config)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = used - trained if trained < total else 0
     attended = min(seq_len, int(getattr(model_config, "sliding_window", 0)) or seq_len)
-    return total, flops_per_token(used, layers, heads, head_dim, attended)
+    return total, flops_per_token(used, layers, heads, head_dim, attended) - 2 * frozen
 
 
 def _idle_in_experts(model: nn.Module, layout: Layout, model_config: Any) -> int:

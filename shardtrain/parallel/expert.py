@@ -106,7 +106,8 @@ def update_biases(parts: Sequence[nn.Module], mesh: Mesh) -> None:
     bias += load_balance_coeff * sign(mean - count), once per optimizer step, with the tokens of all ranks and batches;
     the comparison is exact, so no mesh changes it. A collective: one small sum per token axis.
     """
-    blocks = [moe for moe in _all_blocks(parts) if moe.router.expert_bias is not None]
+    routers_learn = (moe for moe in _all_blocks(parts) if moe.router.gate.weight.requires_grad)
+    blocks = [moe for moe in routers_learn if moe.router.expert_bias is not None]
     if not blocks:
         return
     counts = [_counts(moe) for moe in blocks]

@@ -79,7 +79,8 @@ class Runner(ABC):
         for name, parameter in self.parameters().items():
             init.draw_(parameter, name, draws[name], seed)
         if self._config.parallelism.shard_optimizer_states:
-            self._split_states = SplitStates(self.parameters(), self._mesh)
+            trained = {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
+            self._split_states = SplitStates(trained, self._mesh)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by the names that the whole model has."""

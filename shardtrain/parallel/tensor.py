@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import TENSOR_WORDS, Layout, word_of
+from shardtrain.parallel import adapters
 from shardtrain.parallel.local_weights import use_local_weights
 from shardtrain.parallel.mesh import Mesh
 from shardtrain.tied import tie, tied_names
@@ -48,8 +49,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
     if config.parallelism.enable_async_tensor_parallel:
         _overlap_with_matmuls(mesh)
-    ties = tied_names(model)
+    ties, factors = tied_names(model), adapters.set_aside(model, layout)
     parallelize_module(model, mesh.submesh(AXIS), plan)
+    adapters.put_back(model, layout, mesh.submesh(AXIS), factors)
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
 
 

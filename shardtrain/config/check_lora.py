@@ -1,0 +1,60 @@
+"""Rules about low-rank adapters: what they need, and what they do not go with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from shardtrain.config import derived
+from shardtrain.config.check_model import model_shape
+from shardtrain.config.check_values import problem
+from shardtrain.config.load import Loaded
+from shardtrain.errors import Problem
+
+
+def check_lora(loaded: Loaded) -> Iterator[Problem]:
+    """Options of ``[lora]``: each by itself always, and with those of other sections where it is on."""
+    lora = loaded.config.lora
+    if lora.rank < 1:
+        yield problem(loaded, "lora.rank", "must be at least 1", "use 8 to 64")
+    if not 0 < lora.alpha < math.inf:
+        yield problem(loaded, "lora.alpha", "must be a number above 0", "use once or twice lora.rank")
+    if not 0 <= lora.dropout < 1:
+        yield problem(loaded, "lora.dropout", "must be at least 0 and below 1", "use 0 to 0.1")
+    if lora.enable:
+        yield from _base(loaded)
+        yield from _sizes(loaded)
+        yield from _mesh(loaded)
+
+
+def _base(loaded: Loaded) -> Iterator[Problem]:
+    lora, checkpoint = loaded.config.lora, loaded.config.checkpoint
+    initial = derived.initial_weights(loaded.config)
+    if initial is None and not lora.random_base:
+        rule = "trains adapters beside given weights, and none are given"
+        fix = "set checkpoint.initial_load_path and checkpoint.enable = true, or lora.random_base = true to try it"
+        yield problem(loaded, "lora.enable", rule, fix)
+    if initial is not None and lora.random_base:
+        rule = f"freezes initial weights, and the checkpoint options name others: {initial}"
+        yield problem(loaded, "lora.random_base", rule, "remove one of them")
+    if lora.initial_load_path is not None and not checkpoint.enable:
+        rule = "loads nothing while checkpoints are off"
+        yield problem(loaded, "lora.initial_load_path", rule, "set checkpoint.enable = true, or remove it")
+    if not checkpoint.initial_load_model_only and lora.initial_load_path is None:
+        rule = "would take an optimizer's state for weights that are frozen"
+        yield problem(loaded, "checkpoint.initial_load_model_only", rule, "remove it")
+
+
+def _sizes(loaded: Loaded) -> Iterator[Problem]:
+    width = (model_shape(loaded) or {}).get("dim")
+    if isinstance(width, int) and loaded.config.lora.rank > width > 0:
+        rule = f"is above the model's width of {width}: no weight of it has a higher rank"
+        yield problem(loaded, "lora.rank", rule, f"use at most {width}")
+
+
+def _mesh(loaded: Loaded) -> Iterator[Problem]:
+    p = loaded.config.parallelism
+    for degree in ("tensor_parallel_degree", "context_parallel_degree"):
+        if loaded.config.lora.dropout > 0 and getattr(p, degree) > 1:
+            rule = f"would drop alike on ranks that hold other features or tokens (parallelism.{degree})"
+            yield problem(loaded, "lora.dropout", rule, f"use 0, or set {degree} = 1")

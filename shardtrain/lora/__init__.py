@@ -1,0 +1,6 @@
+"""Low-rank adapters beside frozen weights (LoRA, Hu et al. 2021): which modules have them, their files, their sum.
+
+``linear.py`` is an adapted module, ``targets.py`` says which modules are, ``spec.py`` what a checkpoint says of them,
+``base.py`` loads the frozen weights, ``peft.py`` reads and writes the format of PEFT, ``merging.py`` adds adapters to
+the weights. How an adapted module is split over tensor-parallel ranks is in ``parallel/adapters.py``.
+"""

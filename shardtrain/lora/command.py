@@ -1,0 +1,95 @@
+"""``shardtrain merge`` and ``shardtrain export --adapter``: adapters into their weights, or into a folder of PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardtrain.arguments import Arguments
+from shardtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardtrain.config import Config
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def main(words: Sequence[str]) -> int:
+    """``shardtrain merge ADAPTERS --to CHECKPOINT``; gives the exit status."""
+    parser = Arguments("shardtrain merge", "Add adapters to the weights beside which they were trained.")
+    parser.add_argument("adapters", type=Path, metavar="ADAPTERS", help="a step-N folder, or a folder of PEFT")
+    parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
+    parser.add_argument("--base", type=Path, help="checkpoint or Hugging Face folder of the weights (the run's own)")
+    parser.add_argument("--config", type=Path, help="the run's TOML; found beside the checkpoint unless given")
+    parser.add_argument("--dtype", choices=DTYPES, default="", help="type of the sum (default: that of the weights)")
+    found = parser.read(list(words))
+    if found is None:
+        return 0
+    from shardtrain.lora import peft
+
+    (_merge_peft if peft.is_folder(found.adapters) else _merge)(found)
+    print(f"{found.to} holds the whole model; shardtrain export {found.to} --to HF_DIR writes it for other programs")
+    return 0
+
+
+def _merge(found: Any) -> None:
+    from shardtrain import models
+    from shardtrain.generate.opening import load_config
+    from shardtrain.lora import frozen, merging
+
+    adapters = merging.Adapters(found.adapters)
+    config = load_config(found.adapters, found.config).config
+    module = models.find(config.model.name)
+    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    with frozen.find(adapters.stored.facts, found.adapters, config, found.base, module, shape) as weights:
+        model = _model_facts(config)
+        merging.merge(weights, adapters.spec, adapters, found.to, found.dtype or weights.dtype, model)
+
+
+def _merge_peft(found: Any) -> None:
+    """A folder of PEFT does not say which bytes it was trained beside: the user does, with --base."""
+    import torch
+
+    from shardtrain import models
+    from shardtrain.generate.opening import load_config
+    from shardtrain.hub.model import recognise
+    from shardtrain.lora import merging
+    from shardtrain.lora.frozen import Frozen
+    from shardtrain.lora.peft import PeftFolder
+
+    if found.base is None:
+        raise ConfigError(f"{found.adapters} does not say where its weights are; name them with --base")
+    if (found.base / "config.json").exists():
+        hub = recognise(found.base)
+        module, shape = models.find(hub.name), hub.config
+        model = {"name": hub.name, "flavor": hub.flavor, "overrides": dict(hub.overrides)}
+    else:
+        config = load_config(found.base, found.config).config
+        module = models.find(config.model.name)
+        shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+        model = _model_facts(config)
+    adapters = PeftFolder(found.adapters, module, shape)
+    with Frozen(found.base, module, shape) as weights:
+        factors = {}
+        for path in adapters.spec.modules:
+            rows, columns = weights.shapes[f"{path}.weight"]
+            factors[f"{path}.lora_a"] = torch.empty(adapters.spec.rank, columns)
+            factors[f"{path}.lora_b"] = torch.empty(rows, adapters.spec.rank)
+        adapters.fill(factors)
+        merging.merge(weights, adapters.spec, factors, found.to, found.dtype or weights.dtype, model)
+
+
+def _model_facts(config: Config) -> dict[str, Any]:
+    model = config.model
+    facts = {"name": model.name, "flavor": model.flavor, "overrides": dict(model.overrides)}
+    return {**facts, "norm_type": model.norm_type}
+
+
+def export_adapter(checkpoint: Path, output: Path, module: Any, shape: Any, base: str, dtype: str) -> int:
+    """Write a folder of PEFT, and say so; gives the exit status."""
+    from shardtrain.lora import exporting
+
+    names = exporting.export(checkpoint, output, module, shape, base, dtype)
+    print(f"{output}: {', '.join(names)}; every number was read back and is equal")
+    return 0

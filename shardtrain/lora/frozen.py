@@ -1,0 +1,142 @@
+"""The frozen weights of adapters outside a run: found again, known by their fingerprint, and read by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain import init, models
+from shardtrain.checkpoint import agree, files, manifest
+from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.config.schema import Config
+from shardtrain.errors import CheckpointError, ConfigError, Problem
+from shardtrain.hub import mapping
+from shardtrain.hub.model import translation_of
+from shardtrain.hub.weights import HubWeights
+from shardtrain.lora import base, spec
+
+PREFIX = "model."
+
+
+class Frozen:
+    """A whole model's weights: of a checkpoint, of a Hugging Face folder, or as initialised. A context manager."""
+
+    def __init__(self, path: Path | None, module: ModuleType, shape: Any, config: Config | None = None) -> None:
+        """Open ``path``, all bytes of a checkpoint read; without one, ``config`` says how weights start.
+
+        Ranks share the reading (a collective), and so does the fingerprint.
+
+        Raises:
+            CheckpointError: for a file that is missing, damaged or of another model.
+        """
+        self.path, self._stack = path, ExitStack()
+        model = models.build(module, shape)
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        self._stored, self._weights = None, None
+        self.dtype: str
+        self._draws, self._seed = {}, 0
+        if path is None:
+            assert config is not None
+            layers = len(getattr(model, module.LAYOUT.layers))
+            self._draws = init.plan(self.shapes, module.initial(shape), module.LAYOUT, layers)
+            self._seed, self.dtype = config.debug.seed, config.training.dtype
+        elif (path / manifest.MANIFEST).exists():
+            self._stored = manifest.read(path)
+            if spec.FACT in self._stored.facts:
+                raise CheckpointError(f"checkpoint {path} holds adapters, and not the weights beside which they are")
+            _refuse_damage(path, self._stored)
+            self.dtype = next((t.dtype for n, t in self._stored.tensors.items() if n.startswith(PREFIX)), "float32")
+        else:
+            self._translation = translation_of(module, shape, str(path))
+            self._weights = self._stack.enter_context(HubWeights(path))
+            mapping.check(self._translation, self._weights)
+            first = self._weights.dtype(next(iter(self._translation.their_shapes())))
+            self.dtype = str(first).removeprefix("torch.")
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill this rank's part of our tensors, by their names in the model, in place.
+
+        Raises:
+            CheckpointError: when the files are of another model.
+        """
+        if self._stored is not None:
+            held = {PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
+            tensor_files.check_names(held, self._stored, self.path)  # type: ignore[arg-type]
+            tensor_files.read(held, self._stored, self.path)  # type: ignore[arg-type]
+        elif self._weights is not None:
+            mapping.fill(tensors, self._translation, self._weights)
+        else:
+            for name, tensor in tensors.items():
+                init.draw_(tensor, name, self._draws[name], self._seed)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, whole, on the CPU, in the type of the file."""
+        if self._stored is not None:
+            if PREFIX + name not in self._stored.tensors:
+                raise CheckpointError(f"checkpoint {self.path} has no {name}; use the model that it was saved from")
+            return tensor_files.read_whole(self._stored, self.path, PREFIX + name)  # type: ignore[arg-type]
+        tensor = torch.zeros(self.shapes[name], dtype=getattr(torch, self.dtype))
+        self.fill({name: tensor})
+        return tensor
+
+    def __enter__(self) -> Frozen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def find(
+    facts: Mapping[str, Any], where: Path, config: Config, named: Path | None, module: ModuleType, shape: Any
+) -> Frozen:
+    """The weights beside which the adapters of a checkpoint were trained: where the run had them, or where ``named``.
+
+    Raises:
+        ConfigError: when they are not there, or are others.
+        CheckpointError: when they cannot be read.
+    """
+    mark = facts[spec.FACT].get("base")
+    said = mark.get("fingerprint") if isinstance(mark, dict) else None
+    path = named or (Path(str(config.checkpoint.initial_load_path)) if not config.lora.random_base else None)
+    option = "--base" if named else base.PATH
+    if path is None:
+        found = base.random_fingerprint(config, "cpu")
+    elif not path.is_dir():
+        rule = "is no folder, and the adapters need the weights beside which they were trained"
+        raise ConfigError(Problem(option, str(path), rule, "name it with --base"))
+    else:
+        found = fingerprint_of(path)
+    if found != said:
+        rule = f"holds other weights than those beside which the adapters of {where} were trained"
+        raise ConfigError(Problem(option, str(path), rule, "name those with --base"))
+    return Frozen(path, module, shape, config)
+
+
+def fingerprint_of(path: Path) -> str:
+    """As a run notes it; ranks share the reading (a collective)."""
+    in_hub = not (path / manifest.MANIFEST).exists()
+    rank, size = _place() if in_hub else (0, 1)
+    hashes: dict[str, str] = {}
+    for share in agree.exchange(base.fingerprint(path, in_hub, rank, size)):
+        hashes |= share
+    return base.joined(hashes)
+
+
+def _refuse_damage(path: Path, stored: manifest.Manifest) -> None:
+    rank, size = _place()
+    damages = (files.find_damage(path, file) for file in stored.files[rank::size])
+    said = agree.exchange(next((damage for damage in damages if damage), ""))
+    if damage := next((text for text in said if text), ""):
+        raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
+
+
+def _place() -> tuple[int, int]:
+    group = torch.distributed.is_initialized()
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if group else (0, 1)
