@@ -18,7 +18,8 @@ from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.manifest import Manifest
 from shardtrain.errors import CheckpointError, ConfigError, StorageError
-from shardtrain.hub import mapping
+from shardtrain.hub import as_is, mapping
+from shardtrain.hub.architecture import saved_config
 from shardtrain.hub.mapping import Translation
 from shardtrain.hub.model import CONFIG, translation_of
 from shardtrain.hub.weights import INDEX, SINGLE, HubWeights
@@ -87,6 +88,8 @@ def export(wanted: Export) -> list[str]:
 
 def config_fields(wanted: Export) -> dict[str, Any]:
     """The keys of ``config.json``; raises ConfigError for a model that the format cannot describe."""
+    if as_is.is_as_is(wanted.module):
+        return saved_config(wanted.config.path, wanted.config.class_name, wanted.dtype)
     hub = wanted.module.HUB
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
         raise ConfigError(f"model.norm_type={wanted.config.norm_type!r} has no place in {hub.architecture}")

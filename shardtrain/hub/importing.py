@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from shardtrain import models
 from shardtrain.checkpoint import whole
 from shardtrain.errors import ConfigError
-from shardtrain.hub import mapping
+from shardtrain.hub import as_is, mapping
 from shardtrain.hub.model import HubModel, check_same, recognise, translation_of
 from shardtrain.hub.weights import HubWeights
 from shardtrain.log import logger
@@ -66,11 +66,17 @@ def fill(tensors: Mapping[str, Tensor], folder: Path, module: Any, config: Any) 
         ConfigError: when the folder holds another model than the one configured.
         CheckpointError: when tensors are missing, surplus or of other shapes, or a file is damaged.
     """
-    found = recognise(folder)
-    check_same(module, config, found, folder)
-    translation = translation_of(module, config, str(folder))
+    passed_over: Sequence[str]
+    if as_is.is_as_is(module):
+        as_is.check_same(config, folder)
+    else:
+        found = recognise(folder)
+        check_same(module, config, found, folder)
+        translation, passed_over = translation_of(module, config, str(folder)), found.passed_over
     with HubWeights(folder) as weights:
-        _tell(mapping.check(translation, weights, found.passed_over))
+        if as_is.is_as_is(module):
+            translation, passed_over = as_is.fit(models.build(module, config), config, weights)
+        _tell(mapping.check(translation, weights, passed_over))
         mapping.fill({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, translation, weights)
 
 

@@ -19,6 +19,8 @@ from shardtrain.hub import architecture as architectures
 from shardtrain.layout import Draw, Layout
 from shardtrain.tied import tied_names
 
+AS_IS = True
+"""Weights keep the names that they have in ``transformers``."""
 PREFIX = "hf."
 
 
@@ -90,6 +92,7 @@ class Model(nn.Module):
         built = architectures.build(c.path, c.class_name, c.attention)
         self.hf = built.module
         self.hf.train(c.dropout)
+        self.config_name = c.class_name
         self.kind = architectures.kind_of(c.path, c.class_name)
         self.blocks = dict(_blocks(self.hf))
         """Path -> repeated block: the unit of sharding, recomputation and compiling."""
