@@ -12,6 +12,7 @@ from shardtrain.config import nested
 from shardtrain.config.aliases import ALIASES, old_kinds, rewrite
 from shardtrain.config.arguments import CONFIG_FILE, read_arguments
 from shardtrain.config.coerce import Unfit, coerce, from_texts, plain
+from shardtrain.config.folder_model import with_folder
 from shardtrain.config.options import nearest, options, sections, suggestion
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import COMMAND_LINE, DEFAULT, Setting, Value
@@ -95,7 +96,7 @@ def _resolve(from_file: list[Setting], from_line: list[Setting], problems: list[
             break
     if problems:
         raise ConfigError(problems)
-    return Loaded(_build("", values), MappingProxyType(origins), tuple(rewritten.notices), file)
+    return Loaded(with_folder(_build("", values)), MappingProxyType(origins), tuple(rewritten.notices), file)
 
 
 def _in_force(from_file: list[Setting], from_line: list[Setting]) -> list[Setting]:

@@ -20,7 +20,8 @@ from shardtrain.checkpoint.background import pieces
 from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest, StoredFile
 from shardtrain.checkpoint.safetensors_header import header
 from shardtrain.errors import CheckpointError, ConfigError, StorageError
-from shardtrain.hub import mapping
+from shardtrain.hub import as_is, mapping
+from shardtrain.hub.architecture import saved_config
 from shardtrain.hub.mapping import Translation
 from shardtrain.hub.model import CONFIG, translation_of
 from shardtrain.hub.weights import INDEX, SINGLE, HubWeights
@@ -176,6 +177,8 @@ def export(wanted: Export) -> list[str]:
 
 def config_fields(wanted: Export) -> dict[str, Any]:
     """The keys of ``config.json``; raises ConfigError for a model that the format cannot describe."""
+    if as_is.is_as_is(wanted.module):
+        return saved_config(wanted.config.path, wanted.config.class_name, wanted.dtype)
     hub = wanted.module.HUB
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
         raise ConfigError(f"model.norm_type={wanted.config.norm_type!r} has no place in {hub.architecture}")

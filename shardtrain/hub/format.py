@@ -120,7 +120,7 @@ _HARMLESS = {
     "qk_head_dim", "chunk_size_feed_forward", "is_encoder_decoder",
 }  # fmt: skip
 """Keys of config.json that change no number of a forward without dropout, or repeat what other keys say."""
-_CODE = re.compile(r"auto_map|_implementation|remote_code|custom_pipelines|_commit_hash")
+CODE = re.compile(r"auto_map|_implementation|remote_code|custom_pipelines|_commit_hash")
 _NEVER = {
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "add_cross_attention": False
 }  # fmt: skip
@@ -189,7 +189,7 @@ class Fields:
 
     def refuse_rest(self) -> None:
         """Raise ConfigError for keys that ask for code, and for those that nobody asked for."""
-        code = sorted(key for key in self._values if _CODE.search(key))
+        code = sorted(key for key in self._values if CODE.search(key))
         if code:
             raise ConfigError(
                 f"{self._where}: {', '.join(code)} asks for code or files from elsewhere, which is never run here; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from shardtrain import models
 from shardtrain.checkpoint import whole
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.hub import mapping
+from shardtrain.hub import as_is, mapping
 from shardtrain.hub.block_fp8 import open_weights
 from shardtrain.hub.model import HubModel, check_same, recognise, translation_of
 from shardtrain.log import logger
@@ -67,15 +67,22 @@ def fill(tensors: Mapping[str, Tensor], folder: Path, module: Any, config: Any, 
         ConfigError: when the folder holds another model than the one configured, or is quantised and should not be.
         CheckpointError: when tensors are missing, surplus or of other shapes, or a file is damaged.
     """
-    found = recognise(folder)
-    check_same(module, config, found, folder)
-    if quantized is not None and quantized != (found.block is not None):
+    passed_over: Sequence[str]
+    found = None if as_is.is_as_is(module) else recognise(folder)
+    if found is None:
+        as_is.check_same(config, folder)
+    else:
+        check_same(module, config, found, folder)
+        translation, passed_over = translation_of(module, config, str(folder)), found.passed_over
+    block = found.block if found else None
+    if quantized is not None and quantized != (block is not None):
         rule = "is for quantised weights, and these are not" if quantized else "is needed: these weights are quantised"
         fix = f"set it to {str(not quantized).lower()}"
         raise ConfigError(Problem("checkpoint.initial_load_in_hf_quantized", quantized, f"{rule} ({folder})", fix))
-    translation = translation_of(module, config, str(folder))
-    with open_weights(folder, found.block) as weights:
-        _tell(mapping.check(translation, weights, found.passed_over))
+    with open_weights(folder, block) as weights:
+        if found is None:
+            translation, passed_over = as_is.fit(models.build(module, config), config, weights)
+        _tell(mapping.check(translation, weights, passed_over))
         mapping.fill(
             {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}, translation, weights
         )

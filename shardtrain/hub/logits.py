@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.hub import as_is
 from shardtrain.hub.exporting import Export
 
 TOLERANCE = 1e-4
@@ -33,20 +34,28 @@ def why_not(wanted: Export) -> str:
 def largest_error(wanted: Export) -> tuple[float, float]:
     """Largest difference of logits over random tokens, and the largest logit; both models in float32."""
     tokens_BT = torch.randint(0, wanted.config.vocab_size, (2, _TOKENS), generator=torch.Generator().manual_seed(0))
-    ours = own_model(wanted)(tokens_BT, torch.arange(_TOKENS).expand(2, -1))
-    theirs = _theirs(wanted.output, tokens_BT)
+    if as_is.is_as_is(wanted.module):
+        model = wanted.module.Model(wanted.config)
+        names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+        ours, theirs = as_is.both_logits(model, {n: _read(wanted, n) for n in names}, wanted.output, tokens_BT)
+    else:
+        ours = own_model(wanted)(tokens_BT, torch.arange(_TOKENS).expand(2, -1))
+        theirs = _theirs(wanted.output, tokens_BT)
     return float((ours - theirs).abs().max()), float(ours.abs().max())
 
 
 @torch.no_grad()
 def own_model(wanted: Export) -> nn.Module:
     """The checkpoint's model in float32 on the CPU, its weights rounded to the exported type."""
-    stored = manifest.read(wanted.checkpoint)
     model: nn.Module = wanted.module.Model(wanted.config)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        found = tensor_files.read_whole(stored, wanted.checkpoint, WEIGHTS_PREFIX + name)
-        tensor.copy_(found.to(getattr(torch, wanted.dtype)))
+        tensor.copy_(_read(wanted, name))
     return model.float().eval()
+
+
+def _read(wanted: Export, name: str) -> Tensor:
+    found = tensor_files.read_whole(manifest.read(wanted.checkpoint), wanted.checkpoint, WEIGHTS_PREFIX + name)
+    return found.to(getattr(torch, wanted.dtype))
 
 
 def _theirs(folder: Path, tokens_BT: Tensor) -> Tensor:

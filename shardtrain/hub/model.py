@@ -13,6 +13,7 @@ from typing import Any
 from shardtrain import models
 from shardtrain.config.model_file import model_names
 from shardtrain.errors import ConfigError
+from shardtrain.hub import as_is
 from shardtrain.hub.block_fp8 import block_of
 from shardtrain.hub.format import Fields, Hub
 from shardtrain.hub.mapping import Translation, translate
@@ -100,6 +101,8 @@ def translation_of(module: ModuleType, config: Any, where: str) -> Translation:
         ConfigError: when the model file has no HUB.
         CheckpointError: when the format has no place for a tensor.
     """
+    if as_is.is_as_is(module):
+        return as_is.translation(models.build(module, config), config)
     hub = getattr(module, "HUB", None)
     if hub is None:
         raise ConfigError(f"{where}: the model file has no HUB, so it has no Hugging Face format; add one")

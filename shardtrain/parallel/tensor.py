@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import TENSOR_WORDS, Layout, word_of
-from shardtrain.parallel import adapters
+from shardtrain.parallel import adapters, foreign_tensor
 from shardtrain.parallel.local_weights import use_local_weights
 from shardtrain.parallel.mesh import Mesh
 from shardtrain.tied import tie, tied_names
@@ -34,6 +34,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Split the model's layers over the tensor-parallel ranks, in place; parameters become DTensors."""
     if mesh.size(AXIS) == 1:
         return
+    if hasattr(model, "tensor_plan"):  # a network of transformers, whose plan has other words
+        return foreign_tensor.apply(model, mesh, config)
     # FSDP warns of in-place operations on the views that sequence parallelism returns; models here have none
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     loss_parallel = not config.parallelism.disable_loss_parallel

@@ -1,0 +1,236 @@
+"""An architecture as ``transformers`` defines it: read from a folder's config.json and built without memory.
+
+Classes of the installed ``transformers`` alone are used: what a config.json says of code is refused. Parameters are on
+the meta device; what a buffer holds follows from config.json and is computed at once, on the CPU. How each parameter
+starts is noted while the architecture's own ``_init_weights`` runs on tensors without memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.hub.format import CODE
+from shardtrain.hub.weights import read_json
+from shardtrain.layout import Draw
+
+CONFIG = "config.json"
+_OPTION = "model.overrides.path"
+KINDS = {
+    "sequence_to_sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+}
+"""What a model is for, and the table of ``transformers`` that lists the architectures; the first that has one counts."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model on the meta device, and how each of its parameters starts (by its name in ``transformers``)."""
+
+    module: Any
+    draws: Mapping[str, Draw]
+
+
+@functools.lru_cache(maxsize=16)
+def read(folder: str) -> Any:
+    """The config of a folder, as ``transformers`` has it.
+
+    Raises:
+        ConfigError: for a config.json that asks for code, or whose architecture ``transformers`` does not have.
+        CheckpointError: when the file is missing or no JSON object.
+    """
+    path = Path(folder) / CONFIG
+    found = dict(read_json(path))
+    code = sorted(set(_keys(found, CODE)))
+    if code:
+        rule = f"asks for code or files from elsewhere ({', '.join(code)}), which is never run here"
+        raise ConfigError(Problem(_OPTION, folder, rule, "remove the key from its config.json"))
+    if "quantization_config" in found:
+        rule = "holds quantized weights (quantization_config), which are not trained"
+        raise ConfigError(Problem(_OPTION, folder, rule, "use the folder of the unquantized model"))
+    mapping = _transformers().models.auto.configuration_auto.CONFIG_MAPPING
+    kind = found.get("model_type")
+    if not isinstance(kind, str) or kind not in mapping:
+        version = _transformers().__version__
+        rule = f"is of model_type {kind!r}, which transformers {version} does not have"
+        raise ConfigError(Problem(_OPTION, folder, rule, "install a version that does, or write a model file"))
+    try:
+        config = mapping[kind].from_dict(found)
+    except Exception as error:  # whatever a foreign value makes of foreign code
+        raise ConfigError(f"{path}: transformers refuses it ({type(error).__name__}: {_line(error)})") from None
+    config.use_cache = False
+    return config
+
+
+def architecture_of(folder: str, wanted: str = "") -> str:
+    """The class of ``transformers`` that is built: ``wanted``, or the one that config.json names."""
+    config = read(folder)
+    named = [wanted] if wanted else list(config.architectures or [])
+    known = {name: kind for kind, table in _tables().items() for name in _classes(table.get(config.model_type))}
+    if not named:
+        named = _classes(_tables()["causal"].get(config.model_type))
+    if len(named) != 1 or named[0] not in known:
+        option = ("model.overrides.architecture", wanted) if wanted else (_OPTION, folder)
+        rule = f"names {', '.join(named) or 'no architecture'}, which is none that is trained here"
+        some = ", ".join(sorted(known)) or f"none: transformers has none for {config.model_type}"
+        raise ConfigError(Problem(*option, rule, f"set model.overrides.architecture to one of {some}"))
+    return named[0]
+
+
+def kind_of(folder: str, architecture: str) -> str:
+    """What an architecture is for: one of KINDS."""
+    model_type = read(folder).model_type
+    return next(kind for kind, table in _tables().items() if architecture in _classes(table.get(model_type)))
+
+
+def build(folder: str, architecture: str, attention: str) -> Built:
+    """Build the model on the meta device, its buffers computed; raises ConfigError where its class refuses."""
+    config = type(read(folder)).from_dict(read(folder).to_dict())  # a class may write into its config
+    config.use_cache = False
+    cls = getattr(_transformers(), architecture)
+    starts = _Starts()
+    try:
+        with torch.device("cpu"), _parameters_on_meta(starts), starts:
+            asked = {} if attention == "auto" else {"attn_implementation": attention}
+            module = cls._from_config(config, dtype=torch.float32, **asked)
+    except Exception as error:
+        rule = f"cannot be built as {architecture} ({type(error).__name__}: {_line(error)})"
+        raise ConfigError(Problem(_OPTION, folder, rule, "correct its config.json")) from None
+    return Built(module, {name: starts.draw(p) for name, p in module.named_parameters()})
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+        import transformers.models.auto.configuration_auto
+        import transformers.models.auto.modeling_auto
+    except ImportError as error:
+        rule = f"needs transformers, which cannot be imported ({_line(error)})"
+        raise ConfigError(Problem("model.name", "transformers", rule, "install shardtrain[hf]")) from None
+    return transformers
+
+
+def _tables() -> dict[str, Mapping[str, Any]]:
+    tables = _transformers().models.auto.modeling_auto
+    return {kind: getattr(tables, name, {}) for kind, name in KINDS.items()}
+
+
+def _classes(found: Any) -> list[str]:
+    return [] if found is None else [found] if isinstance(found, str) else list(found)
+
+
+def _keys(value: Any, pattern: re.Pattern[str]) -> Iterator[str]:
+    """Keys at any depth that a pattern finds."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if pattern.search(str(key)):
+                yield str(key)
+            yield from _keys(inner, pattern)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _keys(inner, pattern)
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+@contextmanager
+def _parameters_on_meta(starts: _Starts) -> Iterator[None]:
+    """Move each parameter to the meta device as it is registered; what it held is noted where it is all 0 or all 1."""
+    register = nn.Module.register_parameter
+
+    def moved(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(self, name, parameter)
+        if parameter is None or parameter.is_meta:
+            return
+        on_meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        on_meta.__dict__.update(parameter.__dict__)
+        self._parameters[name] = on_meta
+        starts.note_constant(on_meta, parameter)
+
+    nn.Module.register_parameter = moved  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _Starts(TorchDispatchMode):
+    """Notes the last in-place operation that filled each whole tensor on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: dict[tuple[int, int], Draw] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if args and isinstance(args[0], Tensor) and args[0].is_meta and name.endswith("_"):
+            self._note(name, args[0], [value for value in args[1:] if isinstance(value, int | float)], kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def note_constant(self, on_meta: Tensor, value: Tensor) -> None:
+        """Note a start that is written into the parameter as it is made, such as a norm's ones."""
+        if 0 < value.numel() <= 1 << 20 and value.is_floating_point():
+            low, high = value.detach().aminmax()
+            if float(low) == float(high) and float(low) in (0.0, 1.0):
+                self._draws[self._key(on_meta)] = Draw("ones" if float(low) else "zeros")
+
+    def draw(self, parameter: Tensor) -> Draw:
+        """How a parameter starts; nan where the architecture says it in a way that is not known here."""
+        found = self._draws.get(self._key(parameter)) or self._draws.get((id(parameter), parameter.numel()))
+        return found or Draw("normal", std=math.nan)
+
+    @staticmethod
+    def _key(tensor: Tensor) -> tuple[int, int]:
+        # a part of a tensor, such as the row of a padding token, has the storage of the whole and fewer numbers
+        return tensor.untyped_storage()._cdata, tensor.numel()
+
+    def _note(self, name: str, tensor: Tensor, numbers: list[float], named: Mapping[str, Any]) -> None:
+        key = self._key(tensor)
+        before = self._draws.get(key)
+        if name == "normal_":
+            mean, std = [*numbers, *[0.0, 1.0][len(numbers) :]]
+            found: Draw | None = Draw("normal", std=float(std)) if mean == 0 else None
+        elif name == "uniform_":
+            low, high = [*numbers, *[0.0, 1.0][len(numbers) :]]
+            # the same variance; nothing here rests on the shape of a distribution
+            found = Draw("normal", std=(high - low) / math.sqrt(12)) if low == -high else None
+        elif name in ("zero_", "fill_"):
+            value = numbers[0] if numbers else 0.0 if name == "zero_" else math.nan
+            found = {0.0: Draw("zeros"), 1.0: Draw("ones")}.get(float(value))
+        elif name == "erfinv_":  # a truncated normal by inverse transform: its deviation and bounds follow
+            found = Draw("truncated_normal")
+        elif name == "mul_" and numbers and before is not None and before.distribution == "truncated_normal":
+            found = Draw("truncated_normal", std=numbers[0] / math.sqrt(2))
+        elif name == "clamp_" and before is not None and before.distribution == "truncated_normal":
+            found = Draw("truncated_normal", std=before.std, cutoff=float(named.get("max", numbers[-1])) / before.std)
+        elif name in ("add_", "detach_", "requires_grad_") and (name != "add_" or numbers == [0.0]):
+            return
+        else:
+            found = None
+        for place in (key, (id(tensor), tensor.numel())):  # tying may give a parameter another storage
+            self._draws.pop(place, None)
+            if found is not None:
+                self._draws[place] = found
+
+
+def saved_config(folder: str, architecture: str, dtype: str) -> dict[str, Any]:
+    """The folder's own config.json, for weights of another type."""
+    found = dict(json.loads(json.dumps(dict(read_json(Path(folder) / CONFIG)))))
+    found.pop("torch_dtype", None)
+    return {**found, "architectures": [architecture], "dtype": dtype}

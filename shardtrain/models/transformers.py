@@ -1,0 +1,189 @@
+"""Any architecture of Hugging Face ``transformers``, as it is, behind the face of the other models.
+
+The folder of ``model.hf_assets_path`` says which: its config.json names a class of the installed ``transformers``. The
+network is theirs, its names too (``hf.`` stands before them); sharding, recomputation and compiling go by the blocks
+that it repeats, tensor parallelism by the plan that it has. Nothing that lies in the folder is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.hub import architecture as architectures
+from shardtrain.layout import Draw, Layout
+from shardtrain.tied import tied_names
+
+AS_IS = True
+"""Weights keep the names that they have in ``transformers``."""
+PREFIX = "hf."
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is built.
+
+    ``path`` is the folder with config.json (that of ``model.hf_assets_path`` unless set); ``architecture`` the class
+    of ``transformers``, unless it is the one that config.json names; ``attention`` its implementation, "sdpa" or
+    "eager", or "auto", which leaves the choice to it; ``dropout`` drops at the rates of config.json, which by default nothing does.
+    """
+
+    path: str = ""
+    architecture: str = ""
+    attention: str = "auto"
+    dropout: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return int(self._text.vocab_size)
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks of a decoder, or of encoder and decoder together."""
+        both = [getattr(self._text, name, None) for name in ("encoder_layers", "decoder_layers")]
+        one = int(getattr(self._text, "num_hidden_layers", 0) or 0)
+        more = getattr(self._text, "num_decoder_layers", None)
+        return sum(both) if all(isinstance(n, int) for n in both) else one + (more if isinstance(more, int) else 0)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of attention."""
+        return int(getattr(self._text, "num_attention_heads", 0) or 0)
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        said = getattr(self._text, "head_dim", None)
+        return int(said or getattr(self._text, "hidden_size", 0) // max(1, self.num_heads))
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether head and embedding are one tensor."""
+        return bool(getattr(self._text, "tie_word_embeddings", False))
+
+    @property
+    def class_name(self) -> str:
+        """The class of ``transformers`` that is built."""
+        return architectures.architecture_of(self.path, self.architecture)
+
+    @property
+    def _text(self) -> Any:
+        return architectures.read(self.path).get_text_config()
+
+
+LAYOUT = Layout(first=("embedding",), layers="blocks", last=("head",))
+"""The same for all: ``Model`` finds what these names mean in the network at hand."""
+
+FLAVORS: dict[str, dict[str, Any]] = {"debugmodel": {}, "folder": {}}
+"""The folder says the sizes; the first name is the default of ``model.flavor``."""
+
+
+class Model(nn.Module):
+    """A network of ``transformers``; its parameters are on the meta device, whatever the default device is."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        built = architectures.build(c.path, c.class_name, c.attention)
+        self.hf = built.module
+        self.hf.train(c.dropout)
+        self.config_name = c.class_name
+        self.kind = architectures.kind_of(c.path, c.class_name)
+        self.blocks = dict(_blocks(self.hf))
+        """Path -> repeated block: the unit of sharding, recomputation and compiling."""
+        self.draws = {PREFIX + name: draw for name, draw in built.draws.items()}
+        self._drops = c.dropout
+        self._constants = _take_constants(self.hf, c)
+        self._shared = {name for names in tied_names(self.hf) for name in names}
+        if not self.blocks:
+            rule = f"names {c.class_name}, in which no repeated blocks are found"
+            raise ConfigError(Problem("model.overrides.path", c.path, rule, "write a model file for it"))
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        """Logits (B, T, V) of tokens (B, T); each token's place is its column, as in rows without a document mask."""
+        return self.outputs(input_ids=tokens_BT).logits  # type: ignore[no-any-return]
+
+    def outputs(self, **inputs: Tensor) -> Any:
+        """What the network gives for its own arguments."""
+        self._follow(next(iter(inputs.values())).device)
+        if self._drops:
+            self.hf.train(torch.is_grad_enabled())  # nothing drops in validation
+        return self.hf(**inputs)
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The input embedding, or nothing where it is also another module's: the root then holds it."""
+        return self._end(self.hf.get_input_embeddings())
+
+    @property
+    def head(self) -> nn.Module:
+        """The module that gives logits, or nothing where its weights are also another module's."""
+        return self._end(self.hf.get_output_embeddings())
+
+    @property
+    def tensor_plan(self) -> dict[str, str]:
+        """Module path -> word of the network's own plan for tensor parallelism; empty where it has none."""
+        return _tensor_plan(self.hf)
+
+    def _end(self, module: nn.Module | None) -> nn.Module:
+        name = next((name for name, found in self.hf.named_modules() if found is module), "")
+        shared = any(own.rpartition(".")[0] == name for own in self._shared)
+        return nn.Identity() if module is None or shared else module
+
+    def _follow(self, device: torch.device) -> None:
+        """Move what the network has computed from its config to where the tokens are."""
+        for owner, name in self._constants:
+            value = owner.__dict__[name]
+            if value.device != device:
+                owner.__dict__[name] = value.to(device)
+
+
+def build(c: Config) -> Model:
+    """The model, whose layout is found and not promised."""
+    return Model(c)
+
+
+def initial(c: Config) -> dict[str, Draw]:
+    """How each parameter starts, by its name: as the architecture's own ``_init_weights`` says."""
+    return Model(c).draws
+
+
+def _blocks(hf: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost lists of modules: of those that ``_no_split_modules`` names, where it names any of them."""
+    words = set(getattr(hf, "_no_split_modules", None) or ())
+    lists: list[tuple[str, nn.ModuleList]] = []
+    for path, module in hf.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer, _ in lists)
+        if isinstance(module, nn.ModuleList) and not inside and any(True for _ in module.parameters()):
+            lists.append((path, module))
+    named = [(path, one) for path, one in lists if words & {type(block).__name__ for block in one}]
+    for path, one in named or lists:
+        yield from ((f"{PREFIX}{path}.{index}", block) for index, block in enumerate(one))
+
+
+def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
+    """Make plain attributes of buffers that are not saved: no cast and no ``to_empty`` then changes them."""
+    taken = []
+    for path, module in hf.named_modules():
+        for name, value in list(module._buffers.items()):
+            if value is None:
+                continue
+            if name in module._non_persistent_buffers_set:
+                module._non_persistent_buffers_set.discard(name)
+                del module._buffers[name]
+                module.__dict__[name] = value
+                taken.append((module, name))
+            elif bool(value.any()):  # what is saved starts at zero, or the folder's weights would be needed
+                rule = f"names {c.class_name}, whose buffer {path}.{name} starts at a value of its own"
+                raise ConfigError(Problem("model.overrides.path", c.path, rule, "write a model file for it"))
+    return taken
+
+
+def _tensor_plan(hf: Any) -> dict[str, str]:
+    plan: Mapping[str, str] = getattr(hf, "_tp_plan", None) or getattr(hf, "tp_plan", None) or {}
+    return {PREFIX + pattern: word for pattern, word in plan.items()}
