@@ -36,6 +36,7 @@ usage: shardtrain VERB ...
   import HF_DIR --to CHECKPOINT; export CHECKPOINT --to HF_DIR
                                                               weights in and out of the Hugging Face format
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
+  doctor [CONFIG.toml] [--nproc N] ...                        find what would end or slow a run on this machine or job
   replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
   help, --help                                                this text
   --version                                                   print the version
@@ -198,6 +199,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "import": _module("shardtrain.hub.command", "import_main"),
     "export": _module("shardtrain.hub.command", "export_main"),
     "goodput": _module("shardtrain.goodput.command"),
+    "doctor": _module("shardtrain.doctor"),
     "replay": lambda words: _module("shardtrain.replay")(words, _train_module),
     "help": _help,
     "--help": _help,
