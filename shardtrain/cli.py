@@ -37,6 +37,7 @@ usage: shardtrain VERB ...
                                                               weights in and out of the Hugging Face format
   merge ADAPTERS --to CHECKPOINT                              add trained adapters to the weights beside them
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
+  doctor [CONFIG.toml] [--nproc N] ...                        find what would end or slow a run on this machine or job
   replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
   help, --help                                                this text
   --version                                                   print the version
@@ -200,6 +201,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "export": _module("shardtrain.hub.command", "export_main"),
     "merge": _module("shardtrain.lora.command"),
     "goodput": _module("shardtrain.goodput.command"),
+    "doctor": _module("shardtrain.doctor"),
     "replay": lambda words: _module("shardtrain.replay")(words, _train_module),
     "help": _help,
     "--help": _help,

@@ -1,0 +1,119 @@
+"""What the doctor finds, and what it finds it in: the facts that all ranks told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["pass", "warn", "fail"]
+Facts = dict[str, Any]
+"""What JSON can hold."""
+
+EQUAL = "equal on all ranks"
+STOPPED, ERROR = "stopped", "error"
+"""Keys of an area's facts: the check outlasted its limit, or raised."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the report.
+
+    ``ranks`` are those that the row is about, where it is not about all: the slow, the odd, the failing ones.
+    """
+
+    area: str
+    subject: str
+    verdict: Verdict
+    measured: str
+    expected: str = ""
+    fix: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Said:
+    """The facts of all ranks that answered: rank -> area -> facts; ``missing`` is rank -> where it was last seen."""
+
+    size: int
+    facts: Mapping[int, Mapping[str, Facts]]
+    missing: Mapping[int, str] = field(default_factory=dict)
+
+    def of(self, area: str) -> dict[int, Facts]:
+        """Facts of an area by rank, of those that could collect it."""
+        found = {rank: self.facts[rank][area] for rank in sorted(self.facts) if area in self.facts[rank]}
+        return {rank: facts for rank, facts in found.items() if STOPPED not in facts and ERROR not in facts}
+
+    def host(self, rank: int) -> str:
+        """The host of a rank, empty where it did not say."""
+        return str(self.facts.get(rank, {}).get("hosts", {}).get("hostname", ""))
+
+    def hosts(self) -> dict[str, list[int]]:
+        """Ranks of each host."""
+        found: dict[str, list[int]] = {}
+        for rank in sorted(self.facts):
+            found.setdefault(self.host(rank), []).append(rank)
+        return found
+
+    def who(self, ranks: Collection[int]) -> str:
+        """Ranks in words, by host where there are several: ``rank 3 (host-b)``, ``host-b (ranks 8-15)``."""
+        if not ranks:
+            return "no rank"
+        if len(ranks) == self.size:
+            return "rank 0" if self.size == 1 else "all ranks"
+        hosts = self.hosts()
+        if len(hosts) < 2:
+            return _ranks(ranks)
+        named = {host: [rank for rank in own if rank in ranks] for host, own in hosts.items()}
+        texts = [
+            f"{host} ({_ranks(here)})" if here == hosts[host] else f"{_ranks(here)} ({host})"
+            for host, here in named.items()
+            if here
+        ]
+        silent = [rank for rank in sorted(ranks) if rank not in self.facts]
+        texts += [_ranks(silent)] if silent else []
+        return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    """Ranks as short text.
+
+    >>> _ranks([3]), _ranks([0, 1, 2, 5])
+    ('rank 3', 'ranks 0-2, 5')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    more = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts[:8])}{more}"
+
+
+Judged = tuple[Verdict, str, str, str]
+"""Verdict, measured, expected, fix."""
+
+
+def each(said: Said, area: str, subject: str, judge: Callable[[Facts], Judged | None]) -> Iterator[Finding]:
+    """Judge each rank by itself; one row for all ranks that got the same verdict, the first of them speaking."""
+    rows: dict[tuple[str, str, str], tuple[Judged, list[int]]] = {}
+    for rank, facts in said.of(area).items():
+        judged = judge(facts)
+        if judged is not None:
+            verdict, _, expected, fix = judged
+            rows.setdefault((verdict, expected, fix), (judged, []))[1].append(rank)
+    for (verdict, measured, expected, fix), ranks in rows.values():
+        some = len(ranks) < said.size
+        told = f"{measured} on {said.who(ranks)}" if some and verdict != "pass" else measured
+        yield Finding(area, subject, verdict, told, expected, fix, tuple(ranks) if some and verdict != "pass" else ())
+
+
+def worst(verdicts: Collection[Verdict]) -> Verdict:
+    """The worst of some verdicts.
+
+    >>> worst(["pass", "warn"]), worst([])
+    ('warn', 'pass')
+    """
+    return next((verdict for verdict in ("fail", "warn") if verdict in verdicts), "pass")  # type: ignore[return-value]
