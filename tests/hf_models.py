@@ -119,7 +119,7 @@ def assert_same_logits_and_gradients(theirs: nn.Module, ours: nn.Module, lengths
             logits_BTV.log_softmax(-1)[..., 7].sum().backward()
         expected = _like_llama({name: p.grad for name, p in theirs.named_parameters()}, theirs.config)
         # queries and keys of tokens that see but themselves have none: of such a gradient all is rounding
-        floor = 1e-3 * max(gradient.norm() for gradient in expected.values())
+        floor = 1e-2 * max(gradient.norm() for gradient in expected.values())
         for name, parameter in ours.named_parameters():
             gradient = _find(name, expected)
             error = float((parameter.grad - gradient).norm() / gradient.norm().clamp_min(floor))
