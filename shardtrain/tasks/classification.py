@@ -161,6 +161,10 @@ class Classification(RowTask):
         accuracy = int((predicted == label).sum()) / max(1, len(label))
         return {"accuracy": accuracy, "macro_f1": sum(scores) / max(1, len(scores))}
 
+    def results(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The accuracy alone, under the name that pytorch_universal_trainer gives it."""
+        return {"Accuracy": values["accuracy"]}
+
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         """The label of the prediction as the rows spell it."""
         return self.labels[int(row["prediction"])]
