@@ -26,6 +26,7 @@ from shardtrain.data.opening import Named, request_for, tokenizer_of
 from shardtrain.data.reading import BadRows, Tally, chunks
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow, Shards, Table, every_row, place_of
+from shardtrain.errors import DataError
 from shardtrain.log import logger
 from shardtrain.loss import cross_entropy_sum
 from shardtrain.targets import IGNORE
@@ -79,13 +80,13 @@ class Classification(RowTask):
 
         Raises:
             ConfigError: when the dataset cannot be opened.
-            DataError: at a row that cannot be used, with file and line; in training data data.bad_rows may skip it.
+            DataError: at a row that cannot be used, with file and line; of training data data.bad_rows may leave it out.
         """
         section, named = self._named(split)
         source: Table | Shards = sources.find(named.source.dataset, option=named.dataset_option).open_source(
             request_for(self.config, named)
         )
-        policy, tally = BadRows.of(self.config.data) if split == "train" else BadRows(), Tally()
+        policy, tally = BadRows.of(self.config.data), Tally()
         found = Examples(self._examples(source, split, section.seq_len, policy, tally))
         if tally.num_bad:
             policy.judge(tally, f"dataset {named.name}")
@@ -196,6 +197,8 @@ class Classification(RowTask):
                 if isinstance(result, BadRow):
                     place = place_of(source, key)
                     tally.add_bad(result, place)
+                    if split != "train":
+                        raise DataError(f"{place}: {result}; correct it: each row of a held-out set is predicted")
                     policy.meet(result, place)
                 else:
                     tally.documents, tally.rows = tally.documents + 1, tally.rows + 1

@@ -36,8 +36,6 @@ class Request:
 
 def sets_of(config: Config) -> list[str]:
     """The sets that the config names: "dev", "test"."""
+    dev = config.validation.enable or config.validation.dataset != ""
     test = config.task.test_dataset_path is not None
-    return [
-        *(["dev"] if config.validation.dataset_path or config.validation.dataset else []),
-        *(["test"] if test else []),
-    ]
+    return [name for name, is_set in (("dev", dev), ("test", test)) if is_set]
