@@ -36,6 +36,7 @@ usage: shardtrain VERB ...
   import HF_DIR --to CHECKPOINT; export CHECKPOINT --to HF_DIR
                                                               weights in and out of the Hugging Face format
   merge ADAPTERS --to CHECKPOINT                              add trained adapters to the weights beside them
+  test CONFIG.toml [--checkpoint best|latest|STEP|PATH]       metrics and predictions of the held-out sets, in files
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
   doctor [CONFIG.toml] [--nproc N] ...                        find what would end or slow a run on this machine or job
   replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
@@ -196,6 +197,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _module("shardtrain.config.command"),
     "data": _module("shardtrain.data_tools.command"),
     "checkpoint": _module("shardtrain.checkpoint.command"),
+    "test": _module("shardtrain.testing.command"),
     "generate": _module("shardtrain.generate.command"),
     "import": _module("shardtrain.hub.command", "import_main"),
     "export": _module("shardtrain.hub.command", "export_main"),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import continuing, models, optim
+from shardtrain import continuing, models, optim, tasks
 from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, place
@@ -21,7 +21,7 @@ from shardtrain.log import logger
 from shardtrain.lora import base, peft
 from shardtrain.lora.linear import is_adapter
 from shardtrain.lora.spec import FACT
-from shardtrain.parallel import BATCH_AXES
+from shardtrain.parallel import BATCH_AXES, Runner
 
 if TYPE_CHECKING:
     from shardtrain.run import Run
@@ -118,7 +118,12 @@ def _load_hub(run: Run, folder: Place) -> None:
     model, quantized = run.config.model, run.config.checkpoint.initial_load_in_hf_quantized
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    together(lambda: importing.fill(weights(run), Path(str(folder)), module, shape, quantized))
+    tensors = weights(run)
+    if tasks.open_task(run.config).num_labels:
+        head = f"model.{module.LAYOUT.last[-1]}."
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
+        logger.info(f"the head of {run.config.task.name} is not in the folder, and starts anew")
+    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized))
     logger.info(f"starting from the weights of {folder}")
 
 
@@ -130,7 +135,12 @@ def weights(run: Run) -> dict[str, Tensor]:
 
 def everything(run: Run) -> dict[str, Tensor]:
     """Everything that a model is: parameters and buffers by name."""
-    tensors: dict[str, Tensor] = {**run.runner.parameters(), **run.runner.buffers()}
+    return weights_of(run.runner)
+
+
+def weights_of(runner: Runner) -> dict[str, Tensor]:
+    """The same of a model outside a run."""
+    tensors: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
