@@ -33,6 +33,7 @@ usage: shardtrain VERB ...
   data VERB ...                                               prepare, check, show and probe data (data --help: all)
   checkpoint VERB ...                                         list, verify and compare checkpoints
   generate --from RUN_FOLDER --prompt TEXT ...                write text with a trained model (--help: all options)
+  evaluate --from RUN_FOLDER --data NAME=FILE ...             measure its loss, or tasks of lm-eval (--help: all)
   import HF_DIR --to CHECKPOINT; export CHECKPOINT --to HF_DIR
                                                               weights in and out of the Hugging Face format
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
@@ -195,6 +196,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "data": _module("shardtrain.data_tools.command"),
     "checkpoint": _module("shardtrain.checkpoint.command"),
     "generate": _module("shardtrain.generate.command"),
+    "evaluate": _module("shardtrain.evaluation.command"),
     "import": _module("shardtrain.hub.command", "import_main"),
     "export": _module("shardtrain.hub.command", "export_main"),
     "goodput": _module("shardtrain.goodput.command"),

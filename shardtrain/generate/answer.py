@@ -29,9 +29,9 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
     Raises:
         ShardtrainError: for what a user can mend.
     """
-    device = asked.device or load_config(asked.source, asked.config).config.training.device
-    with _join(device) as here:
-        opened = open_model(asked.source, asked.config, asked.dtype, here)
+    device = asked.device or load_config(asked.source, asked.config, asked.tokenizer).config.training.device
+    with join(device) as here:
+        opened = open_model(asked.source, asked.config, asked.dtype, here, asked.tokenizer)
         is_first = here.rank == 0
         if is_first:
             print(f"shardtrain generate: {opened.name}", file=sys.stderr, flush=True)
@@ -47,7 +47,7 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
 
 
 @contextlib.contextmanager
-def _join(device: str) -> Iterator[World]:
+def join(device: str) -> Iterator[World]:
     """The world that a launcher describes; a process alone needs no process group."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         with world.join(Comm(), device) as here:

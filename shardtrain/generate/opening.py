@@ -1,8 +1,9 @@
-"""A trained model with its tokenizer, from the folder of a run or of a checkpoint.
+"""A trained model with its tokenizer, from the folder of a run, of a checkpoint, or in Hugging Face format.
 
 The checkpoint's bytes are verified before they are used. The model is that of the run's ``config.resolved.toml``, found
-beside the checkpoint. A model file of a user's is code, so a path to one is followed only where the user names the
-configuration: what lies in a folder from elsewhere is never run.
+beside the checkpoint; a Hugging Face folder has its own ``config.json`` and tokenizer. A model file of a user's is
+code, so a path to one is followed only where the user names the configuration: what lies in a folder from elsewhere is
+never run.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from shardtrain import config as configs
 from shardtrain import data, models, parallel
 from shardtrain.checkpoint import agree, files, manifest, retention
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.manifest import MANIFEST, Manifest
+from shardtrain.checkpoint.manifest import MANIFEST, WEIGHTS_PREFIX, Manifest
 from shardtrain.config import Config, Loaded, derived
 from shardtrain.config.schema import Parallelism, Training
 from shardtrain.data.opening import tokenizer_of
 from shardtrain.errors import CheckpointError, ConfigError, Problem
+from shardtrain.hub import importing
+from shardtrain.hub.opening import config_of, is_hub_folder
 from shardtrain.layout import Layout
 from shardtrain.log import logger
 from shardtrain.parallel import expert, tensor
@@ -45,23 +48,29 @@ class Opened:
     """Model and checkpoint in words."""
     width: int = 1
     """Ranks over which each layer is split."""
+    from_hub: bool = False
+    """Whether it lay in a Hugging Face folder."""
 
 
 def open_model(
-    path: Path, config_file: Path | None = None, dtype: str | None = None, here: World | None = None
+    path: Path,
+    config_file: Path | None = None,
+    dtype: str | None = None,
+    here: World | None = None,
+    tokenizer_path: str | None = None,
 ) -> Opened:
-    """Open ``step-N``, a folder of such, or a run's folder, whose newest good checkpoint is taken.
+    """Open ``step-N``, a folder of such, a run's folder, whose newest good checkpoint is taken, or a Hugging Face one.
 
     ``dtype`` is the type to hold and compute in; that in which the run computed unless given. ``here`` says where; with
     more than one rank each layer is split over all (a collective). The model is on the CPU unless given.
+    ``tokenizer_path`` is for a Hugging Face folder that has no tokenizer.
 
     Raises:
         ConfigError: when the configuration is missing or does not fit.
         CheckpointError: when there is no checkpoint, or it is damaged or of another model.
     """
-    loaded = load_config(path, config_file)
-    config = loaded.config
-    folder, stored = _find_checkpoint(path, config)
+    config = load_config(path, config_file, tokenizer_path).config
+    found = None if is_hub_folder(path) else _find_checkpoint(path, config)
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     model = models.build(module, shape)
@@ -81,13 +90,30 @@ def open_model(
     tie(model, ties)
     for owner, name, buffer in buffers:
         owner._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-    _fill(model, stored, folder)
-    name = f"{config.model.name} {config.model.flavor}, {folder}, {dtype} on {device.type}"
-    return Opened(model.eval(), module.LAYOUT, tokenizer, config, name, here.size if here is not None else 1)
+    with torch.no_grad():
+        if found is None:
+            importing.fill(_weights(model), path, module, shape)
+        else:
+            _fill(model, found[1], found[0])
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    where = path if found is None else found[0]
+    name = f"{config.model.name} {config.model.flavor}, {where}, {dtype} on {device.type}"
+    return Opened(
+        model.eval(), module.LAYOUT, tokenizer, config, name, here.size if here is not None else 1, found is None
+    )
 
 
-def load_config(path: Path, config_file: Path | None = None) -> Loaded:
+def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str | None = None) -> Loaded:
     """The configuration of a run, from its checkpoint's or its own folder, unless the user names it."""
+    if is_hub_folder(path):
+        if config_file is not None:
+            rule = f"has no effect: {path} is a Hugging Face folder, which says what it is"
+            raise ConfigError(Problem("--config", str(config_file), rule, "leave it out"))
+        return config_of(path, tokenizer_path)
+    if tokenizer_path is not None:
+        rule = "is for a Hugging Face folder, and a run has its own"
+        raise ConfigError(Problem("--tokenizer", tokenizer_path, rule, "leave it out"))
     if config_file is not None:
         return configs.load(config_file)
     if not path.exists():
@@ -168,15 +194,15 @@ def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, h
         expert.apply(model, layout, mesh, config)
 
 
-def _fill(model: nn.Module, stored: Manifest, folder: Path) -> None:
+def _weights(model: nn.Module) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    weights = {f"model.{name}": tensor.detach() for name, tensor in named.items()}
-    tensor_files.check_names(weights, stored, folder)
+    return {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in named.items()}
 
+
+def _fill(model: nn.Module, stored: Manifest, folder: Path) -> None:
+    weights = _weights(model)
+    tensor_files.check_names(weights, stored, folder)
     try:
-        with torch.no_grad():
-            tensor_files.read(weights, stored, folder)
+        tensor_files.read(weights, stored, folder)
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} cannot be loaded: {error}") from error
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
