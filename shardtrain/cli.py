@@ -36,6 +36,7 @@ usage: shardtrain VERB ...
   evaluate --from RUN_FOLDER --data NAME=FILE ...             measure its loss, or tasks of lm-eval (--help: all)
   import HF_DIR --to CHECKPOINT; export CHECKPOINT --to HF_DIR
                                                               weights in and out of the Hugging Face format
+  test CONFIG.toml [--checkpoint best|latest|STEP|PATH]       metrics and predictions of the held-out sets, in files
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
   replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
   help, --help                                                this text
@@ -195,6 +196,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _module("shardtrain.config.command"),
     "data": _module("shardtrain.data_tools.command"),
     "checkpoint": _module("shardtrain.checkpoint.command"),
+    "test": _module("shardtrain.testing.command"),
     "generate": _module("shardtrain.generate.command"),
     "evaluate": _module("shardtrain.evaluation.command"),
     "import": _module("shardtrain.hub.command", "import_main"),

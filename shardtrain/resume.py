@@ -17,7 +17,7 @@ from shardtrain.checkpoint.storage import Place, place
 from shardtrain.errors import CheckpointError
 from shardtrain.hub import importing
 from shardtrain.log import logger
-from shardtrain.parallel import BATCH_AXES
+from shardtrain.parallel import BATCH_AXES, Runner
 
 if TYPE_CHECKING:
     from shardtrain.run import Run
@@ -109,7 +109,12 @@ def _load_hub(run: Run, folder: Place) -> None:
 
 def weights(run: Run) -> dict[str, Tensor]:
     """Everything that a model is: parameters and buffers by name."""
-    tensors: dict[str, Tensor] = {**run.runner.parameters(), **run.runner.buffers()}
+    return weights_of(run.runner)
+
+
+def weights_of(runner: Runner) -> dict[str, Tensor]:
+    """The same of a model outside a run."""
+    tensors: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
 

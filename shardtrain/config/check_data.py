@@ -60,6 +60,8 @@ def check_dataset(loaded: Loaded) -> Iterator[Problem]:
     names = source_names()
     for option, source in datasets(loaded).items():
         name = source.dataset
+        if not name and loaded.config.task.name.endswith(".py"):
+            continue  # the task file reads what it likes
         if not name:
             rule = "is not set, and no data are held out by themselves"
             yield problem(loaded, f"{option}.dataset", rule, "name a dataset, or set validation.enable = false")
@@ -198,6 +200,12 @@ def check_validation(loaded: Loaded) -> Iterator[Problem]:
     if c.validation.enable and piped and c.validation.seq_len != c.training.seq_len:
         rule = f"is not training.seq_len {c.training.seq_len}, for which the pipeline is built"
         yield problem(loaded, "validation.seq_len", rule, f"use {c.training.seq_len}")
+    if c.validation.enable and c.validation.per_epoch and is_changed(loaded, "validation.freq"):
+        rule = "has no effect beside validation.per_epoch"
+        yield problem(loaded, "validation.freq", rule, "remove one of the two")
+    if c.validation.enable and c.validation.per_epoch and c.data.sources:
+        rule = "needs the rows of one dataset, and [data.sources] has passes of its own for each"
+        yield problem(loaded, "validation.per_epoch", rule, "use validation.freq")
 
 
 def data_notes(loaded: Loaded) -> list[str]:

@@ -70,6 +70,9 @@ def open_model(
         CheckpointError: when there is no checkpoint, or it is damaged or of another model.
     """
     config = load_config(path, config_file, tokenizer_path).config
+    if config.task.name != "language_model":
+        rule = "predicts no next token, and there is no text to generate"
+        raise ConfigError(Problem("task.name", config.task.name, rule, 'ask "shardtrain test" for its predictions'))
     found = None if is_hub_folder(path) else _find_checkpoint(path, config)
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
