@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from shardtrain import init, models, optim, parallel, tasks
+from shardtrain import init, models, optim, parallel, reference, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.lora import spec as adapters
@@ -61,6 +61,7 @@ def build(config: Config, here: World) -> Run:
         accumulation=derived.accumulation_steps(config, here.size),
     )
     task.check(stream, built.module, built.shape)
+    reference.hold(task, config, mesh)
     world.check_agreement(stream.fingerprint, "the training data differ between ranks", mesh.device)
     total_steps = training.steps
     if training.epochs is not None and stream.steps_left is not None:

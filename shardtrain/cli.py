@@ -33,6 +33,7 @@ usage: shardtrain VERB ...
   data VERB ...                                               prepare, check, show and probe data (data --help: all)
   checkpoint VERB ...                                         list, verify and compare checkpoints
   generate --from RUN_FOLDER --prompt TEXT ...                write text with a trained model (--help: all options)
+  evaluate --from RUN_FOLDER --data NAME=FILE ...             measure its loss, or tasks of lm-eval (--help: all)
   import HF_DIR --to CHECKPOINT; export CHECKPOINT --to HF_DIR
                                                               weights in and out of the Hugging Face format
   merge ADAPTERS --to CHECKPOINT                              add trained adapters to the weights beside them
@@ -199,6 +200,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "checkpoint": _module("shardtrain.checkpoint.command"),
     "test": _module("shardtrain.testing.command"),
     "generate": _module("shardtrain.generate.command"),
+    "evaluate": _module("shardtrain.evaluation.command"),
     "import": _module("shardtrain.hub.command", "import_main"),
     "export": _module("shardtrain.hub.command", "export_main"),
     "merge": _module("shardtrain.lora.command"),

@@ -57,12 +57,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(family: str, seed: int = 0) -> Any:
+def build(family: str, seed: int = 0, **changed: Any) -> Any:
     """A model of transformers with weights far from its own start: norms and biases too."""
     import transformers
 
     name, fields = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**fields)
+    config = getattr(transformers, f"{name}Config")(**{**fields, **changed})
     model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -11,7 +11,7 @@ from shardtrain.config.options import options
 from shardtrain.config.task_file import read_task_file
 from shardtrain.errors import ConfigError, Problem
 
-LANGUAGE_MODEL, CLASSIFICATION = "language_model", "classification"
+LANGUAGE_MODEL, CLASSIFICATION, PREFERENCE = "language_model", "classification", "preference"
 _DEGREES = {
     "pipeline_parallel_degree": "cuts the model, and the loss of this task is computed on a whole one",
     "context_parallel_degree": "cuts each sequence, and this task reads whole ones",
@@ -26,6 +26,12 @@ _OF_DOCUMENTS = (
     "data.document_mask",
     "data.stages",
 )
+
+
+_OPTIONS = {
+    CLASSIFICATION: ("labels", "num_labels", "label_field", "pair_field"),
+    PREFERENCE: ("beta", "chosen_field", "rejected_field"),
+}
 
 
 def check_task(loaded: Loaded) -> Iterator[Problem]:
@@ -55,18 +61,45 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
     if c.data.sources:
         rule = "mixes documents, and a task of rows reads one dataset"
         yield Problem("data.sources", None, rule, "use training.dataset and dataset_path", loaded.where("data.sources"))
+    for owner, names in _OPTIONS.items():
+        for option in names:
+            # a task file may build on either of the two
+            if owner != c.task.name and c.task.name in _OPTIONS and is_changed(loaded, f"task.{option}"):
+                yield problem(loaded, f"task.{option}", f'is read by task.name = "{owner}" alone', "remove it")
     if c.task.name == CLASSIFICATION:
         yield from _check_classification(loaded)
+    if c.task.name == PREFERENCE:
+        yield from _check_preference(loaded)
 
 
-def _check_classification(loaded: Loaded) -> Iterator[Problem]:
-    task, parallelism = loaded.config.task, loaded.config.parallelism
+def _check_rows(loaded: Loaded) -> Iterator[Problem]:
     for option in _OF_DOCUMENTS:
         if is_changed(loaded, option):
             rule = "is about documents, which a task of rows has not"
             yield problem(loaded, option, rule, "remove it")
-    if task.options:
+    if loaded.config.task.options:
         yield problem(loaded, "task.options", "is for a task file of yours", "remove it")
+
+
+def _check_preference(loaded: Loaded) -> Iterator[Problem]:
+    task, data = loaded.config.task, loaded.config.data
+    yield from _check_rows(loaded)
+    if not 0 < task.beta < float("inf"):
+        yield problem(loaded, "task.beta", "must be above 0", "use 0.1")
+    fields = {"data.prompt_field": data.prompt_field, "task.chosen_field": task.chosen_field}
+    for option, value in {**fields, "task.rejected_field": task.rejected_field}.items():
+        if not value:
+            yield problem(loaded, option, "must not be empty", "name the column")
+    if len({*fields.values(), task.rejected_field}) < 3:
+        rule = "names the column of another of prompt, chosen and rejected"
+        yield problem(loaded, "task.rejected_field", rule, "name three columns")
+    if loaded.is_set("data.completion_field"):
+        yield problem(loaded, "data.completion_field", "is not read: answers have fields of their own", "remove it")
+
+
+def _check_classification(loaded: Loaded) -> Iterator[Problem]:
+    task, parallelism = loaded.config.task, loaded.config.parallelism
+    yield from _check_rows(loaded)
     if not task.label_field:
         yield problem(loaded, "task.label_field", "must not be empty", "name the column of the label")
     if len(set(task.labels)) < len(task.labels) or len(task.labels) == 1:

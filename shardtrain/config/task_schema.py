@@ -21,6 +21,12 @@ class Task:
     """Column of the label; a number, as "1", in a TSV file without a first line of names (shardtrain)."""
     pair_field: str = ""
     """Column of a second text of the row, which follows the first; empty for none (shardtrain)."""
+    beta: float = 0.1
+    """How far preferences may lead away from the reference: less is farther (shardtrain)."""
+    chosen_field: str = "chosen"
+    """Column of the answer that was preferred, beside data.prompt_field (shardtrain)."""
+    rejected_field: str = "rejected"
+    """Column of the other one (shardtrain)."""
     test_dataset_path: str | None = None
     """File or folder of the test set, read as validation.dataset (shardtrain)."""
     test_split: str = "test"

@@ -14,7 +14,8 @@ from shardtrain.data.columns import Unusable
 from shardtrain.data.encode import open_conversations
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.generate.engine import Generator, Watch
-from shardtrain.generate.opening import Opened, load_config, open_model
+from shardtrain.generate.finding import load_config
+from shardtrain.generate.opening import Opened, open_model
 from shardtrain.generate.prompts import Encoder, Row, check_output, write_rows
 from shardtrain.generate.request import Request
 from shardtrain.generate.sampling import Sampling
@@ -29,9 +30,17 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
     Raises:
         ShardtrainError: for what a user can mend.
     """
-    device = asked.device or load_config(asked.source, asked.config).config.training.device
-    with _join(device) as here:
-        opened = open_model(asked.source, asked.config, asked.dtype, here, asked.base, asked.adapter)
+    device = asked.device or load_config(asked.source, asked.config, asked.tokenizer).config.training.device
+    with join(device) as here:
+        opened = open_model(
+            asked.source,
+            asked.config,
+            asked.dtype,
+            here,
+            tokenizer_path=asked.tokenizer,
+            base=asked.base,
+            adapter=asked.adapter,
+        )
         is_first = here.rank == 0
         if is_first:
             print(f"shardtrain generate: {opened.name}", file=sys.stderr, flush=True)
@@ -47,7 +56,7 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
 
 
 @contextlib.contextmanager
-def _join(device: str) -> Iterator[World]:
+def join(device: str) -> Iterator[World]:
     """The world that a launcher describes; a process alone needs no process group."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         with world.join(Comm(), device) as here:

@@ -1,42 +1,31 @@
-"""A trained model with its tokenizer, from the folder of a run or of a checkpoint.
+"""A trained model with its tokenizer, from the folder of a run, of a checkpoint, or in Hugging Face format.
 
 The checkpoint's bytes are verified before they are used. The model is that of the run's ``config.resolved.toml``, found
-beside the checkpoint. A model file of a user's is code, so a path to one is followed only where the user names the
-configuration: what lies in a folder from elsewhere is never run.
+beside the checkpoint; a Hugging Face folder has its own ``config.json`` and tokenizer. A model file of a user's is
+code, so a path to one is followed only where the user names the configuration: what lies in a folder from elsewhere is
+never run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardtrain import config as configs
 from shardtrain import data, models, parallel
-from shardtrain.checkpoint import agree, files, manifest, retention
-from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.config import Config, Loaded, derived
 from shardtrain.config.schema import Parallelism, Training
 from shardtrain.data.opening import tokenizer_of
-from shardtrain.errors import CheckpointError, ConfigError, Problem
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.generate.finding import load_config
+from shardtrain.generate.held import Held
 from shardtrain.layout import Layout
-from shardtrain.log import logger
-from shardtrain.lora import frozen
-from shardtrain.lora.linear import is_adapter
-from shardtrain.lora.peft import PeftFolder
-from shardtrain.lora.spec import FACT, apply, read_facts
 from shardtrain.parallel import expert, tensor
 from shardtrain.parallel.world import World
-from shardtrain.run_folder import RESOLVED_CONFIG
 from shardtrain.tied import tie, tied_names
-
-_LEVELS = 4
-"""A checkpoint lies at most so deep below its run's folder: job.dump_folder, checkpoint.folder, step-N."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +40,8 @@ class Opened:
     """Model and checkpoint in words."""
     width: int = 1
     """Ranks over which each layer is split."""
+    from_hub: bool = False
+    """Whether it lay in a Hugging Face folder."""
 
 
 def open_model(
@@ -58,29 +49,31 @@ def open_model(
     config_file: Path | None = None,
     dtype: str | None = None,
     here: World | None = None,
+    *,
+    tokenizer_path: str | None = None,
     base: Path | None = None,
     adapter: Path | None = None,
 ) -> Opened:
-    """Open ``step-N``, a folder of such, or a run's folder, whose newest good checkpoint is taken.
+    """Open ``step-N``, a folder of such, a run's folder, whose newest good checkpoint is taken, or a Hugging Face one.
 
     ``dtype`` is the type to hold and compute in; that in which the run computed unless given. ``here`` says where; with
-    more than one rank each layer is split over all (a collective). The model is on the CPU unless given. ``base`` is
-    where the weights beside a run's adapters are now, ``adapter`` a folder of PEFT to add to a whole model.
+    more than one rank each layer is split over all (a collective). The model is on the CPU unless given.
+    ``tokenizer_path`` is for a Hugging Face folder that has no tokenizer. ``base`` is where the weights beside a run's
+    adapters are now, ``adapter`` a folder of PEFT to add to a whole model.
 
     Raises:
         ConfigError: when the configuration is missing or does not fit.
         CheckpointError: when there is no checkpoint, or it is damaged or of another model.
     """
-    loaded = load_config(path, config_file)
-    config = loaded.config
+    config = load_config(path, config_file, tokenizer_path).config
     if config.task.name != "language_model":
         rule = "predicts no next token, and there is no text to generate"
         raise ConfigError(Problem("task.name", config.task.name, rule, 'ask "shardtrain test" for its predictions'))
-    folder, stored = _find_checkpoint(path, config)
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    held = Held(path, config, module, shape, base, adapter)
     model = models.build(module, shape)
-    peft = _adapt(model, stored, folder, module, shape, base, adapter)
+    held.adapt(model)
     tokenizer = tokenizer_of(config)
     if tokenizer.vocab_size > shape.vocab_size:
         rule = f"names a tokenizer with {tokenizer.vocab_size} ids, and the model has rows for {shape.vocab_size}"
@@ -97,79 +90,12 @@ def open_model(
     tie(model, ties)
     for owner, name, buffer in buffers:
         owner._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-    if FACT in stored.facts:
-        with frozen.find(stored.facts, folder, config, base, module, shape) as weights:
-            weights.fill({name: tensor for name, tensor in _named(model).items() if not is_adapter(name)})
-    own = {name: tensor for name, tensor in _named(model).items() if is_adapter(name) == (FACT in stored.facts)}
-    _fill(own, stored, folder)
-    if peft is not None:
-        peft.fill(_named(model))
+    held.fill(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    name = f"{config.model.name} {config.model.flavor}, {folder}, {dtype} on {device.type}"
-    return Opened(model.eval(), module.LAYOUT, tokenizer, config, name, here.size if here is not None else 1)
-
-
-def load_config(path: Path, config_file: Path | None = None) -> Loaded:
-    """The configuration of a run, from its checkpoint's or its own folder, unless the user names it."""
-    if config_file is not None:
-        return configs.load(config_file)
-    if not path.exists():
-        raise ConfigError(Problem("--from", str(path), "does not exist", "name a run's folder or a checkpoint"))
-    levels = [path.resolve(), *path.resolve().parents][:_LEVELS]
-    found = next((level / RESOLVED_CONFIG for level in levels if (level / RESOLVED_CONFIG).is_file()), None)
-    if found is None:
-        rule = f"has no {RESOLVED_CONFIG} in it or above it"
-        raise ConfigError(Problem("--from", str(path), rule, "name the run's configuration with --config"))
-    loaded = configs.load(found)
-    if loaded.config.model.name.endswith(".py"):
-        rule = f"is a file of code, and {found} was found, not named"
-        fix = f"if you trust it, add --config {found}"
-        raise ConfigError(Problem("model.name", loaded.config.model.name, rule, fix))
-    return loaded
-
-
-def _find_checkpoint(path: Path, config: Config) -> tuple[Path, Manifest]:
-    """The folder of a good checkpoint, all its bytes read (a collective)."""
-    if (path / MANIFEST).exists() or retention.step_of(path) is not None:
-        stored, damage = _verify(path)
-        if stored is None:
-            raise CheckpointError(f"{damage}; use another one")
-        return path, stored
-    folder = next((f for f in (path, path / config.checkpoint.folder) if retention.step_folders(f)), None)
-    if folder is None:
-        raise CheckpointError(f"--from {path} holds no checkpoint: no folder named step-N in it or in its checkpoint/")
-    damages: list[str] = []
-    # the first rank decides: where a shared folder lags, ranks would open different steps
-    for step in reversed(agree.exchange(retention.step_folders(folder))[0]):
-        stored, damage = _verify(folder / f"step-{step}")
-        if stored is not None:
-            for passed in damages:
-                logger.warning(f"{passed}: passed over, using step-{step}")
-            return folder / f"step-{step}", stored
-        damages.append(damage)
-    raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(damages[:3])}")
-
-
-def _verify(path: Path) -> tuple[Manifest | None, str]:
-    """The manifest of a checkpoint that is good, or what is wrong with it; ranks share the reading."""
-    stored, damage = None, ""
-    try:
-        stored = manifest.read(path)
-    except CheckpointError as error:
-        damage = str(error)
-    said = agree.exchange(damage)
-    if stored is not None and not any(said):
-        rank, size = _place()
-        found = (files.find_damage(path, file) for file in stored.files[rank::size])
-        said = agree.exchange(next((f"checkpoint {path}: {text}" for text in found if text), ""))
-    damage = next((text for text in said if text), "")
-    return (None, damage) if damage else (stored, "")
-
-
-def _place() -> tuple[int, int]:
-    group = torch.distributed.is_initialized()
-    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if group else (0, 1)
+    name = f"{config.model.name} {config.model.flavor}, {held.where}, {dtype} on {device.type}"
+    width = here.size if here is not None else 1
+    return Opened(model.eval(), module.LAYOUT, tokenizer, config, name, width, held.from_hub)
 
 
 def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, here: World) -> None:
@@ -190,38 +116,3 @@ def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, h
     if layout.expert:
         expert.mesh_of_experts(mesh, config)
         expert.apply(model, layout, mesh, config)
-
-
-def _adapt(
-    model: nn.Module, stored: Manifest, folder: Path, module: Any, shape: Any, base: Path | None, adapter: Path | None
-) -> PeftFolder | None:
-    """Put adapters beside the model's weights where the checkpoint or the user has some; gives the user's folder."""
-    spec = read_facts(stored.facts, folder)
-    if spec is None and base is not None:
-        rule = "is for adapters, and the checkpoint holds a whole model"
-        raise ConfigError(Problem("--base", str(base), rule, "leave it out"))
-    if spec is not None and adapter is not None:
-        rule = f"would be added to {folder}, which holds adapters itself"
-        raise ConfigError(Problem("--adapter", str(adapter), rule, "merge those first (shardtrain merge)"))
-    found = None
-    if adapter is not None:
-        found = PeftFolder(adapter, module, shape)
-        spec = found.spec
-    if spec is not None:
-        apply(model, spec)
-    return found
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _fill(named: Mapping[str, Tensor], stored: Manifest, folder: Path) -> None:
-    weights = {f"model.{name}": tensor.detach() for name, tensor in named.items()}
-    tensor_files.check_names(weights, stored, folder)
-
-    try:
-        with torch.no_grad():
-            tensor_files.read(weights, stored, folder)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be loaded: {error}") from error

@@ -21,6 +21,7 @@ class Request:
     config: Path | None
     base: Path | None
     adapter: Path | None
+    tokenizer: str | None
     prompt: str | None
     input: Path | None
     output: Path | None
@@ -60,10 +61,13 @@ def read(words: list[str]) -> Request | None:
 
 def _arguments() -> Arguments:
     a = Arguments("shardtrain generate", ABOUT)
-    a.add_argument("--from", dest="source", type=Path, required=True, metavar="RUN", help="run folder, or checkpoint")
+    a.add_argument(
+        "--from", dest="source", type=Path, required=True, metavar="RUN", help="run folder, checkpoint, or HF_DIR"
+    )
     a.add_argument("--config", type=Path, help="the run's configuration; found beside the checkpoint unless given")
     a.add_argument("--base", type=Path, help="weights beside which the run's adapters are; where the run had them")
     a.add_argument("--adapter", type=Path, help="folder of PEFT whose adapters are added to the model")
+    a.add_argument("--tokenizer", help='of a Hugging Face folder without one: a path, or "bytes"')
     a.add_argument("--prompt", help="a text to continue")
     a.add_argument("--input", type=Path, help="JSONL file of prompts")
     a.add_argument("--output", type=Path, help="JSONL file to write, which must not exist")

@@ -35,7 +35,7 @@ def main(words: Sequence[str]) -> int:
 
 def _merge(found: Any) -> None:
     from shardtrain import models
-    from shardtrain.generate.opening import load_config
+    from shardtrain.generate.finding import load_config
     from shardtrain.lora import frozen, merging
 
     adapters = merging.Adapters(found.adapters)
@@ -52,7 +52,7 @@ def _merge_peft(found: Any) -> None:
     import torch
 
     from shardtrain import models
-    from shardtrain.generate.opening import load_config
+    from shardtrain.generate.finding import load_config
     from shardtrain.hub.model import recognise
     from shardtrain.lora import merging
     from shardtrain.lora.frozen import Frozen

@@ -104,7 +104,7 @@ def find(
     """
     mark = facts[spec.FACT].get("base")
     said = mark.get("fingerprint") if isinstance(mark, dict) else None
-    path = named or (Path(str(config.checkpoint.initial_load_path)) if not config.lora.random_base else None)
+    path = named or (Path(str(derived.initial_weights(config))) if not config.lora.random_base else None)
     option = "--base" if named else base.PATH
     if path is None:
         found = base.random_fingerprint(config, "cpu")

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from shardtrain import evaluate, log, parallel, tasks, whole_file
+from shardtrain import evaluate, log, parallel, reference, tasks, whole_file
 from shardtrain.building import Built, build_model
 from shardtrain.checkpoint import best, retention
 from shardtrain.checkpoint.agree import exchange, together
@@ -30,6 +30,7 @@ def main(asked: Request) -> None:
         log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console)
         mesh = parallel.build(config, here)
         built = build_model(config, mesh)
+        reference.hold(built.task, config, mesh)
         logger.info(f"testing the weights of {load(built, config, asked.checkpoint)}")
         files: dict[str, str | None] = {}
         for name in sets_of(config):

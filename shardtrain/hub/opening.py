@@ -1,0 +1,50 @@
+"""A Hugging Face folder in the place of a run: the configuration that its files amount to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardtrain.config.load import Loaded
+from shardtrain.config.schema import Config, Model, Training
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.hub.model import CONFIG, recognise
+from shardtrain.hub.weights import read_json
+
+_TYPES = ("float32", "float16", "bfloat16")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+_TOKENS = 2048
+"""Tokens of a sequence where config.json does not say how many the model takes."""
+
+
+def is_hub_folder(path: Path) -> bool:
+    """Whether a path is a folder as ``transformers`` saves one."""
+    return (path / CONFIG).is_file()
+
+
+def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
+    """The configuration of a folder: its model, its type of weights, and its own tokenizer unless one is named.
+
+    Raises:
+        ConfigError: for a model that is none of ours, or where there is no tokenizer.
+        CheckpointError: when ``config.json`` cannot be read.
+    """
+    found, said = recognise(folder), read_json(folder / CONFIG)
+    if tokenizer is None and not any((folder / name).is_file() for name in _TOKENIZERS):
+        rule = f"has neither {' nor '.join(_TOKENIZERS)}"
+        raise ConfigError(Problem("--from", str(folder), rule, 'name one with --tokenizer, a path or "bytes"'))
+    dtype = said.get("dtype") or said.get("torch_dtype")
+    tokens = said.get("max_position_embeddings")
+    return Loaded(
+        Config(
+            model=Model(
+                name=found.name,
+                flavor=found.flavor,
+                overrides=dict(found.overrides),
+                hf_assets_path=tokenizer or str(folder),
+            ),
+            training=Training(
+                mixed_precision_param=dtype if dtype in _TYPES else "float32",
+                seq_len=tokens if type(tokens) is int and tokens > 0 else _TOKENS,
+            ),
+        )
+    )

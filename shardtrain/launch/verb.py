@@ -1,0 +1,93 @@
+"""A verb that is no training, in this process or on ranks that split each layer among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from shardtrain.launch import environment, local
+
+if TYPE_CHECKING:
+    from shardtrain.config import Loaded
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as a shell gives it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """What is run: ``shardtrain NAME WORDS``, by ``nproc`` processes on ``device``."""
+
+    name: str
+    words: list[str]
+    nproc: int
+    device: str
+    load: Callable[[], Callable[[], object]]
+    """Imports what the verb needs and gives what each rank does: called before a fork, so that no rank pays again."""
+    check_output: Callable[[], None] = lambda: None
+    """Refuses, before any work, an output that cannot be written."""
+
+
+def start(verb: Verb) -> int:
+    """Run a verb on its ranks; gives the exit status."""
+    if environment.is_rank(os.environ):
+        _as_rank(verb)
+    verb.check_output()
+    cores = environment.usable_cores()
+    environment.set_allocator_default(os.environ)
+    environment.set_process_defaults(os.environ, verb.nproc, cores, alone=True)
+    run = verb.load()
+    if verb.nproc == 1:
+        try:
+            run()
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        return 0
+    folder = Path(tempfile.mkdtemp(prefix=f"shardtrain-{verb.name}-"))
+    loaded = _launched(folder)
+    if environment.count_accelerators(verb.device) == 0 and sys.platform == "linux":
+        code = local.launch(loaded, verb.nproc, main=lambda _: run())
+    else:
+        code = local.launch(loaded, verb.nproc, command=(sys.executable, "-m", "shardtrain", verb.name, *verb.words))
+    if code == 0:  # else the traces of the ranks are there
+        shutil.rmtree(folder, ignore_errors=True)
+    return code
+
+
+def _as_rank(verb: Verb) -> NoReturn:
+    """One rank of several, started by torchrun, by srun, or by ``start`` as a fresh process."""
+    has_parent = "SHARDTRAIN_PARENT" in os.environ
+    if has_parent:
+        local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
+    environment.adopt_slurm(os.environ)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    environment.set_allocator_default(os.environ)
+    environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
+    action = verb.load()
+    folder = Path(tempfile.mkdtemp(prefix=f"shardtrain-{verb.name}-"))
+    local.prepare(folder)
+
+    def run(_: Loaded) -> None:
+        if os.environ["RANK"] == "0":
+            verb.check_output()
+        action()
+
+    loaded = _launched(folder)
+    code = local.run_child(loaded, run) if has_parent else local.run_rank(loaded, run, int(os.environ["WORLD_SIZE"]))
+    if code == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    local.leave(code)
+
+
+def _launched(folder: Path) -> Loaded:
+    """What the launcher needs to know: where logs of ranks go. The run's own folder is left as it is."""
+    from shardtrain.config import Config, Loaded
+
+    config = Config()
+    return Loaded(dataclasses.replace(config, job=dataclasses.replace(config.job, dump_folder=str(folder))))

@@ -1,0 +1,219 @@
+"""Preferences: of two answers to a prompt one was chosen; the model learns to find it likelier than it did at first.
+
+Direct preference optimisation (Rafailov et al. 2023, equation 7). With the log-probability of an answer under the model
+and under the reference, which is the model as the run began, frozen: an answer's reward is beta times the difference of
+the two, and a pair's loss is -log sigmoid(reward of the chosen - reward of the rejected), summed over pairs and divided
+once by the pairs of the whole step.
+
+A row has a prompt and two answers, as texts or as lists of messages, which the chat template writes. Tokens of the
+prompt count in neither log-probability; an answer longer than seq_len is cut at its end. The reference is a second copy
+of the weights on the same mesh (``reference.py``), so it costs their memory once more, without gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardtrain import reference
+from shardtrain.config.schema import Config, DataSource, Training, Validation
+from shardtrain.data import sources
+from shardtrain.data.document import Document
+from shardtrain.data.encode import PromptEncoder
+from shardtrain.data.feed import digest
+from shardtrain.data.loader import Stream
+from shardtrain.data.opening import Named, request_for, tokenizer_of
+from shardtrain.data.reading import BadRows, Tally, chunks
+from shardtrain.data.row_stream import RowBatch
+from shardtrain.data.sources import BadRow, Shards, Table, every_row, place_of
+from shardtrain.errors import ConfigError, DataError, Problem
+from shardtrain.log import logger
+from shardtrain.targets import IGNORE
+from shardtrain.tasks.task import RowTask
+
+METRICS = {"reward_accuracy": "max", "reward_margin": "max"}
+DEGREES = ("tensor_parallel_degree",)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One row: tokens of the prompt with each answer, and the target of each token, IGNORE where it is the prompt's."""
+
+    chosen: tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
+    rejected: tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
+
+
+class Pairs(list[Pair]):
+    """Rows of a set with what tells them from others; see ``data.row_stream.Rows``."""
+
+    fingerprint: str = ""
+    files: Mapping[str, str]
+
+
+class Preference(RowTask):
+    """See the module; ``reference`` is the frozen model, put there before the first step."""
+
+    needs_reference = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.reference: nn.Module | None = None
+        self._width = config.parallelism.tensor_parallel_degree  # which deals equal parts of a row
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the config names."""
+        return tokenizer_of(self.config)
+
+    @property
+    def vocab(self) -> int:  # type: ignore[override]
+        """Ids of the tokenizer."""
+        return int(self.tokenizer.vocab_size)
+
+    def check(self, stream: Stream, module: ModuleType, shape: Any) -> None:
+        """See RowTask; the model must be causal, since what fills up rows comes after them."""
+        super().check(stream, module, shape)
+        if not getattr(module, "CAUSAL", True):
+            rule = "sees the tokens that it would have to predict, and gives no log-probability of an answer"
+            raise ConfigError(Problem("model.name", self.config.model.name, rule, "use a causal model"))
+
+    def read_rows(self, split: str) -> Pairs:
+        """Read the files of a split.
+
+        Raises:
+            ConfigError: when the dataset cannot be opened.
+            DataError: at a row that cannot be used, with file and line; data.bad_rows may leave those of training out.
+        """
+        section, named = self._named(split)
+        source: Table | Shards = sources.find(named.source.dataset, option=named.dataset_option).open_source(
+            request_for(self.config, named)
+        )
+        policy, tally = BadRows.of(self.config.data), Tally()
+        found = Pairs(self._pairs(source, split, section.seq_len, policy, tally))
+        if tally.num_bad:
+            policy.judge(tally, f"dataset {named.name}")
+            for reason in tally.reasons():
+                logger.warning(f"dataset {named.name}: left out {reason}")
+        start = reference.identity(self.config)
+        found.files = {**source.files(), "reference weights": start}
+        encoders = [encoder.fingerprint for encoder in self._encoders]
+        rows = (part for row in found for side in (row.chosen, row.rejected) for part in (s.tobytes() for s in side))
+        found.fingerprint = digest(*encoders, section.seq_len, start, digest(*rows))
+        cut = sum(len(side[0]) == section.seq_len for row in found for side in (row.chosen, row.rejected))
+        logger.info(f"{split}: {len(found)} pairs of answers, of which {cut} are as long as seq_len or were cut to it")
+        if split == "train" and found:
+            self.tokens_per_target = sum(len(row.chosen[0]) + len(row.rejected[0]) for row in found) / len(found)
+        return found
+
+    def collate(self, rows: list[Pair]) -> dict[str, Tensor]:
+        """Tokens and targets (B, 2, T), the chosen first; T is that of the longest answer with its prompt."""
+        longest = max(len(side[0]) for row in rows for side in (row.chosen, row.rejected))
+        width = -(-longest // self._width) * self._width
+        tokens_B2T = torch.zeros(len(rows), 2, width, dtype=torch.int64)
+        targets_B2T = torch.full_like(tokens_B2T, IGNORE)
+        for number, row in enumerate(rows):
+            for place, (tokens, targets) in enumerate((row.chosen, row.rejected)):
+                tokens_B2T[number, place, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
+                targets_B2T[number, place, : len(targets)] = torch.from_numpy(targets)
+        return {"tokens_B2T": tokens_B2T, "targets_B2T": targets_B2T}
+
+    def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
+        """Rewards (B, 2), of the chosen answer first."""
+        assert self.reference is not None, "the reference is opened before the first step"
+        with torch.no_grad():
+            before_B2 = log_probabilities(self.reference, batch)
+        rewards_B2: Tensor = self.config.task.beta * (log_probabilities(model, batch) - before_B2)
+        return rewards_B2
+
+    def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
+        """-log sigmoid of the margins, over pairs."""
+        return -weight * F.logsigmoid(outputs[:, 0] - outputs[:, 1]).sum()
+
+    def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
+        """The rewards of each pair."""
+        return {"rewards": outputs.float()}
+
+    def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
+        """Share of pairs whose chosen answer has the higher reward, and by how much on average."""
+        margins = (rows["rewards"][:, 0] - rows["rewards"][:, 1]).double()
+        return {"reward_accuracy": float((margins > 0).double().mean()), "reward_margin": float(margins.mean())}
+
+    def prediction_text(self, row: Mapping[str, Tensor]) -> str:
+        """The two rewards."""
+        return " ".join(f"{value:.6g}" for value in row["rewards"].tolist())
+
+    @cached_property
+    def _encoders(self) -> tuple[PromptEncoder, PromptEncoder]:
+        fields = (self.config.task.chosen_field, self.config.task.rejected_field)
+        chosen, rejected = (
+            PromptEncoder(self.tokenizer, dataclasses.replace(self.config.data, completion_field=field))
+            for field in fields
+        )
+        return chosen, rejected
+
+    def _named(self, split: str) -> tuple[Training | Validation, Named]:
+        c, v = self.config, self.config.validation
+        if split == "train":
+            source = DataSource(c.training.dataset, c.training.dataset_path)
+            return c.training, Named(c.training.dataset, source, "training.dataset", "training.dataset_path")
+        path, part, option = v.dataset_path, v.split, "validation.dataset_path"
+        if split == "test":
+            path, part, option = c.task.test_dataset_path, c.task.test_split, "task.test_dataset_path"
+        return v, Named(v.dataset, DataSource(v.dataset, path, split=part), "validation.dataset", option)
+
+    def _pairs(self, source: Table | Shards, split: str, seq_len: int, policy: BadRows, tally: Tally) -> Iterator[Pair]:
+        for chunk in chunks(every_row(source)):
+            good = [row for _, row in chunk if not isinstance(row, BadRow)]
+            chosen, rejected = (iter(encoder.encode(good)) for encoder in self._encoders)
+            for key, row in chunk:
+                pair = row if isinstance(row, BadRow) else _pair(next(chosen), next(rejected), seq_len)
+                if not isinstance(pair, BadRow):
+                    tally.documents, tally.rows = tally.documents + 1, tally.rows + 1
+                    yield pair
+                    continue
+                place = place_of(source, key)
+                tally.add_bad(pair, place)
+                if split != "train":
+                    raise DataError(f"{place}: {pair}; correct it: each row of a held-out set is measured")
+                policy.meet(pair, place)
+
+
+def log_probabilities(model: nn.Module, batch: RowBatch) -> Tensor:
+    """Log-probability of each answer after its prompt, (B, 2), in float32."""
+    tokens_B2T, targets_B2T = batch["tokens_B2T"], batch["targets_B2T"]
+    tokens_RT, targets_RT = tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1)
+    positions_RT = torch.arange(tokens_RT.size(1), device=tokens_RT.device).expand_as(tokens_RT)
+    logits_RTV = model(tokens_RT, positions_RT)
+    # row by row: of the logits in float32 only those of one answer exist at a time in forward
+    losses = [
+        F.cross_entropy(logits_TV.float(), targets_T, ignore_index=IGNORE, reduction="sum")
+        for logits_TV, targets_T in zip(logits_RTV, targets_RT, strict=True)
+    ]
+    return -torch.stack(losses).unflatten(0, (-1, 2))
+
+
+def _pair(chosen: Document | BadRow, rejected: Document | BadRow, seq_len: int) -> Pair | BadRow:
+    sides = []
+    for document in (chosen, rejected):
+        if isinstance(document, BadRow):
+            return document
+        learned = document.learned if document.learned is not None else np.ones(len(document.tokens), bool)
+        tokens, learned = document.tokens[: seq_len + 1], learned[: seq_len + 1]
+        targets = np.where(learned[1:], tokens[1:], IGNORE).astype(np.int64)
+        if not (targets != IGNORE).any():
+            return BadRow("no token of an answer lies within seq_len")
+        sides.append((tokens[:-1], targets))
+    return Pair(sides[0], sides[1])
+
+
+Task = Preference

@@ -1,0 +1,197 @@
+"""Direct preference optimisation: the formula in float64, one loss on every mesh, and a reference that never moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import Ended, assert_bitwise, assert_same_numbers, run_tiny, tiny_config, train_whole
+
+from shardtrain import models
+from shardtrain.config import Loaded
+from shardtrain.config.check import check
+from shardtrain.config.schema import Config, Parallelism, Task
+from shardtrain.errors import CheckpointError, ConfigError, DataError
+from shardtrain.tasks.preference import Preference
+
+BETA, SEQ_LEN, PAIRS = 0.3, 48, 16
+WORDS = ["mesh", "shard", "rank", "norm", "step", "loss", "é"]
+
+
+def rows() -> list[dict[str, str]]:
+    rng = random.Random(0)
+    return [
+        {
+            "prompt": " ".join(rng.choices(WORDS, k=rng.randint(1, 3))),
+            "chosen": " yes " + " ".join(rng.choices(WORDS, k=rng.randint(1, 3))),
+            "rejected": " no " + " ".join(rng.choices(WORDS, k=rng.randint(1, 4))),
+        }
+        for _ in range(PAIRS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    return path
+
+
+def config(file: Path, folder: Path | None = None, **sections: dict[str, Any]) -> Config:
+    training = {
+        "dataset": "jsonl", "dataset_path": str(file), "seq_len": SEQ_LEN, "on_data_end": "repeat",
+        "local_batch_size": 4, "global_batch_size": 8, "steps": 4, **sections.pop("training", {}),
+    }  # fmt: skip
+    found = tiny_config(
+        **({"job": {"dump_folder": str(folder)}} if folder is not None else {}),
+        model={"overrides": {"num_layers": 2}},
+        training=training,
+        **sections,
+    )
+    return dataclasses.replace(found, task=Task(name="preference", beta=BETA))
+
+
+def log_probability(model: torch.nn.Module, prompt: str, answer: str) -> torch.Tensor:
+    """Of an answer and the end after a prompt, token by token, in float64; bytes with 256 before and 257 behind."""
+    before = [256, *prompt.encode()]
+    tokens = [*before, *answer.encode(), 257][: SEQ_LEN + 1]
+    logs = model(torch.tensor([tokens[:-1]]), torch.arange(len(tokens) - 1)[None])[0].log_softmax(-1)
+    return sum(logs[i, tokens[i + 1]] for i in range(len(before) - 1, len(tokens) - 1))
+
+
+def model_of(config: Config, weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    module = models.find(config.model.name)
+    model = module.Model(models.shape_of(module, config.model.flavor, config.model.overrides, "rmsnorm")).double()
+    model.load_state_dict({name: tensor.double() for name, tensor in weights.items()})
+    return model
+
+
+@torch.no_grad()
+def closed_form(config: Config, first: dict[str, torch.Tensor], now: dict[str, torch.Tensor], ids: list[int]) -> float:
+    """Equation 7 of the paper, as it is written there."""
+    reference, policy = model_of(config, first), model_of(config, now)
+    losses = []
+    for row in (rows()[i] for i in ids):
+        margin = 0.0
+        for sign, side in ((1, "chosen"), (-1, "rejected")):
+            ratio = log_probability(policy, row["prompt"], row[side]) - log_probability(
+                reference, row["prompt"], row[side]
+            )
+            margin += sign * BETA * float(ratio)
+        losses.append(-torch.nn.functional.logsigmoid(torch.tensor(margin, dtype=torch.float64)).item())
+    return sum(losses) / len(losses)
+
+
+def test_the_loss_is_that_of_the_paper_in_float64(file: Path) -> None:
+    one = config(file)
+    before, after = run_tiny(1, one, 2)[0], run_tiny(1, one, 3)[0]
+    assert before.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), "log 2: nothing is learned yet"
+    third = after.sample_ids[2]
+    assert len(third) == 8
+    expected = closed_form(one, before.initial, before.final, third)
+    assert abs(expected - 0.6931) > 1e-3
+    assert after.losses[2] == pytest.approx(expected, abs=2e-6)  # log-probabilities near 100 in float32
+
+
+MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "dp_shard 2": (2, {"data_parallel_shard_degree": 2}, {"local_batch_size": 2}),
+    "tp 2": (2, {"tensor_parallel_degree": 2, "disable_loss_parallel": True}, {}),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_meshes_change_no_number(mesh: str, file: Path) -> None:
+    ranks, parallelism, training = MESHES[mesh]
+    alone = run_tiny(1, config(file), 4)[0]
+    for result in run_tiny(ranks, config(file, parallelism=parallelism, training=training), 4):
+        assert_same_numbers(result, alone)
+
+
+def train(config: Config, ranks: int = 1, stop_after: int | None = None) -> Ended:
+    ended: Ended = run_ranks(ranks, train_whole, config, stop_after)[0]
+    return ended
+
+
+def test_a_continued_run_has_the_reference_that_it_began_with(file: Path, tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    seed = config(file, start, checkpoint={"enable": True, "interval": 1}, training={"steps": 2})
+    train(seed)
+    checkpoint = {"enable": True, "interval": 2, "initial_load_path": str(start / "checkpoint/step-2")}
+    whole = train(config(file, tmp_path / "whole", checkpoint=checkpoint))
+    assert whole.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), "the reference is what the run began with"
+    parted = config(file, tmp_path / "parted", checkpoint=checkpoint)
+    train(parted, stop_after=2)
+    rest = train(parted)
+    assert rest.losses == whole.losses[2:]
+    assert_bitwise(rest.weights, whole.weights)
+    moved = {**checkpoint, "initial_load_path": str(start / "checkpoint/step-1"), "interval": 1}
+    other = train(config(file, tmp_path / "parted", checkpoint=moved, training={"steps": 6}))
+    assert isinstance(other.error, ConfigError) and "reference weights differ" in str(other.error)
+
+
+def test_it_learns_and_measures_rewards(file: Path, tmp_path: Path) -> None:
+    validation = {"enable": True, "freq": 10, "dataset": "jsonl", "dataset_path": str(file), "seq_len": SEQ_LEN}
+    one = config(file, tmp_path, training={"steps": 10}, validation={**validation, "local_batch_size": 3})
+    assert train(one, ranks=2).error is None
+    found = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
+    assert found["reward_accuracy"] == 1.0 and found["reward_margin"] > 0.5 and found["loss"] < 0.5
+
+
+def test_conversations_are_pairs_too(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    say = [{"role": "user", "content": "hi"}]
+    row = {"prompt": say, **{key: [{"role": "assistant", "content": key}] for key in ("chosen", "rejected")}}
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    one = config(path, data={"chat_template": str(template)})
+    pair = Preference(one).read_rows("train")[0]
+    assert bytes(pair.chosen[1][pair.chosen[1] >= 0].tolist()) == b"chosen;"
+    assert bytes(pair.rejected[1][pair.rejected[1] >= 0].tolist()) == b"rejected;"
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "has no column 'rejected'"),
+        ({"prompt": "a" * 60, "chosen": "b", "rejected": "c"}, "no token of an answer lies within seq_len"),
+    ],
+)
+def test_a_row_that_is_no_pair_is_named(row: dict[str, str], told: str, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=told):
+        Preference(config(path, data={"bad_rows": "stop"})).read_rows("train")
+
+
+def test_what_cannot_work_is_refused(file: Path) -> None:
+    one = config(file)
+    cases = [
+        (dataclasses.replace(one, parallelism=Parallelism(pipeline_parallel_degree=2)), "cuts the model"),
+        (dataclasses.replace(one, parallelism=Parallelism(context_parallel_degree=2)), "cuts each sequence"),
+        (dataclasses.replace(one, task=Task(name="preference", beta=0.0)), "task.beta=0.0 must be above 0"),
+        (dataclasses.replace(one, task=Task(name="preference", rejected_field="chosen")), "name three columns"),
+    ]
+    for broken, told in cases:
+        lines = [str(problem) for problem in check(Loaded(broken))]
+        assert any(told in line for line in lines), (told, lines)
+
+
+def test_a_damaged_reference_is_refused(file: Path, tmp_path: Path) -> None:
+    train(config(file, tmp_path / "start", checkpoint={"enable": True, "interval": 1}, training={"steps": 1}))
+    start = tmp_path / "start/checkpoint/step-1"
+    victim = next(start.glob("*.bin"))
+    data = bytearray(victim.read_bytes())
+    data[100] ^= 1
+    victim.write_bytes(bytes(data))
+    ended = train(config(file, tmp_path / "run", checkpoint={"enable": True, "initial_load_path": str(start)}))
+    assert isinstance(ended.error, CheckpointError) and "is damaged" in str(ended.error)
