@@ -6,6 +6,7 @@ from shardtrain import data, init, models, optim, parallel
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.lora import lowbit
 from shardtrain.lora import spec as adapters
 from shardtrain.metrics.flops import count_model
 from shardtrain.parallel import BATCH_AXES, world
@@ -25,6 +26,7 @@ def build(config: Config, here: World) -> Run:
     names = [name for name, _ in model.named_parameters()]
     own = [name for name in names if name not in added]
     draws = init.plan(own, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers))) | added
+    lowbit.take_out(model, module.LAYOUT, config.lora.base_dtype)
     runner = parallel.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
     runner.materialize(draws, config.debug.seed)
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
