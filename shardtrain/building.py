@@ -9,6 +9,7 @@ from typing import Any
 from shardtrain import init, models, optim, parallel, reference, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
+from shardtrain.lora import lowbit
 from shardtrain.lora import spec as adapters
 from shardtrain.metrics.flops import count_model
 from shardtrain.parallel import BATCH_AXES, Mesh, Runner, world
@@ -41,6 +42,7 @@ def build_model(config: Config, mesh: Mesh) -> Built:
     names = [name for name, _ in model.named_parameters()]
     own = [name for name in names if name not in added]
     draws = init.plan(own, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers))) | added
+    lowbit.take_out(model, module.LAYOUT, config.lora.base_dtype)
     runner = with_loss(parallel.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape)), task.loss)
     runner.materialize(draws, config.debug.seed)
     return Built(task, module, shape, runner, names, num_params, flops)

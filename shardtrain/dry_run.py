@@ -19,6 +19,7 @@ from shardtrain import data, init, models, optim, parallel, tasks
 from shardtrain.config import Loaded, derived, stages
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.lora import spec as adapters
 from shardtrain.metrics.flops import count_model
 from shardtrain.parallel import fake
 from shardtrain.run_folder import describe_model, describe_precision, versions
@@ -79,9 +80,11 @@ def build(config: Config, here: parallel.world.World) -> DryRun:
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     model, layout = task.adapt(models.build(module, shape), module.LAYOUT), module.LAYOUT
+    added = adapters.adapt(model, module, shape, config.lora)
     num_params, flops = count_model(model, layout, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
-    init.plan(names, module.initial(shape), layout, len(getattr(model, layout.layers)))
+    own = [name for name in names if name not in added]
+    init.plan(own, module.initial(shape), layout, len(getattr(model, layout.layers)))
     hidden = parallel.pipeline._hidden_size(model, layout)
     runner = parallel.parallelize(model, layout, mesh, config, task.num_outputs(shape))
     held = tuple(_modules_of(part, layout) for part in runner.parts)

@@ -15,6 +15,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
 TRAIN = "--training.seq_len=32 --training.local_batch_size=1 --model.overrides.num_layers=1 --training.device=cpu"
+CHATS = (
+    "--training.dataset jsonl --training.dataset_path outputs/chats.jsonl --data.format chat "
+    "--data.chat_template outputs/template.jinja --training.on_data_end repeat"
+)
 # a command of the documentation -> what is added to it, so that it ends soon and leaves the working tree alone
 SMALLER = {
     "./run_train.sh": f"--training.steps 2 {TRAIN}",
@@ -33,6 +37,13 @@ SMALLER = {
     "shardtrain train configs/debug.toml --checkpoint.enable --job.dump_folder outputs/first": (
         f"--training.steps 2 {TRAIN}"
     ),
+    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.enable --job.dump_folder "
+    "outputs/pretrained": TRAIN,
+    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.enable --checkpoint.initial_load_path "
+    f"outputs/model --checkpoint.initial_load_in_hf {CHATS} --job.dump_folder outputs/tuned": TRAIN,
+    "shardtrain train configs/debug_lora.toml --training.steps 20 --lora.random_base false --checkpoint.enable "
+    "--checkpoint.initial_load_path outputs/model --checkpoint.initial_load_in_hf "
+    f"{CHATS} --job.dump_folder outputs/adapted": TRAIN,
     "torchrun --nproc-per-node 2 -m shardtrain train configs/debug.toml": f"--training.steps 2 {TRAIN}",
     "shardtrain train configs/debug_classification.toml --job.dump_folder outputs/classification": (
         "--training.epochs 1 --training.local_batch_size 128 --training.device cpu"

@@ -25,6 +25,7 @@ def check_lora(loaded: Loaded) -> Iterator[Problem]:
         yield from _base(loaded)
         yield from _sizes(loaded)
         yield from _mesh(loaded)
+        yield from _low_bits(loaded)
 
 
 def _base(loaded: Loaded) -> Iterator[Problem]:
@@ -58,3 +59,20 @@ def _mesh(loaded: Loaded) -> Iterator[Problem]:
         if loaded.config.lora.dropout > 0 and getattr(p, degree) > 1:
             rule = f"would drop alike on ranks that hold other features or tokens (parallelism.{degree})"
             yield problem(loaded, "lora.dropout", rule, f"use 0, or set {degree} = 1")
+
+
+def _low_bits(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    if c.lora.base_dtype == "training":
+        return
+    where = c.checkpoint.initial_load_path or ""
+    for wrong, rule, fix in (
+        (c.parallelism.tensor_parallel_degree > 1, "does not go with tensor parallelism: blocks are not split", ""),
+        (c.compile.enable and "model" in c.compile.components, "does not go with compile.enable", "compile nothing"),
+        (c.comm.mode != "default", "cannot be counted without ranks", 'set comm.mode = "default"'),
+        (c.training.enable_cpu_offload, "does not go with training.enable_cpu_offload", "set that to false"),
+        (c.checkpoint.storage == "first_node", 'does not go with checkpoint.storage = "first_node"', "share a folder"),
+        ("://" in where, "needs weights in a folder, and checkpoint.initial_load_path is a store", "fetch them first"),
+    ):
+        if wrong:
+            yield problem(loaded, "lora.base_dtype", rule, fix or 'set tensor_parallel_degree = 1, or use "training"')

@@ -29,5 +29,8 @@ class Lora:
     zero (shardtrain)."""
     initial_load_path: str | None = None
     """Adapters to start from: a checkpoint of an adapter run, or a folder in the format of PEFT (shardtrain)."""
+    base_dtype: Literal["training", "int8", "nf4"] = "training"
+    """How the frozen weights of the layers' linear modules are held: as training.dtype says, or in 8 or 4 bits (QLoRA,
+    Dettmers et al. 2023), each rank's layers whole; needs the qlora extra (shardtrain)."""
     random_base: bool = False
     """Freeze the model as it is initialised, without checkpoint.initial_load_path, to try the rest (shardtrain)."""

@@ -1,4 +1,4 @@
-"""The weights of a model that is opened: whole, or adapters beside frozen ones; in a checkpoint or a Hugging Face folder."""
+"""The weights of a model that is opened: whole or adapters beside frozen ones, of a checkpoint or in HF format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
 from shardtrain.config import Config
 from shardtrain.errors import CheckpointError, ConfigError, Problem
 from shardtrain.generate.finding import find_checkpoint
@@ -25,12 +25,16 @@ from shardtrain.lora.peft import PeftFolder
 class Held:
     """What lies at a path, found good; filled into a model in two steps, because adapters are modules of their own."""
 
+    _stored: Manifest | None
+
     def __init__(
         self, path: Path, config: Config, module: ModuleType, shape: Any, base: Path | None, adapter: Path | None
     ) -> None:
-        """Find and check it (a collective); ``base`` and ``adapter`` as for ``open_model``, which says what is raised."""
+        """Find and check it (a collective); for what is raised see ``open_model``."""
         self.from_hub = is_hub_folder(path)
-        self.where, self._stored = (path, None) if self.from_hub else find_checkpoint(path, config)
+        self.where, self._stored = path, None
+        if not self.from_hub:
+            self.where, self._stored = find_checkpoint(path, config)
         self._config, self._module, self._shape, self._base = config, module, shape, base
         self._spec = None if self._stored is None else spec.read_facts(self._stored.facts, self.where)
         if self._spec is None and base is not None:

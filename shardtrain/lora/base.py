@@ -1,12 +1,7 @@
-"""The frozen weights of an adapter run: loaded at every start, never saved, known by a fingerprint.
-
-The fingerprint is of what is in the files and not of where they lie: a checkpoint's is the hash of its manifest, which
-holds the hashes of all its files; a Hugging Face folder's is made of those of its weights.
-"""
+"""The frozen weights of an adapter run: loaded at every start, never saved, known by a fingerprint."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import models
-from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.agree import exchange, together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, place
@@ -23,9 +17,9 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError, ConfigError, Problem
 from shardtrain.hub import importing
-from shardtrain.hub.model import CONFIG
 from shardtrain.log import logger
-from shardtrain.lora import spec
+from shardtrain.lora import lowbit, spec
+from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import is_adapter
 
 if TYPE_CHECKING:
@@ -44,6 +38,9 @@ def load(run: Run, checkpoints: Checkpoints) -> None:
     config = run.config
     held: dict[str, Tensor] = {**run.runner.parameters(), **run.runner.buffers()}
     tensors = {f"model.{name}": tensor.detach() for name, tensor in held.items() if not is_adapter(name)}
+    if config.lora.base_dtype != lowbit.WHOLE:
+        lowbit.load(run, tensors)
+        tensors = {}
     if config.lora.random_base:
         mark: dict[str, Any] = {"path": None, "fingerprint": random_fingerprint(config, run.mesh.device.type)}
     elif config.checkpoint.initial_load_in_hf:
@@ -76,36 +73,13 @@ def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
         raise ConfigError(Problem(PATH, run.lora["base"]["path"], rule, f"give those again: they were at {where}"))
 
 
-def random_fingerprint(config: Config, device_type: str) -> str:
-    """Initial weights are a function of these; the draws of a GPU are not those of the CPU."""
-    model = config.model
-    said = (config.debug.seed, device_type, model.name, model.flavor, sorted(model.overrides.items()), model.norm_type)
-    return f"random-{hashlib.sha256(repr(said).encode()).hexdigest()}"
-
-
-def fingerprint(path: Place, in_hub: bool, rank: int = 0, size: int = 1) -> dict[str, str]:
-    """Hashes of what is at a path, by file; of a Hugging Face folder this rank's share. Raises CheckpointError."""
-    if not in_hub:
-        return {manifest.MANIFEST: hashlib.sha256(manifest.read_bytes(path)).hexdigest()}
-    folder = Path(str(path))
-    names = [CONFIG, *sorted(file.name for file in folder.glob("*.safetensors"))]
-    try:
-        return {name: _sha256(folder / name) for name in names[rank::size]}
-    except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
-
-
-def joined(hashes: Mapping[str, str]) -> str:
-    """One fingerprint of all files."""
-    return f"sha256-{hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()}"
-
-
 def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     model = config.model
     module, quantized = models.find(model.name), config.checkpoint.initial_load_in_hf_quantized
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
     folder = Path(str(derived.initial_weights(config)))
-    together(lambda: importing.fill(tensors, folder, module, shape, quantized))
+    if tensors:
+        together(lambda: importing.fill(tensors, folder, module, shape, quantized))
     shares = together(lambda: fingerprint(folder, True, *_place()))
     return {"path": str(folder), "in_hf": True, "fingerprint": joined({k: v for s in shares for k, v in s.items()})}
 
@@ -114,14 +88,10 @@ def _load_checkpoint(path: Place, checkpoints: Checkpoints, tensors: Mapping[str
     if spec.FACT in checkpoints.facts(path):
         rule = "holds adapters, and not the weights beside which they were trained"
         raise ConfigError(Problem(PATH, str(path), rule, "merge them first (shardtrain merge), or name a whole model"))
-    checkpoints.load(path, tensors, {})
+    if tensors:
+        checkpoints.load(path, tensors, {})
     mark = exchange(joined(fingerprint(path, False)))[0]
     return {"path": str(path), "in_hf": False, "fingerprint": mark}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _place() -> tuple[int, int]:

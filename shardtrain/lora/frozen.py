@@ -14,12 +14,15 @@ from torch import Tensor
 from shardtrain import init, models
 from shardtrain.checkpoint import agree, files, manifest
 from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError, ConfigError, Problem
 from shardtrain.hub import mapping
-from shardtrain.hub.model import translation_of
-from shardtrain.hub.weights import HubWeights
-from shardtrain.lora import base, spec
+from shardtrain.hub.block_fp8 import open_weights
+from shardtrain.hub.model import check_same, recognise, translation_of
+from shardtrain.lora import base, lowbit, spec
+from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
+from shardtrain.shards import local_slices, local_tensor
 
 PREFIX = "model."
 
@@ -27,8 +30,12 @@ PREFIX = "model."
 class Frozen:
     """A whole model's weights: of a checkpoint, of a Hugging Face folder, or as initialised. A context manager."""
 
-    def __init__(self, path: Path | None, module: ModuleType, shape: Any, config: Config | None = None) -> None:
+    def __init__(
+        self, path: Path | None, module: ModuleType, shape: Any, config: Config | None = None, kind: str = lowbit.WHOLE
+    ) -> None:
         """Open ``path``, all bytes of a checkpoint read; without one, ``config`` says how weights start.
+
+        With a ``kind`` of low bits, what is read is what the bits stand for, as a run sees it.
 
         Ranks share the reading (a collective), and so does the fingerprint.
 
@@ -39,6 +46,10 @@ class Frozen:
         model = models.build(module, shape)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        self._kind, self._rounded = kind, set()
+        self._packed_from = getattr(torch, config.training.dtype if config is not None else "float32")
+        if kind != lowbit.WHOLE:
+            self._rounded = {f"{path}.weight" for path in lowbit.names(model, module.LAYOUT)}
         self._stored, self._weights = None, None
         self.dtype: str
         self._draws, self._seed = {}, 0
@@ -52,23 +63,28 @@ class Frozen:
             if spec.FACT in self._stored.facts:
                 raise CheckpointError(f"checkpoint {path} holds adapters, and not the weights beside which they are")
             _refuse_damage(path, self._stored)
+            whole = {PREFIX + name: tensor for name, tensor in named.items()}
+            tensor_files.check_names(whole, self._stored, path)
             self.dtype = next((t.dtype for n, t in self._stored.tensors.items() if n.startswith(PREFIX)), "float32")
         else:
             self._translation = translation_of(module, shape, str(path))
-            self._weights = self._stack.enter_context(HubWeights(path))
+            recognised = recognise(path)
+            check_same(module, shape, recognised, path)
+            self._weights = self._stack.enter_context(open_weights(path, recognised.block))
             mapping.check(self._translation, self._weights)
             first = self._weights.dtype(next(iter(self._translation.their_shapes())))
             self.dtype = str(first).removeprefix("torch.")
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill this rank's part of our tensors, by their names in the model, in place.
+        """Fill this rank's part of our tensors, by their names in the model, in place."""
+        for name in self._rounded & tensors.keys():
+            tensor = tensors[name]
+            local_tensor(tensor).detach().copy_(self.read(name)[local_slices(tensor)])
+        self._fill({name: tensor for name, tensor in tensors.items() if name not in self._rounded})
 
-        Raises:
-            CheckpointError: when the files are of another model.
-        """
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
         if self._stored is not None:
             held = {PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
-            tensor_files.check_names(held, self._stored, self.path)  # type: ignore[arg-type]
             tensor_files.read(held, self._stored, self.path)  # type: ignore[arg-type]
         elif self._weights is not None:
             mapping.fill(tensors, self._translation, self._weights)
@@ -76,15 +92,13 @@ class Frozen:
             for name, tensor in tensors.items():
                 init.draw_(tensor, name, self._draws[name], self._seed)
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, whole, on the CPU, in the type of the file."""
-        if self._stored is not None:
-            if PREFIX + name not in self._stored.tensors:
-                raise CheckpointError(f"checkpoint {self.path} has no {name}; use the model that it was saved from")
-            return tensor_files.read_whole(self._stored, self.path, PREFIX + name)  # type: ignore[arg-type]
-        tensor = torch.zeros(self.shapes[name], dtype=getattr(torch, self.dtype))
-        self.fill({name: tensor})
-        return tensor
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """One tensor, whole, in the type of the file, or in float32 what its low bits stand for."""
+        tensor = torch.zeros(self.shapes[name], dtype=getattr(torch, self.dtype), device=device)
+        self._fill({name: tensor})
+        if name not in self._rounded:
+            return tensor
+        return lowbit.Packed(tensor.to(self._packed_from), self._kind).restored(torch.float32)
 
     def __enter__(self) -> Frozen:
         return self
@@ -107,7 +121,7 @@ def find(
     path = named or (Path(str(derived.initial_weights(config))) if not config.lora.random_base else None)
     option = "--base" if named else base.PATH
     if path is None:
-        found = base.random_fingerprint(config, "cpu")
+        found = random_fingerprint(config, "cpu")
     elif not path.is_dir():
         rule = "is no folder, and the adapters need the weights beside which they were trained"
         raise ConfigError(Problem(option, str(path), rule, "name it with --base"))
@@ -116,7 +130,7 @@ def find(
     if found != said:
         rule = f"holds other weights than those beside which the adapters of {where} were trained"
         raise ConfigError(Problem(option, str(path), rule, "name those with --base"))
-    return Frozen(path, module, shape, config)
+    return Frozen(path, module, shape, config, config.lora.base_dtype)
 
 
 def fingerprint_of(path: Path) -> str:
@@ -124,9 +138,9 @@ def fingerprint_of(path: Path) -> str:
     in_hub = not (path / manifest.MANIFEST).exists()
     rank, size = _place() if in_hub else (0, 1)
     hashes: dict[str, str] = {}
-    for share in agree.exchange(base.fingerprint(path, in_hub, rank, size)):
+    for share in agree.exchange(fingerprint(path, in_hub, rank, size)):
         hashes |= share
-    return base.joined(hashes)
+    return joined(hashes)
 
 
 def _refuse_damage(path: Path, stored: manifest.Manifest) -> None:

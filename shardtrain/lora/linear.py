@@ -6,7 +6,7 @@ the model without adapters loads by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,28 @@ NAMES = ("lora_a", "lora_b")
 """Parameters that an adapter adds to a module: (R, I) and (O, R)."""
 
 
-class LoraLinear(nn.Linear):
-    """W x + b + scale * B A dropout(x), of which A (``lora_a``) and B (``lora_b``) are trained."""
+class FrozenLinear(nn.Linear):
+    """W x + b, neither of which is trained; ``low_bits`` holds W in their place, see ``lowbit.py``."""
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float = 0.0) -> None:
+    def __init__(self, base: nn.Linear) -> None:
         nn.Module.__init__(self)  # not nn.Linear's, which would make weights of its own
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
+        self.low_bits: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., I) to (..., O)."""
+        if self.low_bits is None:
+            return super().forward(x)
+        product = self.low_bits(x)
+        return product if self.bias is None else product + self.bias
+
+
+class LoraLinear(FrozenLinear):
+    """W x + b + scale * B A dropout(x), of which A (``lora_a``) and B (``lora_b``) are trained."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float = 0.0) -> None:
+        super().__init__(base)
         self.scale, self.dropout = scale, dropout
         self.lora_a = nn.Parameter(base.weight.new_empty(rank, self.in_features))
         self.lora_b = nn.Parameter(base.weight.new_empty(self.out_features, rank))

@@ -34,8 +34,9 @@ _FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
 _IGNORED = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type",
     "lora_dropout", "qalora_group_size", "runtime_config", "ensure_weight_tying",
+    "megatron_core", "layers_to_transform", "layers_pattern", "exclude_modules",
 }  # fmt: skip
-"""Keys that change nothing of what trained adapters compute."""
+"""Keys that change nothing of what trained adapters compute: which modules have one, their tensors say themselves."""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),

@@ -95,13 +95,18 @@ def adapt(model: nn.Module, module: ModuleType, shape: Any, options: Lora) -> di
             raise ConfigError(Problem("lora.rank", spec.rank, rule, f"use at most {smaller}, or other target_modules"))
     apply(model, spec)
     _tell(model, spec)
-    draws = {}
+    return draws(model, options.init)
+
+
+def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
+    """How each factor of an adapted model starts; nothing where none is adapted."""
+    found = {}
     for path, linear in adapted(model):
         # uniform within 1 / sqrt(inputs) is kaiming_uniform with a = sqrt(5), the start that the paper's code has
         kaiming = Draw("uniform", std=(3 * linear.in_features) ** -0.5)
-        draws[f"{path}.lora_a"] = kaiming if options.init == "kaiming" else Draw("normal", std=1 / spec.rank)
-        draws[f"{path}.lora_b"] = Draw("zeros", std=0.0)
-    return draws
+        found[f"{path}.lora_a"] = kaiming if start == "kaiming" else Draw("normal", std=1 / linear.lora_a.shape[0])
+        found[f"{path}.lora_b"] = Draw("zeros", std=0.0)
+    return found
 
 
 def apply(model: nn.Module, spec: Spec) -> None:

@@ -40,7 +40,7 @@ def find(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequence[str]
         for name in wanted:
             fitting = _fitting(name, linears, theirs, words)
             if not fitting:
-                problems.append(_unknown(name, model, linears, theirs, words))
+                problems.append(_unknown(name, model, layout, linears, theirs))
             found |= fitting
         if problems:
             raise ConfigError(problems)
@@ -74,15 +74,13 @@ def _fitting(name: str, linears: Sequence[str], theirs: Mapping[str, str], words
     return {path for path in linears if _fits(path, name) or (path in theirs and _fits(theirs[path], name))}
 
 
-def _unknown(
-    name: str, model: nn.Module, linears: Sequence[str], theirs: Mapping[str, str], words: Mapping[str, str | None]
-) -> Problem:
+def _unknown(name: str, model: nn.Module, layout: Layout, linears: Sequence[str], theirs: Mapping[str, str]) -> Problem:
     owners = [path for path, _ in model.named_modules() if path and _fits(path, name)]
     if owners:
         rule = f"names {owners[0]}, which is no linear module that can have an adapter"
-        if any(words.get(path) == "router" for path in owners):
+        if word_of(layout, owners[0]) == "router":
             rule = f"names {owners[0]}, a router: which experts a token sees is not trained by adapters here"
-        elif "expert" in owners[0]:
+        elif word_of(layout, owners[0]) == "expert":
             rule = f"names {owners[0]}, whose weights are one stack for all experts and no linear module"
         return Problem(OPTION, name, rule, f"name linear modules, such as {', '.join(_ends(linears))}")
     known = [*_ends(linears), *_ends(theirs.values()), ALL, *linears]

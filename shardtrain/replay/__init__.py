@@ -132,18 +132,22 @@ def config_of(config: Config, found: Plan, output: Path) -> Config:
         enable=bool(found.base) or config.checkpoint.enable,
         load_only=True,
         load_step=-1,
-        initial_load_path=path,
+        initial_load_path=config.checkpoint.initial_load_path if config.lora.enable else path,
         create_seed_checkpoint=False,
         keep_best="",  # which needs a validation, and none is made
         accept_changes=[*config.checkpoint.accept_changes, "training.spike_policy"],  # see below
         **part,  # type: ignore[arg-type]
     )
     # spikes that made the run go back are no part of what is left of it
+    lora = config.lora
+    if lora.enable and found.base:
+        lora = dataclasses.replace(lora, initial_load_path=path)
     policy = "log" if config.training.spike_policy == "rewind" else config.training.spike_policy
     return dataclasses.replace(
         config,
         job=dataclasses.replace(config.job, dump_folder=str(output), save_config_file=None),
         checkpoint=checkpoint,
+        lora=lora,
         training=dataclasses.replace(config.training, spike_policy=policy),
         validation=dataclasses.replace(config.validation, enable=False),
         profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from shardtrain import init, layout, models, optim, parallel
 from shardtrain.config import Config, derived
 from shardtrain.layout import Draw, Layout
+from shardtrain.lora import spec as adapters
+from shardtrain.lora.linear import is_adapter
 from shardtrain.parallel import BATCH_AXES, Mesh, Runner, context
 from shardtrain.parallel.mesh import AXES
 from shardtrain.parallel.world import World
@@ -72,12 +74,15 @@ def draws_of(module: Any, shape: Any, model: nn.Module, unit_gain: bool) -> dict
     """How each parameter starts; with ``unit_gain`` matrices keep the size of what they map, and nothing is zero."""
     layers = len(getattr(model, module.LAYOUT.layers))
     parameters = dict(model.named_parameters())
-    draws = init.plan(parameters, module.initial(shape), module.LAYOUT, layers)
+    own = [name for name in parameters if not is_adapter(name)]
+    draws = init.plan(own, module.initial(shape), module.LAYOUT, layers) | adapters.draws(model)
     if not unit_gain:
         return draws
     strong = {}
     for name, draw in draws.items():
-        if parameters[name].ndim > 1:
+        if name.endswith(".lora_b"):  # small beside the weight, as what is trained is
+            draw = Draw("normal", std=0.1 * parameters[name].size(-1) ** -0.5)
+        elif parameters[name].ndim > 1:
             draw = replace(draw, distribution="normal", std=max(draw.std, parameters[name].size(-1) ** -0.5))
         elif draw.distribution == "zeros":
             draw = Draw("normal", std=0.05)
@@ -93,6 +98,7 @@ def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task:
     here = World(rank, num_ranks, rank, device)
     mesh = parallel.build(config, here)
     module, shape, model = model_of(config)
+    adapters.adapt(model, module, shape, config.lora)
     names = [name for name, _ in model.named_parameters()]
     draws = draws_of(module, shape, model, task.unit_gain)
     first_layer = next(iter(getattr(model, module.LAYOUT.layers)))
@@ -212,7 +218,8 @@ def read_record(folder: Path, rank: int) -> Record:
 
 def plain_model(config: Config, weights: Mapping[str, Tensor]) -> nn.Module:
     """The whole model on this process's CPU with given weights: no mesh, no runner."""
-    _, _, model = model_of(config)
+    module, shape, model = model_of(config)
+    adapters.adapt(model, module, shape, config.lora)
     ties = tied_names(model)
     model.to_empty(device="cpu")
     tie(model, ties)

@@ -170,6 +170,9 @@ def _steady(sections: dict[str, dict[str, Any]], config: Config, notes: list[str
         notes.append(f"optimizer: {config.optimizer.name} -> AdamW")
     if config.compile.enable:
         notes.append("compile: off")
+    if config.lora.enable:
+        sections["lora"] = {"rank": min(config.lora.rank, 4), "dropout": 0.0, "base_dtype": "training"}
+        notes.append(f"lora: rank {config.lora.rank} -> {sections['lora']['rank']}, no dropout, frozen float32")
     if config.activation_checkpoint.mode == "memory_budget":
         sections["activation_checkpoint"] = {"mode": "full", "visualize_memory_budget_pareto": False}
         notes.append("recompute: memory_budget, which is the compiler's -> full")

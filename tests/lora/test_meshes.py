@@ -34,6 +34,7 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def config(parallelism: dict[str, Any], training: dict[str, Any], mode: str = "none", **lora: Any) -> Config:
     targets = ["q_proj", "layers.*.attn.w[kvo]", "w2", "gate_proj", "head"]
     return tiny_config(
+        model={"overrides": {"num_layers": 2}},
         parallelism=parallelism,
         training=training,
         activation_checkpoint={"mode": mode},

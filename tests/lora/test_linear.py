@@ -1,0 +1,131 @@
+"""An adapted module against its formula, how it starts, what it costs, and which numbers go wrong in it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import Ended, assert_bitwise, make_run, tiny_config, train_whole
+from torch import nn
+
+from shardtrain import init
+from shardtrain.errors import NumericalError
+from shardtrain.lora import spec
+from shardtrain.lora.linear import LoraLinear, merged
+from shardtrain.lora.spec import Spec
+from shardtrain.metrics.flops import count_model, flops_per_token
+from shardtrain.models import build, llama3, shape_of
+from shardtrain.train import step
+
+ON = {"enable": True, "random_base": True, "rank": 4, "alpha": 8.0}
+
+
+def test_the_output_is_that_of_the_formula_and_only_the_factors_have_gradients():
+    torch.manual_seed(0)
+    base = nn.Linear(24, 16).double()
+    adapted = LoraLinear(base, rank=4, scale=2.5)
+    x = torch.randn(3, 5, 24, dtype=torch.float64)
+    with torch.no_grad():
+        adapted.lora_a.normal_()
+        adapted.lora_b.normal_()
+    y = adapted(x)
+    a, b = adapted.lora_a, adapted.lora_b
+    torch.testing.assert_close(y, x @ base.weight.T + base.bias + 2.5 * x @ a.T @ b.T)
+    y.square().sum().backward()
+    assert base.weight.grad is None and base.bias.grad is None
+    gradient = 2 * y.detach()
+    torch.testing.assert_close(b.grad, 2.5 * torch.einsum("bto,btr->or", gradient, x @ a.detach().T))
+    torch.testing.assert_close(a.grad, 2.5 * torch.einsum("btr,bti->ri", gradient @ b.detach(), x))
+    whole = merged(base.weight, a, b, 2.5)
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(x.float() @ whole.T + base.bias.float(), y.float(), atol=1e-4, rtol=0)
+
+
+def test_dropout_is_of_the_adapters_input_in_training_alone():
+    torch.manual_seed(0)
+    adapted = LoraLinear(nn.Linear(64, 8), rank=2, scale=1.0, dropout=0.5)
+    with torch.no_grad():
+        adapted.lora_a.normal_()
+        adapted.lora_b.zero_()
+    x = torch.randn(4, 64)
+    base = nn.functional.linear(x, adapted.weight, adapted.bias)
+    assert torch.equal(adapted.train()(x), base)  # what is dropped is no part of the weight's own input
+    with torch.no_grad():
+        adapted.lora_b.normal_()
+    assert not torch.equal(adapted(x), adapted(x))
+    assert torch.equal(adapted.eval()(x), adapted(x))
+
+
+@pytest.mark.parametrize("start", ["kaiming", "gaussian"])
+def test_factors_start_as_the_paper_and_its_code_say(start):
+    model = nn.Sequential(LoraLinear(nn.Linear(300, 40, device="meta"), rank=32, scale=1.0))
+    draws = spec.draws(model, start)
+    a, b = torch.empty(32, 300), torch.ones(40, 32)
+    init.draw_(a, "0.lora_a", draws["0.lora_a"], seed=1)
+    init.draw_(b, "0.lora_b", draws["0.lora_b"], seed=1)
+    assert not b.any()
+    bound = 1 / math.sqrt(300)  # of torch's kaiming_uniform_ with a = sqrt(5)
+    if start == "kaiming":
+        assert 0.99 * bound < a.abs().max() <= bound
+    expected = bound / math.sqrt(3) if start == "kaiming" else 1 / 32
+    assert float(a.std()) == pytest.approx(expected, rel=0.03)  # of 9,600 numbers: six standard errors
+    assert abs(float(a.mean())) < 0.05 * expected
+
+
+def test_scale_is_alpha_over_rank_or_its_root():
+    assert Spec(16, 32.0, False, ()).scale == 2.0
+    assert Spec(16, 32.0, True, ()).scale == 8.0
+
+
+def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
+    config = tiny_config(lora=ON)
+    shape = shape_of(llama3, "debugmodel", config.model.overrides, "rmsnorm")
+    model = build(llama3, shape)
+    total, before = count_model(model, llama3.LAYOUT, shape, 64)
+    spec.adapt(model, llama3, shape, config.lora)
+    with_adapters, after = count_model(model, llama3.LAYOUT, shape, 64)
+    added = with_adapters - total
+    assert added == 4 * 4 * (4 * 64 + 64 + 2 * 32 + 64)  # layers x rank x (inputs of four, outputs of q, k and v, o)
+    used = total - 512 * 64
+    assert before == flops_per_token(used, 4, 4, 16, 64)
+    assert after == before + 6 * added - 2 * used
+
+
+def not_finite(rank, config):
+    run = make_run(rank, config)
+    with torch.no_grad():
+        run.runner.parameters()["layers.1.attn.wv.lora_a"].fill_(math.nan)
+    with pytest.raises(NumericalError) as caught:
+        step(run)
+    return str(caught.value)
+
+
+def test_a_factor_that_is_not_finite_is_named():
+    assert "layers.1.attn.wv.lora_a" in run_ranks(1, not_finite, tiny_config(lora=ON))[0]
+
+
+def dropping(rank, root, parallelism) -> dict[str, Ended]:
+    def config(name):
+        return tiny_config(
+            job={"dump_folder": str(root / name)},
+            model={"overrides": {"num_layers": 2}},
+            parallelism=parallelism,
+            training={"steps": 4, "local_batch_size": 4},
+            lora={**ON, "dropout": 0.2},
+            checkpoint={"enable": True, "interval": 2},
+        )
+
+    train_whole(rank, config("stopped"), stop_after=2)
+    return {"straight": train_whole(rank, config("straight")), "stopped": train_whole(rank, config("stopped"))}
+
+
+@pytest.mark.parametrize("parallelism", [{}, {"pipeline_parallel_degree": 2}], ids=["fsdp", "pp"])
+def test_adapters_that_drop_go_on_to_the_bit(parallelism, tmp_path):
+    for ended in run_ranks(2, dropping, tmp_path, parallelism):
+        straight, stopped = ended["straight"], ended["stopped"]
+        assert straight.error is None and stopped.error is None
+        assert stopped.losses == straight.losses[2:]
+        assert_bitwise(stopped.weights, straight.weights)
+        assert_bitwise(stopped.optimizer, straight.optimizer)

@@ -1,0 +1,100 @@
+"""Frozen weights in 4 or 8 bits: small, unchanged, and what trains beside them is what is merged and generated with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hub_folders import build, save
+from lora_runs import adapter_config, logits, train
+from ranks import run_ranks
+from tiny import make_run, tiny_config
+
+from shardtrain import cli, resume
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config import Loaded, check
+from shardtrain.generate.opening import open_model
+from shardtrain.lora.linear import FrozenLinear
+from shardtrain.shards import to_full
+from shardtrain.train import step
+
+pytest.importorskip("torchao", reason="low bits are torchao's: install the qlora extra")
+
+BYTES = {"nf4": (0.5 + 1 / 64, 100), "int8": (1 + 5 / 32, 0)}
+"""Most bytes per weight, bits and scales, where rows have 32 weights at least; and per module (the table of nf4)."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save(build("llama3"), tmp_path_factory.mktemp("base") / "llama3")
+
+
+def low_config(base, folder, kind, parallelism=None, **training):
+    lora = {"base_dtype": kind, "target_modules": ["q_proj", "v_proj", "w2"]}
+    return adapter_config(base, folder, lora=lora, parallelism=parallelism or {}, training={"steps": 10, **training})
+
+
+def ten_steps(rank, config):
+    """Losses, bytes held and replaced, and whether a restored weight has changed."""
+    run = make_run(rank, config)
+    resume.resume(run, Checkpoints(config))
+    held = [m for part in run.runner.parts for m in part.modules() if isinstance(m, FrozenLinear) and m.low_bits]
+    before = [m.low_bits.restored(torch.float32) for m in held]
+    losses = []
+    for _ in range(10):
+        outcome = step(run)
+        losses.append(float(run.mesh.sum(outcome.loss_sum.double(), over=("pp", "dp_shard"))) / outcome.global_tokens)
+    same = all(torch.equal(m.low_bits.restored(torch.float32), w) for m, w in zip(held, before, strict=True))
+    adapters = {name: to_full(p.detach()) for name, p in run.runner.parameters().items() if p.requires_grad}
+    bytes_held = sum(m.low_bits.bytes for m in held)
+    return losses, bytes_held, sum(w.numel() for w in before), same, adapters, len(held)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_weights_in_low_bits_are_small_unchanged_and_the_same_on_every_mesh(kind, base, tmp_path):
+    losses, held, weights, same, adapters, count = run_ranks(
+        1, ten_steps, low_config(base, tmp_path / "one", kind, local_batch_size=8)
+    )[0]
+    assert same and count == 2 * 7  # all linear modules of two layers
+    per_weight, per_module = BYTES[kind]
+    assert held <= per_weight * weights + per_module * count
+    whole = run_ranks(1, ten_steps, low_config(base, tmp_path / "whole", "training", local_batch_size=8))[0]
+    assert whole[5] == 0
+    # 4 bits are a tenth of a weight off, 8 bits less than a hundredth
+    assert losses == pytest.approx(whole[0], rel=0.05 if kind == "nf4" else 0.005)
+    assert losses[-1] < losses[0] - 0.2 and losses != whole[0]
+    for name, parallelism in (("fsdp", {}), ("pp", {"pipeline_parallel_degree": 2})):
+        config = low_config(base, tmp_path / name, kind, parallelism, local_batch_size=4)
+        for rank in run_ranks(2, ten_steps, config):
+            assert rank[0] == pytest.approx(losses, abs=1e-5) and rank[3]
+            for adapter, tensor in rank[4].items():
+                torch.testing.assert_close(tensor, adapters[adapter], atol=1e-5, rtol=0)
+
+
+def test_what_was_trained_beside_low_bits_is_merged_with_what_they_stand_for(base, tmp_path):
+    config = low_config(base, tmp_path / "run", "nf4", steps=4)
+    assert train(1, config)[0].error is None
+    beside = logits(open_model(tmp_path / "run").model, 260)
+    step_4 = str(tmp_path / "run" / "checkpoint" / "step-4")
+    assert cli.main(["merge", step_4, "--to", str(tmp_path / "merged")]) == 0
+    merged = open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model
+    torch.testing.assert_close(logits(merged, 260), beside, atol=1e-5, rtol=0)
+    run = run_ranks(1, logits_in_training, config)[0]
+    torch.testing.assert_close(run, beside, atol=1e-5, rtol=0)
+
+
+def logits_in_training(rank, config):
+    run = make_run(rank, config)
+    resume.resume(run, Checkpoints(config))
+    return logits(run.runner.parts[0], 260)
+
+
+def test_what_does_not_go_with_low_bits_is_refused():
+    on = {"enable": True, "random_base": True, "base_dtype": "nf4"}
+    for sections, told in (
+        ({"parallelism": {"tensor_parallel_degree": 2}}, "tensor parallelism"),
+        ({"compile": {"enable": True}}, "compile.enable"),
+        ({"comm": {"mode": "fake_backend"}}, "counted"),
+        ({"training": {"enable_cpu_offload": True}}, "enable_cpu_offload"),
+    ):
+        problems = [str(p) for p in check(Loaded(tiny_config(lora=on, **sections))) if "base_dtype" in str(p)]
+        assert len(problems) == 1 and told in problems[0]

@@ -1,0 +1,181 @@
+"""Adapters beside the weights of a Hugging Face folder: trained, saved, continued, merged, exported, opened by PEFT."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from hub_folders import FAMILIES, build, save
+from lora_runs import adapter_config, logits, tokens, train
+from ranks import run_ranks
+from tiny import make_run
+
+from shardtrain import cli, resume
+from shardtrain.checkpoint import manifest, tensors
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.generate.opening import open_model
+from shardtrain.lora.linear import is_adapter
+from shardtrain.train import step
+
+pytest.importorskip("transformers")
+TOLERANCE = 1e-5
+"""Of logits of about 1, between two float32 programs that add in another order."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save(build("llama3"), tmp_path_factory.mktemp("base") / "llama3")
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """Four steps, of which the last two were continued from a checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    config = adapter_config(base, folder, checkpoint={"interval": 2})
+    train(1, config, stop_after=2)
+    ended = train(1, config)[0]
+    assert ended.error is None and len(ended.losses) == 2
+    return folder, ended
+
+
+def test_a_checkpoint_holds_adapters_and_their_optimizer_alone(run):
+    stored = manifest.read(run[0] / "checkpoint" / "step-4")
+    names = {name for name in stored.tensors if name.startswith("model.")}
+    assert names and all(is_adapter(name) for name in names)
+    adapters = sum(4 * torch.Size(t.shape).numel() for n, t in stored.tensors.items() if n.startswith("model."))
+    # two moments of the same size, and a count for each
+    assert stored.total_bytes == 3 * adapters + 4 * len(names)
+    whole = sum(weight.numel() for weight in run[1].weights.values())
+    assert adapters == 4 * sum(weight.numel() for name, weight in run[1].weights.items() if is_adapter(name))
+    assert stored.total_bytes < 4 * whole
+
+
+def test_a_continued_run_is_one_that_never_stopped_on_another_mesh_too(run, base, tmp_path):
+    straight = train(1, adapter_config(base, tmp_path / "straight", checkpoint={"interval": 2}))[0]
+    for name, weight in straight.weights.items():
+        assert torch.equal(weight, run[1].weights[name]), name
+    # from the checkpoint of one process on two, split in both ways
+    for parallelism in ({}, {"tensor_parallel_degree": 2}):
+        folder = tmp_path / f"two-{len(parallelism)}"
+        shutil.copytree(tmp_path / "straight", folder)
+        shutil.rmtree(folder / "checkpoint" / "step-4")
+        config = adapter_config(base, folder, parallelism=parallelism, checkpoint={"interval": 2})
+        ended = train(2, config)[0]
+        assert ended.error is None
+        assert ended.losses == pytest.approx(straight.losses[2:], abs=1e-5)
+
+
+def test_the_first_output_is_that_of_the_frozen_weights(base, tmp_path):
+    config = adapter_config(base, tmp_path, optimizer={"lr": 0.0}, training={"steps": 1})
+    train(1, config)
+    ours = logits(open_model(tmp_path).model, 260)
+    with torch.no_grad():
+        theirs = build("llama3")(tokens(260)).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_merged_weights_compute_what_adapters_do(run, tmp_path):
+    folder = run[0]
+    assert cli.main(["merge", str(folder / "checkpoint" / "step-4"), "--to", str(tmp_path / "merged")]) == 0
+    beside = logits(open_model(folder).model, 260)
+    summed = logits(open_model(tmp_path / "merged", folder / "config.resolved.toml").model, 260)
+    torch.testing.assert_close(summed, beside, atol=TOLERANCE, rtol=0)
+    with torch.no_grad():
+        frozen = build("llama3")(tokens(260)).logits
+    assert (beside - frozen).abs().max() > 0.05  # else nothing was added
+    assert cli.main(["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf"), "--check", "weights"]) == 0
+    import transformers
+
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(tokens(260)).logits, beside, atol=1e-4, rtol=0)
+
+
+def test_peft_opens_the_export_and_computes_the_same(run, base, tmp_path):
+    folder = run[0]
+    words = ["export", str(folder / "checkpoint" / "step-4"), "--to", str(tmp_path / "peft"), "--adapter"]
+    assert cli.main(words) == 0
+    fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert fields["peft_type"] == "LORA" and fields["task_type"] == "CAUSAL_LM" and fields["bias"] == "none"
+    assert fields["base_model_name_or_path"] == str(base)
+    assert (fields["r"], fields["lora_alpha"], fields["use_rslora"]) == (4, 8.0, False)
+    assert fields["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    numbers = sum(w.numel() for name, w in run[1].weights.items() if is_adapter(name))
+    size = (tmp_path / "peft" / "adapter_model.safetensors").stat().st_size
+    assert 4 * numbers < size < 4 * numbers + 200 * 2 * 8 + 200  # and a header of a line per tensor
+    beside = logits(open_model(folder).model, 260)
+    peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
+    theirs = peft.PeftModel.from_pretrained(build("llama3"), tmp_path / "peft")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.eval()(tokens(260)).logits, beside, atol=1e-4, rtol=0)
+
+
+def test_adapters_of_peft_are_a_start_and_can_be_merged(base, tmp_path):
+    peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
+    options = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], use_rslora=True)
+    model = peft.get_peft_model(build("llama3"), options)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        expected = model.eval()(tokens(260)).logits
+    model.save_pretrained(tmp_path / "peft")
+    words = ["merge", str(tmp_path / "peft"), "--to", str(tmp_path / "merged"), "--base", str(base)]
+    assert cli.main(words) == 0
+    lora = {"target_modules": ["q_proj", "v_proj", "w2"], "initial_load_path": str(tmp_path / "peft")}
+    config = adapter_config(
+        base,
+        tmp_path / "run",
+        lora={**lora, "rank_stabilized": True},
+        optimizer={"lr": 0.0},
+        training={"steps": 1},
+    )
+    assert train(1, config)[0].error is None
+    ours = logits(open_model(tmp_path / "run").model, 260)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+    merged = logits(open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260)
+    torch.testing.assert_close(merged, expected, atol=1e-4, rtol=0)
+    # and beside a checkpoint of the whole model, for generation
+    assert cli.main(["import", str(base), "--to", str(tmp_path / "imported")]) == 0
+    opened = open_model(tmp_path / "imported", tmp_path / "run" / "config.resolved.toml", adapter=tmp_path / "peft")
+    torch.testing.assert_close(logits(opened.model, 260), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3", "neox"])
+def test_every_family_trains_adapters_and_merges_them(family, tmp_path):
+    folder = save(build(family), tmp_path / "base")
+    config = adapter_config(folder, tmp_path / "run")
+    ended = train(1, config)[0]
+    assert ended.error is None and ended.losses[-1] < ended.losses[0]
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-4"
+    beside = logits(open_model(tmp_path / "run").model, FAMILIES[family][1]["vocab_size"])
+    assert cli.main(["merge", str(checkpoint), "--to", str(tmp_path / "merged")]) == 0
+    summed = open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml")
+    torch.testing.assert_close(logits(summed.model, 260), beside, atol=3e-5, rtol=0)
+    status = cli.main(["export", str(checkpoint), "--to", str(tmp_path / "peft"), "--adapter"])
+    assert status == 0 or family == "neox"  # whose queries, keys and values are one module there
+
+
+def changed_by_ten_steps(rank, config):
+    run = make_run(rank, config)
+    resume.resume(run, Checkpoints(config))
+    before = {name: tensor.clone() for name, tensor in resume.everything(run).items()}
+    for _ in range(10):
+        step(run)
+    return [name for name, tensor in resume.everything(run).items() if not torch.equal(tensor, before[name])], before
+
+
+def test_frozen_weights_and_biases_of_routers_stay_those_of_the_folder(tmp_path):
+    folder = save(build("deepseek_v3"), tmp_path / "base")
+    config = adapter_config(folder, tmp_path / "run", training={"steps": 10})
+    [(changed, before)] = run_ranks(1, changed_by_ten_steps, config)
+    assert changed and all(is_adapter(name) for name in changed)
+    assert cli.main(["import", str(folder), "--to", str(tmp_path / "imported")]) == 0
+    stored = manifest.read(tmp_path / "imported")
+    assert {name for name in before if not is_adapter(name)} == stored.tensors.keys()
+    assert any(name.endswith("expert_bias") for name in stored.tensors)
+    for name in stored.tensors:
+        assert torch.equal(before[name], tensors.read_whole(stored, tmp_path / "imported", name)), name
