@@ -78,7 +78,7 @@ def build(config: Config, here: parallel.world.World) -> DryRun:
     num_params, flops = count_model(model, layout, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
     init.plan(names, module.initial(shape), layout, len(getattr(model, layout.layers)))
-    hidden = parallel.pipeline._hidden_size(model, layout)
+    hidden = parallel.pipeline._hidden_size(model, layout) if mesh.size("pp") > 1 else 0
     runner = parallel.parallelize(model, layout, mesh, config, shape.vocab_size)
     held = tuple(_modules_of(part, layout) for part in runner.parts)
     with fake.materialized(runner):
