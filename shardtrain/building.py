@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardtrain import data, init, models, optim, parallel
+from shardtrain import init, models, optim, parallel, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError, Problem
 from shardtrain.metrics.flops import count_model
 from shardtrain.parallel import BATCH_AXES, world
+from shardtrain.parallel.task_runner import with_loss
 from shardtrain.parallel.world import World
 from shardtrain.run import Run
 from shardtrain.state import TrainState
@@ -18,33 +18,28 @@ def build(config: Config, here: World) -> Run:
     mesh = parallel.build(config, here)
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    model = models.build(module, shape)
+    task = tasks.open_task(config)
+    model = task.adapt(models.build(module, shape), module.LAYOUT)
     num_params, flops = count_model(model, module.LAYOUT, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
     draws = init.plan(names, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers)))
-    runner = parallel.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
+    runner = with_loss(parallel.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape)), task.loss)
     runner.materialize(draws, config.debug.seed)
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
     training = config.training
     scaler = None
     if derived.compute_dtype(config) == "float16":
         scaler = optim.LossScaler(training.initial_loss_scale, training.loss_scale_growth_interval)
-    stream = data.open_stream(
-        config,
+    stream = task.open_stream(
         batch_rank=mesh.rank(*BATCH_AXES),
         num_batch_ranks=mesh.size(*BATCH_AXES),
         accumulation=derived.accumulation_steps(config, here.size),
     )
-    if stream.vocab > shape.vocab_size:
-        rule = f"names a tokenizer with {stream.vocab} ids, and the model has rows for {shape.vocab_size}"
-        fix = "use the model's own tokenizer, or set model.overrides.vocab_size"
-        raise ConfigError(Problem("model.hf_assets_path", config.model.hf_assets_path, rule, fix))
-    if stream.masks_documents:
-        models.check_documents(module, config.model.name)
+    task.check(stream, module, shape)
     world.check_agreement(stream.fingerprint, "the training data differ between ranks", mesh.device)
-    total_steps = training.steps
+    flops_per_target, total_steps = flops * task.tokens_per_target, training.steps
     if training.epochs is not None and stream.steps_left is not None:
         total_steps = stream.steps_left
-    run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, num_params, flops)
+    run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, num_params, flops_per_target)
     run.names = tuple(names)
     return run

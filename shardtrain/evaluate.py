@@ -1,27 +1,29 @@
 """The loss on held-out data, by the runner that trains; exact at any number of ranks, and without a trace in training.
 
 Each row of the set is read once, whatever the number of ranks: where they do not divide it, the last batch is filled up
-with rows that have no targets, so that every rank takes part in the same number of batches. The models have no dropout
-and nothing else that knows training from evaluation, so there is no mode to switch. Blocks of experts count tokens in
-backward alone, so the biases of their routers see nothing of this.
+with rows that have no targets, so that every rank takes part in the same number of batches. Dropout is off meanwhile.
+Blocks of experts count tokens in backward alone, so the biases of their routers see nothing of this. Of a task of rows
+the predictions of all rows come together in the order of the data, and its metrics are those of the whole set.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from shardtrain import data, moving
+from shardtrain import data, moving, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, Validation
-from shardtrain.errors import DataError
+from shardtrain.errors import ConfigError, DataError, Problem
 from shardtrain.log import logger
 from shardtrain.parallel import BATCH_AXES, LOSS_AXES, Mesh, Runner, world
 from shardtrain.parallel.shard import free_gathered
+from shardtrain.parallel.task_runner import TaskRunner
 from shardtrain.stopping import Interrupted, Stop
 
 
@@ -35,20 +37,35 @@ class Evaluation:
     """Target tokens."""
     rows: int
     """Sequences, without those that fill up the last batch."""
+    metrics: Mapping[str, float] | None = None
+    """Of a task of rows: what it measures beside the loss."""
+    predictions: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of a task of rows: what it predicts, one entry per row in the order of the data, on the CPU."""
 
     @property
     def perplexity(self) -> float:
         """The exponential of the loss; infinite where a float cannot hold it."""
         return math.exp(self.loss) if self.loss < 709 else self.loss * math.inf  # nan stays nan
 
+    @property
+    def values(self) -> dict[str, float]:
+        """What is logged: the loss with its perplexity, or with the metrics of the task."""
+        return {"loss": self.loss, **({"perplexity": self.perplexity} if self.metrics is None else self.metrics)}
+
 
 def evaluate(
-    runner: Runner, stream: data.Stream, mesh: Mesh, max_batches: int = -1, stop: Stop | None = None
+    runner: Runner,
+    stream: data.Stream,
+    mesh: Mesh,
+    max_batches: int = -1,
+    stop: Stop | None = None,
+    labelled: bool = True,
 ) -> Evaluation | None:
     """Read a stream that ends from its beginning, and measure the loss (a collective: every rank calls it).
 
     ``max_batches`` ends it early; -1 reads all. Weights, gradients and random numbers stay as they are. Gives None, on
-    all ranks, where ``stop`` of one of them says that it was asked to stop.
+    all ranks, where ``stop`` of one of them says that it was asked to stop. Where a task's rows are not ``labelled``
+    there is neither a loss (it is nan) nor a metric.
 
     Raises:
         DataError: when the set has no target token.
@@ -56,23 +73,73 @@ def evaluate(
     stream.seek(0)
     loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
     tokens = rows = 0
+    found: list[tuple[Tensor, dict[str, Tensor]]] = []
+    modes = [(part, part.training) for part in runner.parts]
     try:
+        for part in runner.parts:
+            part.eval()
         for batch in _batches(stream, max_batches, mesh, stop or Stop()):
             tokens += batch.num_targets
             rows += int((batch.sample_ids_B >= 0).sum())
-            loss += runner.evaluate(batch.to(mesh.device, non_blocking=True))
+            moved = batch.to(mesh.device, non_blocking=True)
+            if isinstance(runner, TaskRunner):
+                part_loss, predictions = runner.predict(moved, labelled)
+                found.append((batch.sample_ids_B, predictions))
+            else:
+                part_loss = runner.evaluate(moved)
+            loss += part_loss
     except Interrupted:
         return None
     finally:
-        for part in runner.parts:
+        for part, was_training in modes:
+            part.train(was_training)
             free_gathered(part)  # no backward follows that would; what reads parameters next must find own shards
         stream.seek(0)  # ends the processes that prepare batches
     counts = torch.tensor([tokens, rows], dtype=torch.float64, device=mesh.device)
     total_tokens, total_rows = mesh.sum(counts, over=BATCH_AXES).tolist()
     total = mesh.sum(loss, over=("pp", *LOSS_AXES)).item()
+    if isinstance(runner, TaskRunner):
+        predictions = gather(found, mesh)
+        metrics = runner.task.metrics(predictions) if labelled else {}
+        mean = total / total_tokens if labelled and total_tokens else math.nan
+        return Evaluation(mean, int(total_tokens), int(total_rows), metrics, predictions)
     if not total_tokens:
         raise DataError(f"validation: none of the {total_rows:.0f} sequences has a token to predict; use other data")
     return Evaluation(total / total_tokens, int(total_tokens), int(total_rows))
+
+
+def gather(found: list[tuple[Tensor, dict[str, Tensor]]], mesh: Mesh) -> dict[str, Tensor]:
+    """Predictions of all ranks' batches, each with its sample ids, one entry per row in the order of ids, on the CPU.
+
+    A collective. Ranks may have different numbers of rows, none among them; filler rows (id -1) are left out, and of
+    rows that several ranks hold alike, as tensor-parallel peers do, one is taken.
+    """
+    kept = [(ids >= 0).nonzero().flatten() for ids, _ in found]
+    ids = torch.cat([ids[rows] for (ids, _), rows in zip(found, kept, strict=True)])
+    own = {
+        name: torch.cat([part[name].cpu()[rows] for (_, part), rows in zip(found, kept, strict=True)])
+        for name in found[0][1]
+    }
+    ids = torch.cat(_gather(ids, mesh))
+    order, first = ids.argsort(stable=True), torch.ones(len(ids), dtype=torch.bool)
+    first[1:] = ids[order][1:] != ids[order][:-1]
+    return {name: torch.cat(_gather(values, mesh))[order[first]] for name, values in own.items()}
+
+
+def _gather(values: Tensor, mesh: Mesh) -> list[Tensor]:
+    """A tensor of each rank, whose first dims may differ."""
+    size = mesh.device_mesh.size()
+    if size == 1:
+        return [values]
+    values = values.to(mesh.device)
+    counts = torch.zeros(size, dtype=torch.int64, device=mesh.device)
+    counts[torch.distributed.get_rank()] = len(values)
+    lengths = mesh.sum_of_all(counts).tolist()
+    padded = values.new_zeros(max(lengths), *values.shape[1:])
+    padded[: len(values)] = values
+    every = [torch.empty_like(padded) for _ in lengths]
+    torch.distributed.all_gather(every, padded)
+    return [part[:length].cpu() for part, length in zip(every, lengths, strict=True)]
 
 
 def _batches(stream: data.Stream, limit: int, mesh: Mesh, stop: Stop) -> Iterator[data.Batch]:
@@ -98,17 +165,29 @@ def _batches(stream: data.Stream, limit: int, mesh: Mesh, stop: Stop) -> Iterato
 class Validator:
     """Held-out data of a run, and when to evaluate on them; idle unless ``validation.enable``."""
 
-    def __init__(self, config: Config, runner: Runner, mesh: Mesh, stop: Stop | None = None) -> None:
+    def __init__(
+        self, config: Config, runner: Runner, mesh: Mesh, stop: Stop | None = None, num_samples: int | None = None
+    ) -> None:
         self._options, self._runner, self._mesh, self._stop = config.validation, runner, mesh, stop
+        self._epoch_rows, self._step_rows = num_samples, derived.global_batch_size(config, mesh.device_mesh.size())
+        if self._options.enable and self._options.per_epoch and num_samples is None:
+            rule = "needs the number of training rows, and only reading these data tells"
+            raise ConfigError(Problem("validation.per_epoch", self._options.per_epoch, rule, "use validation.freq"))
         self._stream = open_stream(config, mesh) if config.validation.enable else None
         self._last_step = 0
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether to evaluate after ``step`` (1 is the first): every ``validation.freq`` steps, and at the last.
+        """Whether to evaluate after ``step`` (1 is the first), as ``validation.freq`` or per_epoch says, or last.
 
         No step is due twice, so one may ask again where the data end before the last step.
         """
-        due = step % self._options.freq == 0 or step == total_steps
+        rows = self._epoch_rows
+        if self._options.per_epoch and rows:
+            done, before = (n * self._step_rows * self._options.per_epoch // rows for n in (step, step - 1))
+            due = done > before
+        else:
+            due = step % self._options.freq == 0
+        due = due or step == total_steps
         return self._stream is not None and due and step != self._last_step
 
     def run(self, step: int) -> Evaluation | None:
@@ -123,8 +202,7 @@ class Validator:
 
 def open_stream(config: Config, mesh: Mesh) -> data.Stream:
     """The validation set in its own order, once, dealt to the data-parallel ranks (a collective)."""
-    stream = data.open_stream(
-        config,
+    stream = tasks.open_task(config).open_stream(
         section=section(config, mesh.device_mesh.size()),
         batch_rank=mesh.rank(*BATCH_AXES),
         num_batch_ranks=mesh.size(*BATCH_AXES),
@@ -134,9 +212,9 @@ def open_stream(config: Config, mesh: Mesh) -> data.Stream:
     )
     world.check_agreement(stream.fingerprint, "the validation data differ between ranks", mesh.device)
     v = config.validation
-    logger.info(
-        f"validation: {stream.num_samples} sequences of {v.seq_len} tokens, every {v.freq} steps and at the last"
-    )
+    when = f"{v.per_epoch} times an epoch" if v.per_epoch else f"every {v.freq} steps"
+    of = f"of {v.seq_len} tokens" if config.task.name == "language_model" else f"of up to {v.seq_len} tokens"
+    logger.info(f"validation: {stream.num_samples} sequences {of}, {when} and at the last")
     return stream
 
 

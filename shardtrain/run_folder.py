@@ -67,7 +67,8 @@ def _describe_data(config: Config) -> str:
     )
     if staged:
         names += f", weights of {len(config.data.stages)} stages"
-    return f"{names or config.training.dataset}, packed by {config.data.packing}"
+    is_text = config.task.name == "language_model"
+    return f"{names or config.training.dataset}, {f'packed by {config.data.packing}' if is_text else config.task.name}"
 
 
 def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:

@@ -78,7 +78,8 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
             write_resolved_config(loaded, folder, here.size)
         for line in describe(loaded, run.mesh, run.num_params, run.total_steps, run.stream.num_samples):
             logger.info(line)
-        validator, started_at = Validator(config, run.runner, run.mesh, run.stop), run.state.step
+        validator = Validator(config, run.runner, run.mesh, run.stop, run.stream.num_samples)
+        started_at = run.state.step
         with run.ledger:
             while True:
                 try:
@@ -144,9 +145,8 @@ def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Che
     if found is None:
         logger.warning(f"validation after step {run.state.step} was given up: the run was asked to stop")
         return
-    values = {"loss": found.loss, "perplexity": found.perplexity}
-    metrics.validation(run.state.step, values)
-    ending.note_validation(run, checkpoints, values)
+    metrics.validation(run.state.step, found.values)
+    ending.note_validation(run, checkpoints, found.values)
 
 
 def step(run: Run) -> Outcome | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardtrain.checkpoint import files, retention
 from shardtrain.checkpoint.storage import Place
+from shardtrain.config import task_file
 from shardtrain.config.schema import Config
 from shardtrain.log import logger
 
@@ -21,7 +22,7 @@ class Best:
 
     def __init__(self, config: Config) -> None:
         self.metric = config.checkpoint.keep_best or DEFAULT_METRIC
-        self.mode = config.checkpoint.best_mode
+        self.mode = task_file.best_mode(config)
         self.patience = config.validation.patience
         self._keeps = bool(config.checkpoint.keep_best)
         self.step, self.value = -1, math.nan

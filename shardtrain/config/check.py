@@ -29,6 +29,7 @@ from shardtrain.config.check_pairs import check_pairs, check_schedule, check_wit
 from shardtrain.config.check_pipeline import check_context, check_pipeline
 from shardtrain.config.check_safety import check_paths, check_secrets
 from shardtrain.config.check_storage import check_storage
+from shardtrain.config.check_task import check_task
 from shardtrain.config.check_transformers import check_transformers
 from shardtrain.config.check_values import check_forms, check_ranges, check_steps, check_words
 from shardtrain.config.load import MAX_PROBLEMS, Loaded
@@ -53,6 +54,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_stages,
     check_kinds,
     check_validation,
+    check_task,
     check_tensor_parallel,
     check_sequence,
     check_layers,

@@ -7,19 +7,27 @@ from collections.abc import Iterator
 from shardtrain.config.check_values import any_of, problem
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
-from shardtrain.errors import Problem
+from shardtrain.config.task_file import read_task_file
+from shardtrain.errors import ConfigError, Problem
 
-METRICS = ("validation.loss", "validation.perplexity")
-"""What a validation measures, as ``checkpoint.keep_best`` names it."""
+
+def _metrics(loaded: Loaded) -> list[str]:
+    """What a validation measures, as ``checkpoint.keep_best`` names it; the task itself may be wrong, and says so."""
+    try:
+        names = read_task_file(loaded.config.task.name).metrics
+    except ConfigError:
+        return [loaded.config.checkpoint.keep_best]
+    return [f"validation.{name}" for name in names]
 
 
 def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
     """Options of checkpoints that contradict others, or that would have no effect."""
     options, validation = loaded.config.checkpoint, loaded.config.validation
-    if options.keep_best and options.keep_best not in METRICS:
-        near = nearest(options.keep_best, METRICS)
-        fix = f'did you mean "{near}"?' if near else f'use "{METRICS[0]}"'
-        yield problem(loaded, "checkpoint.keep_best", f"must be {any_of(METRICS)}, or empty", fix)
+    metrics = _metrics(loaded) if options.keep_best else []
+    if options.keep_best and options.keep_best not in metrics:
+        near = nearest(options.keep_best, metrics)
+        fix = f'did you mean "{near}"?' if near else f'use "{metrics[0]}"'
+        yield problem(loaded, "checkpoint.keep_best", f"must be {any_of(metrics)}, or empty", fix)
     elif options.keep_best and options.enable and not validation.enable:
         rule = "needs a validation, and there is none"
         yield problem(loaded, "checkpoint.keep_best", rule, "set validation.enable = true, or remove it")

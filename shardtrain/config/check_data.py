@@ -198,6 +198,12 @@ def check_validation(loaded: Loaded) -> Iterator[Problem]:
     if c.validation.enable and piped and c.validation.seq_len != c.training.seq_len:
         rule = f"is not training.seq_len {c.training.seq_len}, for which the pipeline is built"
         yield problem(loaded, "validation.seq_len", rule, f"use {c.training.seq_len}")
+    if c.validation.enable and c.validation.per_epoch and is_changed(loaded, "validation.freq"):
+        rule = "has no effect beside validation.per_epoch"
+        yield problem(loaded, "validation.freq", rule, "remove one of the two")
+    if c.validation.enable and c.validation.per_epoch and c.data.sources:
+        rule = "needs the rows of one dataset, and [data.sources] has passes of its own for each"
+        yield problem(loaded, "validation.per_epoch", rule, "use validation.freq")
 
 
 def data_notes(loaded: Loaded) -> list[str]:

@@ -72,6 +72,7 @@ AT_LEAST_0 = (
     "checkpoint.keep_every_n_steps",
     "checkpoint.max_stall_seconds",
     "validation.patience",
+    "validation.per_epoch",
     "comm.hang_timeout_seconds",
     "comm.straggler_window_steps",
     "comm.trace_buf_size",

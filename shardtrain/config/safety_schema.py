@@ -55,9 +55,10 @@ class Checkpoint:
     keep_every_n_steps: int = 0
     """Checkpoints whose step is a multiple are kept for ever, besides the newest; 0 keeps none (shardtrain)."""
     keep_best: str = ""
-    """"validation.loss" or "validation.perplexity": save at every new best of it, and keep that one (shardtrain)."""
-    best_mode: Literal["min", "max"] = "min"
-    """Whether less or more of it is better (shardtrain)."""
+    """"validation.loss", "validation.perplexity" or another metric of the task, such as "validation.accuracy": save at
+    every new best of it, and keep that one (shardtrain)."""
+    best_mode: Literal["auto", "min", "max"] = "auto"
+    """Whether less or more of it is better; auto is what the task says of the metric (shardtrain)."""
     load_step: int = -1
     """Step to continue from; -1 is the newest."""
     exclude_from_loading: list[str] = field(default_factory=list)

@@ -13,6 +13,7 @@ from shardtrain.config.data_schema import Data, DataLoader
 from shardtrain.config.data_schema import DataSource as DataSource
 from shardtrain.config.data_schema import DataStage as DataStage
 from shardtrain.config.safety_schema import Checkpoint, Comm, FaultTolerance, Numbers
+from shardtrain.config.task_schema import Task
 
 
 @dataclass(frozen=True)
@@ -400,6 +401,8 @@ class Validation:
     """Tokens per sequence."""
     freq: int = 10
     """Steps between two validations."""
+    per_epoch: int = 0
+    """Validations in each pass over the training data, evenly spaced and one at its end; 0 takes freq (shardtrain)."""
     steps: int = -1
     """Batches of one validation; -1 is the whole set, once, at any number of ranks."""
     patience: int = 0
@@ -444,6 +447,7 @@ class Config:
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     data: Data = field(default_factory=Data)
+    task: Task = field(default_factory=Task)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

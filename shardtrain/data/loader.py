@@ -111,6 +111,8 @@ class Stream:
     step_hash:       what the rows of this rank's current step add to the run's order hash (see ``order_hash``).
     """
 
+    hash_rows = staticmethod(hash_rows)
+
     def __init__(self, opened: Opened, share: Share, options: DataLoader, samples_consumed: int) -> None:
         self.tokenizer = opened.tokenizer
         self.vocab = opened.tokenizer.vocab_size
@@ -199,7 +201,7 @@ class Stream:
             for source, epoch in enumerate(self._epochs_after(after.tolist())):
                 self._enter(source, epoch)
         batch, moved = self._take()
-        self.step_hash += hash_rows(batch, self._share.first_position(self._start, self._handed))
+        self.step_hash += self.hash_rows(batch, self._share.first_position(self._start, self._handed))
         for source, move in moved:
             self._places[source].move(move)
             self._enter(source, move.epoch)

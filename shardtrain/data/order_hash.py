@@ -33,6 +33,14 @@ def hash_rows(batch: Batch, first_position: int) -> int:
     return total % _MODULUS
 
 
+def hash_numbers(sample_ids: list[int], first_position: int) -> int:
+    """The same of rows whose content another fingerprint holds: by their positions and sample ids alone."""
+    keys = (np.array([first_position + i, sample], dtype="<i8").tobytes() for i, sample in enumerate(sample_ids))
+    digests = [hashlib.blake2b(key, digest_size=8).digest() for key in keys]
+    own = [d for d, sample in zip(digests, sample_ids, strict=True) if sample >= 0]
+    return sum(int.from_bytes(d, "little") for d in own) % _MODULUS
+
+
 def split(number: int) -> list[float]:
     """A hash in parts of 16 bits, which add up exactly in float64 over any number of ranks."""
     return [float((number >> (_BITS * part)) & (2**_BITS - 1)) for part in range(_PARTS)]

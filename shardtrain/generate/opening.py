@@ -61,6 +61,9 @@ def open_model(
     """
     loaded = load_config(path, config_file)
     config = loaded.config
+    if config.task.name != "language_model":
+        rule = "predicts no next token, and there is no text to generate"
+        raise ConfigError(Problem("task.name", config.task.name, rule, 'ask "shardtrain test" for its predictions'))
     folder, stored = _find_checkpoint(path, config)
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)

@@ -1,0 +1,86 @@
+"""Rules of [task]: a task that exists, labels, the mesh that it can run on, and options that only some tasks read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardtrain.config.check_data import is_changed
+from shardtrain.config.check_values import any_of, problem
+from shardtrain.config.load import Loaded
+from shardtrain.config.options import options
+from shardtrain.config.task_file import read_task_file
+from shardtrain.errors import ConfigError, Problem
+
+LANGUAGE_MODEL, CLASSIFICATION = "language_model", "classification"
+_DEGREES = {
+    "pipeline_parallel_degree": "cuts the model, and the loss of this task is computed on a whole one",
+    "context_parallel_degree": "cuts each sequence, and this task reads whole ones",
+    "tensor_parallel_degree": "splits each layer, and this task does not say that it can do with parts",
+}
+_OF_DOCUMENTS = (
+    "data.mode",
+    "data.readers",
+    "data.format",
+    "data.packing",
+    "data.long_documents",
+    "data.document_mask",
+    "data.stages",
+)
+
+
+def check_task(loaded: Loaded) -> Iterator[Problem]:
+    """The task exists, can run on this mesh, and reads the options that are set."""
+    c = loaded.config
+    try:
+        facts = read_task_file(c.task.name)
+    except ConfigError as error:
+        (found,) = error.problems
+        assert isinstance(found, Problem)
+        yield problem(loaded, "task.name", found.rule, found.fix)
+        return
+    if c.task.name == LANGUAGE_MODEL:
+        for option in options():
+            if option.startswith("task.") and is_changed(loaded, option):
+                rule = 'has no effect with task.name = "language_model"'
+                yield problem(loaded, option, rule, "name the task that reads it, or remove it")
+        return
+    for degree, rule in _DEGREES.items():
+        if degree not in facts.degrees and getattr(c.parallelism, degree) > 1:
+            fix = "set it to 1: data-parallel axes shard any model"
+            yield problem(loaded, f"parallelism.{degree}", f"{rule} ({c.task.name})", fix)
+    split = c.parallelism.tensor_parallel_degree > 1 and not c.parallelism.disable_loss_parallel
+    if split and "tensor_parallel_degree" in facts.degrees:
+        rule = "leaves each rank a part of the outputs, and a task of rows needs them whole"
+        yield problem(loaded, "parallelism.disable_loss_parallel", rule, "set it to true")
+    if c.data.sources:
+        rule = "mixes documents, and a task of rows reads one dataset"
+        yield Problem("data.sources", None, rule, "use training.dataset and dataset_path", loaded.where("data.sources"))
+    if c.task.name == CLASSIFICATION:
+        yield from _check_classification(loaded)
+
+
+def _check_classification(loaded: Loaded) -> Iterator[Problem]:
+    task, parallelism = loaded.config.task, loaded.config.parallelism
+    for option in _OF_DOCUMENTS:
+        if is_changed(loaded, option):
+            rule = "is about documents, which a task of rows has not"
+            yield problem(loaded, option, rule, "remove it")
+    if task.options:
+        yield problem(loaded, "task.options", "is for a task file of yours", "remove it")
+    if not task.label_field:
+        yield problem(loaded, "task.label_field", "must not be empty", "name the column of the label")
+    if len(set(task.labels)) < len(task.labels) or len(task.labels) == 1:
+        yield problem(loaded, "task.labels", "must hold at least two different names", "name each label once")
+    if task.labels and loaded.is_set("task.num_labels") and task.num_labels != len(task.labels):
+        yield problem(loaded, "task.num_labels", f"is not the number of task.labels, {len(task.labels)}", "remove it")
+    count = len(task.labels) or task.num_labels
+    if count < 2:
+        yield problem(loaded, "task.num_labels", "must be at least 2", "use 2 or more")
+    elif count % parallelism.tensor_parallel_degree:
+        legal = [n for n in range(1, count + 1) if count % n == 0]
+        rule = f"does not divide the {count} labels"
+        yield problem(loaded, "parallelism.tensor_parallel_degree", rule, f"use {any_of(legal)}")
+    if loaded.config.data.text_field.isdecimal() != task.label_field.isdecimal() and task.label_field:
+        rule = f'and data.text_field="{loaded.config.data.text_field}" are a number and a name'
+        fix = "give both as numbers where files have no line of names, and else both as names"
+        yield problem(loaded, "task.label_field", rule, fix)

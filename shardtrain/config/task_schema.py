@@ -1,0 +1,29 @@
+"""The options of what is learned: part of ``schema.py``, whose rules hold here too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a batch means: its rows, loss, metrics and predictions."""
+
+    name: str = "language_model"
+    """A file of shardtrain/tasks without its ending, or the path of a task file of yours (``my_task.py``)
+    (shardtrain)."""
+    labels: list[str] = field(default_factory=list)
+    """Names of the labels as the rows spell them; their order is that of the model's outputs. Unset, labels are the
+    whole numbers 0 to num_labels - 1 (shardtrain)."""
+    num_labels: int = 2
+    """Number of labels, where labels does not name them (shardtrain)."""
+    label_field: str = "label"
+    """Column of the label; a number, as "1", in a TSV file without a first line of names (shardtrain)."""
+    pair_field: str = ""
+    """Column of a second text of the row, which follows the first; empty for none (shardtrain)."""
+    test_dataset_path: str | None = None
+    """File or folder of the test set, read as validation.dataset (shardtrain)."""
+    test_split: str = "test"
+    """Split of a Hugging Face dataset that is the test set (shardtrain)."""
+    options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """Options of a task file of yours, under names of yours (shardtrain)."""

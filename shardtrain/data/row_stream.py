@@ -1,0 +1,173 @@
+"""Rows of a task, any of them at once, as batches that the task puts together: the same face as ``loader.Stream``.
+
+The order of rows, the share of a rank and the place to continue from are those of ``loader.Stream``. A batch holds as
+many rows as there are: where the last one of the data has fewer, it is smaller, and a rank that has none gets a row
+that counts for nothing, so that it takes part in what all ranks do together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardtrain.config.schema import DataLoader
+from shardtrain.data import order_hash
+from shardtrain.data.feed import Moved, digest
+from shardtrain.data.loader import Made, Share, Stream
+from shardtrain.data.mix import Mixture, Stage
+from shardtrain.data.order import sample_at
+from shardtrain.data.places import Places
+from shardtrain.data.workers import in_order
+from shardtrain.errors import ShardtrainError
+
+Rows = Sequence[Any]
+"""Rows by number. Attributes ``fingerprint`` (of their content, hex) and ``files`` (name -> fingerprint) are used where
+they are there."""
+Collate = Callable[[list[Any]], dict[str, Tensor]]
+"""Puts rows, at least one, together to named tensors."""
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """What a task's ``collate`` made of some rows: ``batch["tokens"]``. ``sample_ids_B`` are -1 for filler."""
+
+    tensors: Mapping[str, Tensor]
+    sample_ids_B: Tensor
+    num_targets: int
+    """What the sum of the loss is divided by, over all batches of a step."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor of a name."""
+        return self.tensors[name]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are not filler."""
+        return int((self.sample_ids_B >= 0).sum())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> RowBatch:
+        """The same batch on a device; what says which rows they are stays where it is."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> RowBatch:
+        """The same batch in page-locked host memory."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> RowBatch:
+        moved = {name: change(tensor) for name, tensor in self.tensors.items()}
+        return RowBatch(moved, self.sample_ids_B, self.num_targets)
+
+
+class RowFeed:
+    """See ``feed.Feed``: rows in the order of training, or in their own where ``seed`` is None."""
+
+    num_readers = 0
+    ends_without_notice = False
+    mean_targets = 1.0
+
+    def __init__(self, rows: Rows, seed: int | None, passes: int | None) -> None:
+        self.rows, self._seed, self.passes, self.num_rows = rows, seed, passes, len(rows)
+        self.files: Mapping[str, str] = getattr(rows, "files", {})
+        self.fingerprint = digest(getattr(rows, "fingerprint", None) or fingerprint_of(rows), seed)
+
+    def row_at(self, k: int) -> int:
+        """Number of the row at position ``k`` of the order."""
+        return k % self.num_rows if self._seed is None else int(sample_at(k, self.num_rows, self._seed))
+
+    def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
+        """See Feed; nothing to do."""
+
+    def epoch_after(self, rows: int) -> int:
+        """See Feed."""
+        return max(0, rows - 1) // self.num_rows
+
+
+class RowBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
+    """A rank's batches by number, from a point of the order on."""
+
+    def __init__(self, stream: RowStream, samples_consumed: int) -> None:
+        self._feed, self._collate, self._count = stream.feed, stream.collate, stream.count_targets
+        self._share, self._end, self._start = stream.share, stream.end, samples_consumed
+
+    def __getitem__(self, number: int) -> Made | ShardtrainError:
+        """A batch; an error comes back as a value, so that it crosses from a worker in one line."""
+        position = self._share.first_position(self._start, number)
+        stop = position + self._share.local_batch_size
+        numbers = [self._feed.row_at(k) for k in range(position, stop if self._end is None else min(stop, self._end))]
+        try:
+            tensors = self._collate([self._feed.rows[i] for i in numbers or [0]])
+            targets = self._count(tensors) if numbers else 0
+        except ShardtrainError as error:
+            return error
+        ids = torch.tensor(numbers or [-1], dtype=torch.int64)
+        return RowBatch(tensors, ids, targets), []  # type: ignore[return-value]
+
+
+class RowStream(Stream):
+    """See ``loader.Stream``; made of the rows of a task in place of documents."""
+
+    def __init__(
+        self,
+        feed: RowFeed,
+        collate: Collate,
+        count_targets: Callable[[Mapping[str, Tensor]], int],
+        share: Share,
+        options: DataLoader,
+        vocab: int = 0,
+    ) -> None:
+        self.feed, self.collate, self.count_targets, self.share = feed, collate, count_targets, share
+        self.vocab, self.pad_id, self.masks_documents = vocab, 0, False
+        self.num_samples, self.files, self.fingerprint = feed.num_rows, dict(feed.files), feed.fingerprint
+        self.end = None if feed.passes is None else feed.passes * feed.num_rows
+        self.global_batch, self.accumulation = share.global_batch, share.accumulation
+        self.num_readers, self.ends_without_notice = 0, False
+        self._opened, self._share, self._options = _Opened(feed), share, options  # type: ignore[assignment]
+        self._pins = options.pin_memory and torch.cuda.is_available()
+        self._places = [Places(0)]
+        self.seek(0)
+
+    def hash_rows(self, batch: RowBatch, first_position: int) -> int:  # type: ignore[override]
+        """What the order hash is told of a batch: rows by number, as the fingerprint holds what they are."""
+        return order_hash.hash_numbers(batch.sample_ids_B.tolist(), first_position)
+
+    def _take(self) -> Made:
+        if self._batches is None:
+            self._batches = in_order(RowBatches(self, self._start), self._options)
+        return super()._take()
+
+
+class _Opened:
+    """What ``Stream`` asks of opened data: one feed, not mixed."""
+
+    def __init__(self, feed: RowFeed) -> None:
+        self.feeds, self.names, self.mixture = [feed], ["training"], Mixture([Stage((1.0,))])
+
+
+def fingerprint_of(value: Any) -> str:
+    """SHA-256 in hex of rows of plain values, arrays and tensors, in lists, tuples and dicts.
+
+    >>> fingerprint_of([(1, "a")]) == fingerprint_of([(1, "a")]) != fingerprint_of([(1, "b")])
+    True
+    """
+    return digest(*(_plain(row) for row in value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        return digest(value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+__all__ = ["Moved", "RowBatch", "RowFeed", "RowStream", "Rows", "fingerprint_of"]

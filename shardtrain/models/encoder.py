@@ -1,0 +1,123 @@
+"""A bidirectional transformer encoder: each token sees all tokens of its row. To classify, and to learn from scratch.
+
+Pre-norm layers with rotary positions and SwiGLU, as the decoders have; dropout after each part of a layer and after
+the embedding (Srivastava et al. 2014). Padding is kept out by ``documents_BT``.
+Shape suffixes: B batch, T tokens, D model, N heads, K key-value heads, H head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardtrain.layout import Draw, Layout
+from shardtrain.models.layers import Attention, AttentionCore, Decoder, FeedForward, RotaryAngles, build_norm
+
+CAUSAL = False
+"""Tokens see those that follow them: a model that can classify, and cannot be asked for the next token."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of an encoder; each field can be set by ``model.overrides``."""
+
+    vocab_size: int = 512
+    dim: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 64
+    ffn_dim: int = 512
+    norm_type: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    dropout: float = 0.1
+
+
+FLAVORS = {
+    "debugmodel": {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "ffn_dim": 128},
+    "small": {
+        "vocab_size": 8192,
+        "dim": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 32,
+        "ffn_dim": 256,
+    },
+    "base": {"vocab_size": 32768, "dim": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "ffn_dim": 2048},
+}
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.attn_norm": "sequence",
+        "layers.*.attn": "gather",
+        "layers.*.attn.w[qkv]": "colwise",
+        "layers.*.attn.wo": "rowwise",
+        "layers.*.ffn_norm": "sequence",
+        "layers.*.ffn": "gather",
+        "layers.*.ffn.w[13]": "colwise",
+        "layers.*.ffn.w2": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+    },
+)
+
+
+class FullAttentionCore(AttentionCore):
+    """softmax(q k / sqrt(H)) v over all tokens of the same document, those that follow among them."""
+
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Attention of queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K: (B, T, N, H)."""
+        q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+        grouped = q_BNTH.size(1) != k_BKTH.size(1)
+        mask_B1TT = None if documents_BT is None else (documents_BT[:, :, None] == documents_BT[:, None])[:, None]
+        out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, attn_mask=mask_B1TT, enable_gqa=grouped)
+        return out_BNTH.transpose(1, 2)
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and added to the residual stream with dropout."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        self.attn = Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)
+        self.attn.core = FullAttentionCore()
+        self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        self.ffn = FeedForward(c.dim, c.ffn_dim)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        x_BTD = x_BTD + self.dropout(self.attn(self.attn_norm(x_BTD), angles, documents_BT))
+        return x_BTD + self.dropout(self.ffn(self.ffn_norm(x_BTD)))
+
+
+class Model(Decoder):
+    """An encoder; the chain of modules is the decoders' own."""
+
+    def __init__(self, c: Config) -> None:
+        layers = (Block(c) for _ in range(c.num_layers))
+        norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        super().__init__(c.vocab_size, c.dim, RotaryAngles(c.head_dim, c.rope_theta), layers, norm, tied=False)
+
+
+def initial(c: Config) -> dict[str, Draw]:
+    """How each parameter starts, first match wins."""
+    return {
+        "*norm.weight": Draw("ones"),
+        "layers.*.*_norm.weight": Draw("ones"),
+        "embed.weight": Draw("normal", std=1.0),
+        "head.weight": Draw("truncated_normal", std=c.dim**-0.5, cutoff=3.0),
+        "layers.*.attn.w[qkv].weight": Draw("normal", std=c.dim**-0.5),
+        "layers.*.attn.wo.weight": Draw("normal", std=c.dim**-0.5, depth="total"),
+        "layers.*.ffn.w1.weight": Draw("normal", std=c.dim**-0.5),
+        "layers.*.ffn.w[23].weight": Draw("normal", std=c.dim**-0.5, depth="total"),
+    }

@@ -1,0 +1,60 @@
+"""What a batch means, one file each, whose name is ``task.name``; a path ending in .py points outside the package.
+
+A task file holds a class ``Task``: a ``RowTask`` (``task.py``), which says in a handful of small methods what a row is,
+how rows become a batch, what the loss is, what is predicted and how that is measured. ``language_model.py`` is the
+default. What a configuration must know of the file without running it are two literals in it, both optional:
+``METRICS``, from the name of a metric to "max" or "min", and ``DEGREES``, the degrees of [parallelism] above 1 that the
+task can run with beside those of the data-parallel axes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from shardtrain.config.schema import Config
+from shardtrain.config.task_file import task_names
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.tasks.language_model import LanguageModel
+from shardtrain.tasks.task import RowTask
+
+__all__ = ["LanguageModel", "RowTask", "find", "open_task"]
+
+
+def find(name: str) -> ModuleType:
+    """The module of a task file of this package, or of the path of a user's file.
+
+    Raises:
+        ConfigError: when there is no such file, or it has no class Task.
+    """
+    if name.endswith(".py"):
+        module = _load_path(Path(name))
+    elif name in task_names():
+        module = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise ConfigError(Problem("task.name", name, "is no task", f"use {', '.join(task_names())} or a path to a .py"))
+    if not isinstance(getattr(module, "Task", None), type):
+        fix = "define a class Task(RowTask), as shardtrain/tasks/classification.py does"
+        raise ConfigError(Problem("task.name", name, "has no class Task", fix))
+    return module
+
+
+def open_task(config: Config) -> LanguageModel | RowTask:
+    """The task of a config; raises what ``find`` raises."""
+    task: LanguageModel | RowTask = find(config.task.name).Task(config)
+    return task
+
+
+def _load_path(path: Path) -> ModuleType:
+    # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
+    if not path.is_file():
+        raise ConfigError(Problem("task.name", str(path), "is no file", "give the path of an existing task file"))
+    name = f"shardtrain_task_file_{path.stem}"  # a prefix, so that no file can stand in for an installed package
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # a .py path always has a loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

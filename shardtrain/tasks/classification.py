@@ -1,0 +1,230 @@
+"""Sequence classification: a text, or a pair of texts, has one of a few labels.
+
+A row is bos, the text, eos; where it is longer than seq_len its end is cut and eos kept. The model's head has a row per
+label, and is read at the last token of the text, which a causal model and an encoder both know all of it by (as BART
+does: Lewis et al. 2020, section 3.1). A batch is as wide as its longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from shardtrain import models
+from shardtrain.config.schema import Config, DataSource, Training, Validation
+from shardtrain.data import columns, sources
+from shardtrain.data.columns import Unusable
+from shardtrain.data.feed import digest
+from shardtrain.data.opening import Named, request_for, tokenizer_of
+from shardtrain.data.reading import BadRows, Tally, chunks
+from shardtrain.data.row_stream import RowBatch
+from shardtrain.data.sources import BadRow, Shards, Table, every_row, place_of
+from shardtrain.log import logger
+from shardtrain.loss import cross_entropy_sum
+from shardtrain.targets import IGNORE
+from shardtrain.tasks.task import RowTask
+
+METRICS = {"accuracy": "max", "macro_f1": "max"}
+DEGREES = ("tensor_parallel_degree",)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row: its tokens with bos and eos, and the number of its label; IGNORE where it has none."""
+
+    tokens: npt.NDArray[np.int32]
+    label: int
+
+
+class Examples(list[Example]):
+    """Rows of a set with what tells them from others; see ``data.row_stream.Rows``."""
+
+    fingerprint: str = ""
+    files: Mapping[str, str]
+
+
+class Classification(RowTask):
+    """See the module. ``read_rows`` alone is to be overridden for rows from elsewhere."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.labels = list(config.task.labels) or [str(i) for i in range(config.task.num_labels)]
+        self.num_labels = len(self.labels)
+        self._numbers = {name: i for i, name in enumerate(self.labels)}
+        self._width = config.parallelism.tensor_parallel_degree  # which deals equal parts of a row
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the config names."""
+        return tokenizer_of(self.config)
+
+    @property
+    def vocab(self) -> int:  # type: ignore[override]
+        """Ids of the tokenizer."""
+        return int(self.tokenizer.vocab_size)
+
+    @cached_property
+    def _is_causal(self) -> bool:
+        return bool(getattr(models.find(self.config.model.name), "CAUSAL", True))
+
+    def read_rows(self, split: str) -> Examples:
+        """Read the files of a split.
+
+        Raises:
+            ConfigError: when the dataset cannot be opened.
+            DataError: at a row that cannot be used, with file and line; in training data data.bad_rows may skip it.
+        """
+        section, named = self._named(split)
+        source: Table | Shards = sources.find(named.source.dataset, option=named.dataset_option).open_source(
+            request_for(self.config, named)
+        )
+        policy, tally = BadRows.of(self.config.data) if split == "train" else BadRows(), Tally()
+        found = Examples(self._examples(source, split, section.seq_len, policy, tally))
+        if tally.num_bad:
+            policy.judge(tally, f"dataset {named.name}")
+            for reason in tally.reasons():
+                logger.warning(f"dataset {named.name}: left out {reason}")
+        found.files = source.files()
+        task = self.config.task
+        facts = (self.tokenizer.fingerprint, section.seq_len, self.labels, task.label_field, task.pair_field)
+        rows = (part for row in found for part in (row.tokens.tobytes(), row.label))
+        found.fingerprint = digest(*facts, digest(*rows))
+        cut = sum(len(row.tokens) == section.seq_len for row in found)
+        logger.info(
+            f"{split}: {len(found)} rows of {sum(len(r.tokens) for r in found)} tokens, {cut} as long as seq_len"
+        )
+        if split == "train" and found:
+            self.tokens_per_target = sum(len(row.tokens) for row in found) / len(found)
+        return found
+
+    def is_labelled(self, split: str) -> bool:
+        """Whether the rows of a split have a label: those of a test set by the first of them that can be read."""
+        if split != "test":
+            return True
+        _, named = self._named(split)
+        source = sources.find(named.source.dataset).open_source(request_for(self.config, named))
+        rows = (row for _, row in every_row(source) if not isinstance(row, BadRow))
+        first = next(rows, None)
+        return first is None or columns.find(first, self.config.task.label_field) is not None
+
+    def collate(self, rows: list[Example]) -> dict[str, Tensor]:
+        """Tokens and positions (B, T), lengths and labels (B,); T is that of the longest row."""
+        longest = max(len(row.tokens) for row in rows)
+        width = -(-longest // self._width) * self._width
+        tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
+        for number, row in enumerate(rows):
+            tokens_BT[number, : len(row.tokens)] = torch.from_numpy(row.tokens.astype(np.int64))
+        return {
+            "tokens_BT": tokens_BT,
+            "lengths_B": torch.tensor([len(row.tokens) for row in rows]),
+            "labels_B": torch.tensor([row.label for row in rows]),
+        }
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Rows with a label."""
+        return int((batch["labels_B"] != IGNORE).sum())
+
+    def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
+        """Scores of the labels (B, labels), at the last token of each row."""
+        tokens_BT, lengths_B = batch["tokens_BT"], batch["lengths_B"]
+        positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
+        # what a causal model sees at the last token comes before the padding
+        documents = {} if self._is_causal else {"documents_BT": (positions_BT >= lengths_B[:, None]).long()}
+        scores_BTL = model(tokens_BT, positions_BT, **documents)
+        return scores_BTL[torch.arange(len(lengths_B), device=tokens_BT.device), lengths_B - 1]
+
+    def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
+        """Cross-entropy of the labels."""
+        return cross_entropy_sum(outputs, batch["labels_B"], weight)
+
+    def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
+        """The best label of each row, of equal ones the first, and the right one."""
+        return {"prediction": outputs.float().argmax(-1), "label": batch["labels_B"]}
+
+    def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
+        """Share of rows that are right, and the mean over labels of F1, of labels that occur or are predicted."""
+        known = rows["label"] != IGNORE
+        predicted, label = rows["prediction"][known], rows["label"][known]
+        scores = []
+        for number in range(self.num_labels):
+            of_label, of_prediction = label == number, predicted == number
+            total = int(of_label.sum() + of_prediction.sum())
+            if total:
+                scores.append(2 * int((of_label & of_prediction).sum()) / total)
+        accuracy = int((predicted == label).sum()) / max(1, len(label))
+        return {"accuracy": accuracy, "macro_f1": sum(scores) / max(1, len(scores))}
+
+    def prediction_text(self, row: Mapping[str, Tensor]) -> str:
+        """The label of the prediction as the rows spell it."""
+        return self.labels[int(row["prediction"])]
+
+    def _named(self, split: str) -> tuple[Training | Validation, Named]:
+        c = self.config
+        if split == "train":
+            source = DataSource(c.training.dataset, c.training.dataset_path)
+            return c.training, Named(c.training.dataset, source, "training.dataset", "training.dataset_path")
+        v = c.validation
+        if split == "validation":
+            source = DataSource(v.dataset, v.dataset_path, split=v.split)
+            return v, Named(v.dataset, source, "validation.dataset", "validation.dataset_path")
+        source = DataSource(v.dataset, c.task.test_dataset_path, split=c.task.test_split)
+        return v, Named(v.dataset, source, "validation.dataset", "task.test_dataset_path")
+
+    def _examples(
+        self, source: Table | Shards, split: str, seq_len: int, policy: BadRows, tally: Tally
+    ) -> Iterator[Example]:
+        labelled = self.is_labelled(split)
+        for chunk in chunks(every_row(source)):
+            read = [self._read(row, labelled) for _, row in chunk]
+            good = [one for one in read if not isinstance(one, BadRow)]
+            batch = iter(self.tokenizer.encode_batch([text for texts, _ in good for text in texts]))
+            for (key, _), one in zip(chunk, read, strict=True):
+                result = (
+                    one if isinstance(one, BadRow) else self._example([next(batch) for _ in one[0]], one[1], seq_len)
+                )
+                if isinstance(result, BadRow):
+                    place = place_of(source, key)
+                    tally.add_bad(result, place)
+                    policy.meet(result, place)
+                else:
+                    tally.documents, tally.rows = tally.documents + 1, tally.rows + 1
+                    yield result
+
+    def _read(self, row: Mapping[str, Any] | BadRow, labelled: bool) -> tuple[list[str], int] | BadRow:
+        """The texts of a row and the number of its label."""
+        if isinstance(row, BadRow):
+            return row
+        fields = [self.config.data.text_field, *filter(None, [self.config.task.pair_field])]
+        try:
+            texts = [columns.text(row, field) for field in fields]
+            return texts, self._label(columns.column(row, self.config.task.label_field)) if labelled else IGNORE
+        except Unusable as error:
+            return BadRow(error.reason)
+
+    def _label(self, value: Any) -> int:
+        name = str(value) if type(value) in (int, str) else None
+        if name not in self._numbers:
+            known = ", ".join(self.labels[:8]) + (", ..." if self.num_labels > 8 else "")
+            raise Unusable(f"label {str(value)[:40]!r} in column {self.config.task.label_field!r} is none of {known}")
+        return self._numbers[name]
+
+    def _example(self, texts: list[npt.NDArray[np.int32]], label: int, seq_len: int) -> Example | BadRow:
+        bos, eos = ([] if end is None else [end] for end in (self.tokenizer.bos_id, self.tokenizer.eos_id))
+        tokens = list(bos)
+        for ids in texts:  # each text ends in eos
+            tokens += [*ids.tolist(), *eos]
+        if not tokens:
+            return BadRow("the text is empty, and the tokenizer has neither bos nor eos to stand for it")
+        if len(tokens) > seq_len:
+            tokens = tokens[: seq_len - len(eos)] + eos
+        return Example(np.array(tokens, dtype=np.int32), label)
+
+
+Task = Classification

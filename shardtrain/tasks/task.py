@@ -1,0 +1,161 @@
+"""What a task of rows is: override what differs, one method at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain.config.schema import Config, Training, Validation
+from shardtrain.data.loader import Share, Stream
+from shardtrain.data.row_stream import RowBatch, RowFeed, Rows, RowStream
+from shardtrain.errors import ConfigError, DataError, Problem
+from shardtrain.layout import Layout
+
+
+class RowTask:
+    """Rows in; loss, predictions and metrics out. One object per process, which keeps nothing of what it has seen.
+
+    A subclass has ``read_rows``, ``collate``, ``forward`` and ``loss_sum``; ``predictions``, ``metrics`` and
+    ``prediction_text`` where there is more to know than the loss. All else holds without it: the order of rows, their
+    share of each rank, accumulation, the division by the global count of targets, evaluation of each row once.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    # What a task says of itself
+
+    def read_rows(self, split: str) -> Rows:
+        """All rows of "train", "validation" or "test", in the order of the data; the same on every rank.
+
+        The rows of "test" may come without what is to be predicted: see ``is_labelled``.
+        """
+        raise self._lacks("read_rows")
+
+    def collate(self, rows: list[Any]) -> dict[str, Tensor]:
+        """Named tensors of some rows, at least one; what it pads must count for nothing in ``loss_sum``."""
+        raise self._lacks("collate")
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """What the loss of a batch is a sum over: its rows, unless overridden."""
+        return len(next(iter(batch.values())))
+
+    def forward(self, model: nn.Module, batch: RowBatch) -> Any:
+        """Outputs of the model for a batch on its device."""
+        raise self._lacks("forward")
+
+    def loss_sum(self, outputs: Any, batch: RowBatch, weight: Tensor) -> Tensor:
+        """``weight`` times the SUM of the loss over the batch's targets, a scalar.
+
+        The weight holds one over the number of targets of the whole step, so padding, accumulation and ranks change
+        no number; a mean over the batch would.
+        """
+        raise self._lacks("loss_sum")
+
+    def predictions(self, outputs: Any, batch: RowBatch) -> dict[str, Tensor]:
+        """What evaluation keeps of each row: named tensors whose first dim is the batch's rows. Nothing by default."""
+        return {}
+
+    def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
+        """Metrics of a whole set: ``predictions`` of all its rows, in the order of the data, on the CPU."""
+        return {}
+
+    def prediction_text(self, row: Mapping[str, Tensor]) -> str:
+        """The line of one row in the file of predictions."""
+        return " ".join(str(value.tolist()) for value in row.values())
+
+    def is_labelled(self, split: str) -> bool:
+        """Whether the rows of a split hold what is to be predicted."""
+        return True
+
+    num_labels: int = 0
+    """Rows of the model's head, which takes the place of that to the vocabulary; 0 leaves the model as it is."""
+    tokens_per_target: float = 1.0
+    """Tokens that the model computes per target, on average, for the count of FLOPs."""
+
+    # What the trainer asks of it
+
+    @property
+    def loss(self) -> RowTask:
+        """Whose loss the runner takes."""
+        return self
+
+    def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
+        """The model, still on the meta device, with a head of ``num_labels`` rows.
+
+        Raises:
+            ConfigError: when its last module is no linear layer.
+        """
+        if not self.num_labels:
+            return model
+        name = layout.last[-1] if layout.last else ""
+        head = getattr(model, name, None)
+        if not isinstance(head, nn.Linear):
+            rule, fix = "does not end in a linear layer, which a head of labels could replace", "use another model"
+            raise ConfigError(Problem("model.name", self.config.model.name, rule, fix))
+        setattr(model, name, nn.Linear(head.in_features, self.num_labels, bias=head.bias is not None, device="meta"))
+        return model
+
+    def num_outputs(self, shape: Any) -> int:
+        """Features of the model's output, or 0 where the task alone knows."""
+        return self.num_labels
+
+    def open_stream(
+        self,
+        *,
+        batch_rank: int,
+        num_batch_ranks: int,
+        accumulation: int,
+        section: Training | Validation | None = None,
+        shuffle: bool = True,
+        loop: bool | None = None,
+        split: str = "",
+    ) -> RowStream:
+        """As ``data.open_stream``; ``split`` is that of the section unless given.
+
+        Raises:
+            DataError: when a row cannot be used, or there is none.
+        """
+        section = section or self.config.training
+        split = split or ("train" if section is self.config.training else "validation")
+        rows = self.read_rows(split)
+        if not len(rows):
+            raise DataError(f"the {split} set has no rows")
+        feed = RowFeed(rows, self.config.debug.seed if shuffle else None, self._passes(loop))
+        share = Share(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
+        return RowStream(feed, self.collate, self.num_targets, share, section.dataloader, self.vocab)
+
+    vocab: int = 0
+    """Ids of the tokenizer, where there is one."""
+
+    def check(self, stream: Stream, module: ModuleType, shape: Any) -> None:
+        """Refuse data and a model that do not fit together; raises ConfigError."""
+        check_vocabulary(self.config, stream.vocab, shape)
+
+    def _passes(self, loop: bool | None) -> int | None:
+        if loop is not None:
+            return None if loop else 1
+        training = self.config.training
+        return training.epochs or (None if training.on_data_end == "repeat" else 1)
+
+    def _lacks(self, method: str) -> ConfigError:
+        fix = "define it, as shardtrain/tasks/classification.py does"
+        return ConfigError(Problem("task.name", self.config.task.name, f"has a Task without {method}", fix))
+
+
+def check_vocabulary(config: Config, vocab: int, shape: Any) -> None:
+    """Refuse a tokenizer with more ids than the model has rows for; raises ConfigError."""
+    rows = getattr(shape, "vocab_size", vocab)
+    if vocab > rows:
+        rule = f"names a tokenizer with {vocab} ids, and the model has rows for {rows}"
+        fix = "use the model's own tokenizer, or set model.overrides.vocab_size"
+        raise ConfigError(Problem("model.hf_assets_path", config.model.hf_assets_path, rule, fix))
+
+
+def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The rows of several batches' predictions, one after the other."""
+    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
