@@ -13,14 +13,15 @@ from tiny import tiny_config
 
 from shardtrain.config.schema import Config
 
+BYTES = {"pad_token_id": 0, "bos_token_id": 256, "eos_token_id": 257}
+"""Of the byte tokenizer; no text holds the byte 0."""
 _SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **BYTES,
 }
 _BART: dict[str, Any] = {
     "vocab_size": 512,
@@ -32,10 +33,15 @@ _BART: dict[str, Any] = {
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "max_position_embeddings": 64,
+    **BYTES,
+    "decoder_start_token_id": 257,
 }
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {**_SMALL, "num_key_value_heads": 2}),
-    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **BYTES},
+    ),
     "gemma2": ("Gemma2ForCausalLM", {**_SMALL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16}),
     "phi": ("PhiForCausalLM", _SMALL),
     "qwen3": ("Qwen3ForCausalLM", {**_SMALL, "num_key_value_heads": 2, "head_dim": 8}),
@@ -45,10 +51,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bert": ("BertForMaskedLM", {**_SMALL, "max_position_embeddings": 64}),
     "bart": ("BartForConditionalGeneration", _BART),
-    "bart_classifier": ("BartForSequenceClassification", {**_BART, "num_labels": 2}),
-    "t5": ("T5ForConditionalGeneration", {"vocab_size": 512, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}),
+    "bart_classifier": ("BartForSequenceClassification", {**_BART, "num_labels": 3}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": 512,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "eos_token_id": 257,
+            "decoder_start_token_id": 0,
+        },
+    ),
     "mixtral": ("MixtralForCausalLM", {**_SMALL, "num_key_value_heads": 2, "num_local_experts": 2}),
-}  # fmt: skip
+}
 """fused weights and learned positions (gpt2, opt), norms of 1 + w and tied ends (gemma2), biases (phi), norms of heads
 (qwen3), relative positions (t5), experts (mixtral)."""
 

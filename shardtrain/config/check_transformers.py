@@ -99,7 +99,7 @@ def _check_options(loaded: Loaded) -> Iterator[Problem]:
         rule = f"gets gradients wrong where tensor parallelism splits the blocks of model.name={NAME}"
         yield problem(loaded, "compile.enable", rule, "set it to false, or tensor_parallel_degree to 1")
     masked = c.data.document_mask == "on" or (c.data.document_mask == "auto" and formats(loaded) != {"text"})
-    if (masked or c.data.packing == "first_fit" and c.data.document_mask == "auto") and c.data.packing != "padded":
+    if (masked or (c.data.packing == "first_fit" and c.data.document_mask == "auto")) and c.data.packing != "padded":
         rule = f"keeps documents in one row apart, and the attention of model.name={NAME} is not told of them"
         yield problem(loaded, "data.document_mask", rule, 'set data.packing to "padded", or this to "off"')
     patterns = c.optimizer.muon_adamw_patterns

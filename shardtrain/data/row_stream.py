@@ -80,6 +80,10 @@ class RowFeed:
         """Number of the row at position ``k`` of the order."""
         return k % self.num_rows if self._seed is None else int(sample_at(k, self.num_rows, self._seed))
 
+    def read(self, k: int) -> Any:
+        """The row at position ``k`` of the order, as ``collate`` is given it."""
+        return self.rows[self.row_at(k)]
+
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """See Feed; nothing to do."""
 
@@ -99,9 +103,10 @@ class RowBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
         """A batch; an error comes back as a value, so that it crosses from a worker in one line."""
         position = self._share.first_position(self._start, number)
         stop = position + self._share.local_batch_size
-        numbers = [self._feed.row_at(k) for k in range(position, stop if self._end is None else min(stop, self._end))]
+        places = range(position, stop if self._end is None else min(stop, self._end))
+        numbers = [self._feed.row_at(k) for k in places]
         try:
-            tensors = self._collate([self._feed.rows[i] for i in numbers or [0]])
+            tensors = self._collate([self._feed.read(k) for k in places or [0]])
             targets = self._count(tensors) if numbers else 0
         except ShardtrainError as error:
             return error

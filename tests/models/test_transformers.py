@@ -46,7 +46,9 @@ def first_step(rank: int, config: Config) -> tuple[float, dict[str, Tensor], dic
 
     def remember(batches: Any, weight: Tensor) -> Tensor:
         for batch in batches:
-            rows.update(zip(batch.sample_ids_B.tolist(), zip(batch.tokens_BT, batch.targets_BT, strict=True), strict=True))
+            rows.update(
+                zip(batch.sample_ids_B.tolist(), zip(batch.tokens_BT, batch.targets_BT, strict=True), strict=True)
+            )
         return work(batches, weight)
 
     def keep(optimizer: torch.optim.Optimizer) -> None:
@@ -128,6 +130,7 @@ def whole_runs(rank: int, output: Path) -> list[Any]:
 
 
 def test_a_run_with_dropout_and_recomputation_goes_on_to_the_bit(tmp_path: Path) -> None:
+    folder("gpt2")  # made here, once for all ranks
     for straight, resumed in run_ranks(2, whole_runs, tmp_path):
         assert straight.error is None and resumed.error is None
         assert resumed.losses == straight.losses[2:]
@@ -139,8 +142,10 @@ def evaluations(rank: int, output: Path) -> list[float]:
     found = []
     for dropout in (False, True):
         run = make_run(rank, config_for("gpt2", output, overrides={"dropout": dropout}))
-        batch = next(run.stream)
-        found += [float(run.runner.evaluate(batch)), float(run.runner.forward_backward([batch], torch.ones(())))]
+        batch, part = next(run.stream), run.runner.parts[0]
+        trained = float(run.runner.forward_backward([batch], torch.ones(())))
+        part.eval()
+        found += [float(run.runner.evaluate(batch)), trained]
     return found
 
 
