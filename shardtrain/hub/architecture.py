@@ -34,7 +34,7 @@ KINDS = {
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
-"""What a model is for, and the table of ``transformers`` that lists the architectures; the first that has one counts."""
+"""What a model is for, and the table of ``transformers`` that lists its architectures; the first that has one counts."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ def fill(tensors: Mapping[str, Tensor], folder: Path, module: Any, config: Any) 
         if as_is.is_as_is(module):
             translation, passed_over = as_is.fit(models.build(module, config), config, weights)
         _tell(mapping.check(translation, weights, passed_over))
-        mapping.fill({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, translation, weights)
+        named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        mapping.fill({name: named[name] for name in named.keys() & translation.sources.keys()}, translation, weights)
 
 
 def _grown(found: HubModel, vocab_size: int) -> HubModel:

@@ -32,8 +32,8 @@ class Config:
 
     ``path`` is the folder with config.json (that of ``model.hf_assets_path`` unless set); ``architecture`` the class
     of ``transformers``, unless it is the one that config.json names; ``attention`` its implementation, "sdpa" or
-    "eager", or "auto", which leaves the choice to it; ``dropout`` drops at the rates of config.json, which by default nothing does;
-    ``num_labels`` are the labels of a network that classifies, unless they are those of config.json.
+    "eager", or "auto", which leaves the choice to it; ``dropout`` drops at the rates of config.json, which by default
+    nothing does; ``num_labels`` are the labels of a network that classifies, unless they are those of config.json.
     """
 
     path: str = ""

@@ -66,7 +66,7 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
 
 
 class WholeWeights(ParallelStyle):
-    """Weights whole on every rank, computing with plain tensors; ``gradient`` says what a rank's gradient of them is."""
+    """As in ``tensor.py``, for modules that take any arguments: whole weights, and what a rank's gradient of them is."""
 
     def __init__(self, gradient: Placement) -> None:
         self._gradient = gradient
