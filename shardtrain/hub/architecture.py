@@ -34,7 +34,7 @@ KINDS = {
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
-"""What a model is for, and the table of ``transformers`` that lists its architectures; the first that has one counts."""
+"""What a model is for, and the table of ``transformers`` with its architectures; the first that has one counts."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ def read(folder: str) -> Any:
     except Exception as error:  # whatever a foreign value makes of foreign code
         raise ConfigError(f"{path}: transformers refuses it ({type(error).__name__}: {_line(error)})") from None
     config.use_cache = False
+    if any(value == "dynamic" for value in _values(found, ("rope_type", "type"))):
+        rule = 'has rotary angles of type "dynamic", which change with the longest row that a rank has seen'
+        raise ConfigError(Problem(_OPTION, folder, rule, "use a model without them"))
     return config
 
 
@@ -145,6 +148,14 @@ def _keys(value: Any, pattern: re.Pattern[str]) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from _keys(inner, pattern)
+
+
+def _values(found: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[Any]:
+    """What the tables of rotary angles, of all layers or of each kind, say under some keys."""
+    for table in ("rope_scaling", "rope_parameters"):
+        inner = found.get(table)
+        for one in [inner, *inner.values()] if isinstance(inner, dict) else []:
+            yield from (one[key] for key in keys if isinstance(one, dict) and key in one)
 
 
 def _line(error: BaseException) -> str:

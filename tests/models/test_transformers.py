@@ -196,6 +196,7 @@ def copy_with(name: str, path: Path, **changes: Any) -> Path:
         ({"auto_map": {"AutoModel": "evil.Model"}}, "asks for code or files from elsewhere (auto_map)"),
         ({"model_type": "nobody_knows"}, "model_type 'nobody_knows', which transformers"),
         ({"architectures": ["LlamaForTokenClassification"]}, "names LlamaForTokenClassification, which is none"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 'angles of type "dynamic"'),
         ({"quantization_config": {}}, "holds quantized weights"),
         ({"hidden_size": "wide"}, "transformers refuses it"),
     ],
