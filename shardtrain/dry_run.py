@@ -85,7 +85,7 @@ def build(config: Config, here: parallel.world.World) -> DryRun:
     names = [name for name, _ in model.named_parameters()]
     own = [name for name in names if name not in added]
     init.plan(own, module.initial(shape), layout, len(getattr(model, layout.layers)))
-    hidden = parallel.pipeline._hidden_size(model, layout)
+    hidden = parallel.pipeline._hidden_size(model, layout) if mesh.size("pp") > 1 else 0
     runner = parallel.parallelize(model, layout, mesh, config, task.num_outputs(shape))
     held = tuple(_modules_of(part, layout) for part in runner.parts)
     with fake.materialized(runner):

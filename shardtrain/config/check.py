@@ -31,6 +31,7 @@ from shardtrain.config.check_pipeline import check_context, check_pipeline
 from shardtrain.config.check_safety import check_paths, check_secrets
 from shardtrain.config.check_storage import check_storage
 from shardtrain.config.check_task import check_task
+from shardtrain.config.check_text_tasks import check_text_tasks
 from shardtrain.config.check_transformers import check_transformers
 from shardtrain.config.check_values import check_forms, check_ranges, check_steps, check_words
 from shardtrain.config.load import MAX_PROBLEMS, Loaded
@@ -60,6 +61,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_sequence,
     check_layers,
     check_transformers,
+    check_text_tasks,
     check_experts,
     check_batch,
     check_pipeline,

@@ -84,6 +84,10 @@ class RowFeed:
             numbers = sample_at(positions, self.num_rows, self._seed)
         return [int(number) for number in numbers]
 
+    def read(self, number: int, k: int) -> Any:
+        """A row by its number, as ``collate`` is given it at position ``k`` of the order."""
+        return self.rows[number]
+
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """See Feed; nothing to do."""
 
@@ -103,9 +107,11 @@ class RowBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
         """A batch; an error comes back as a value, so that it crosses from a worker in one line."""
         position = self._share.first_position(self._start, number)
         stop = position + self._share.local_batch_size
-        numbers = self._feed.rows_at(position, stop if self._end is None else min(stop, self._end))
+        end = stop if self._end is None else min(stop, self._end)
+        numbers = self._feed.rows_at(position, end)
+        places = [*zip(numbers, range(position, end), strict=True)] or [(0, 0)]  # a filler is some row
         try:
-            tensors = self._collate([self._feed.rows[i] for i in numbers or [0]])
+            tensors = self._collate([self._feed.read(number, k) for number, k in places])
             targets = self._count(tensors) if numbers else 0
         except ShardtrainError as error:
             return error

@@ -34,7 +34,7 @@ KINDS = {
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
-"""What a model is for, and the table of ``transformers`` that lists the architectures; the first that has one counts."""
+"""What a model is for, and the table of ``transformers`` with its architectures; the first that has one counts."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ def read(folder: str) -> Any:
     except Exception as error:  # whatever a foreign value makes of foreign code
         raise ConfigError(f"{path}: transformers refuses it ({type(error).__name__}: {_line(error)})") from None
     config.use_cache = False
+    if any(value == "dynamic" for value in _values(found, ("rope_type", "type"))):
+        rule = 'has rotary angles of type "dynamic", which change with the longest row that a rank has seen'
+        raise ConfigError(Problem(_OPTION, folder, rule, "use a model without them"))
     return config
 
 
@@ -97,10 +100,12 @@ def kind_of(folder: str, architecture: str) -> str:
     return next(kind for kind, table in _tables().items() if architecture in _classes(table.get(model_type)))
 
 
-def build(folder: str, architecture: str, attention: str) -> Built:
+def build(folder: str, architecture: str, attention: str, num_labels: int = 0) -> Built:
     """Build the model on the meta device, its buffers computed; raises ConfigError where its class refuses."""
     config = type(read(folder)).from_dict(read(folder).to_dict())  # a class may write into its config
     config.use_cache = False
+    if num_labels:
+        config.num_labels = num_labels
     cls = getattr(_transformers(), architecture)
     starts = _Starts()
     try:
@@ -145,6 +150,14 @@ def _keys(value: Any, pattern: re.Pattern[str]) -> Iterator[str]:
             yield from _keys(inner, pattern)
 
 
+def _values(found: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[Any]:
+    """What the tables of rotary angles, of all layers or of each kind, say under some keys."""
+    for table in ("rope_scaling", "rope_parameters"):
+        inner = found.get(table)
+        for one in [inner, *inner.values()] if isinstance(inner, dict) else []:
+            yield from (one[key] for key in keys if isinstance(one, dict) and key in one)
+
+
 def _line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:200]
 
@@ -154,14 +167,14 @@ def _parameters_on_meta(starts: _Starts) -> Iterator[None]:
     """Move each parameter to the meta device as it is registered; what it held is noted where it is all 0 or all 1."""
     register = nn.Module.register_parameter
 
-    def moved(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(self, name, parameter)
-        if parameter is None or parameter.is_meta:
+    def moved(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is None or param.is_meta:
             return
-        on_meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        on_meta.__dict__.update(parameter.__dict__)
+        on_meta = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        on_meta.__dict__.update(param.__dict__)
         self._parameters[name] = on_meta
-        starts.note_constant(on_meta, parameter)
+        starts.note_constant(on_meta, param)
 
     nn.Module.register_parameter = moved  # type: ignore[method-assign]
     try:
@@ -229,8 +242,11 @@ class _Starts(TorchDispatchMode):
                 self._draws[place] = found
 
 
-def saved_config(folder: str, architecture: str, dtype: str) -> dict[str, Any]:
+def saved_config(folder: str, architecture: str, dtype: str, num_labels: int = 0) -> dict[str, Any]:
     """The folder's own config.json, for weights of another type."""
     found = dict(json.loads(json.dumps(dict(read_json(Path(folder) / CONFIG)))))
     found.pop("torch_dtype", None)
+    if num_labels:
+        found["id2label"] = {str(number): f"LABEL_{number}" for number in range(num_labels)}
+        found["label2id"] = {f"LABEL_{number}": number for number in range(num_labels)}
     return {**found, "architectures": [architecture], "dtype": dtype}

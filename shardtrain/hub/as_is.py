@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.hub import architecture as architectures
@@ -94,7 +94,7 @@ def check_same(config: Any, folder: Path) -> None:
 
 
 @torch.no_grad()
-def both_logits(model: nn.Module, read: Mapping[str, Tensor], folder: Path, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Logits of random tokens from weights of ours and from an exported folder, both in float32 on the CPU."""
     import transformers
 
@@ -103,14 +103,14 @@ def both_logits(model: nn.Module, read: Mapping[str, Tensor], folder: Path, toke
     tie(model, ties)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.copy_(read[name])
-    inputs = {"input_ids": tokens_BT}
-    kind: Any = model
-    if kind.kind == "sequence_to_sequence":
-        inputs["decoder_input_ids"] = tokens_BT.flip(1)
-    theirs = getattr(transformers, type(kind.hf).__name__)
+    theirs = getattr(transformers, type(model.hf).__name__)
     opened = theirs.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    model.eval()
-    return kind.outputs(**inputs).logits, opened(**inputs).logits
+    inputs, decoded_BS = {"input_ids": tokens_BT}, None
+    if model.kind == "sequence_to_sequence":
+        decoded_BS = tokens_BT.flip(1)
+        first_B1 = torch.full_like(tokens_BT[:, :1], opened.config.decoder_start_token_id)
+        inputs["decoder_input_ids"] = torch.cat((first_B1, decoded_BS[:, :-1]), dim=1)
+    return model.eval()(tokens_BT, decoded_BS=decoded_BS), opened(**inputs).logits
 
 
 def _forms(name: str, prefix: str) -> list[str]:

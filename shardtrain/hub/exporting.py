@@ -178,7 +178,7 @@ def export(wanted: Export) -> list[str]:
 def config_fields(wanted: Export) -> dict[str, Any]:
     """The keys of ``config.json``; raises ConfigError for a model that the format cannot describe."""
     if as_is.is_as_is(wanted.module):
-        return saved_config(wanted.config.path, wanted.config.class_name, wanted.dtype)
+        return saved_config(wanted.config.path, wanted.config.class_name, wanted.dtype, wanted.config.num_labels)
     hub = wanted.module.HUB
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
         raise ConfigError(f"model.norm_type={wanted.config.norm_type!r} has no place in {hub.architecture}")

@@ -83,9 +83,8 @@ def fill(tensors: Mapping[str, Tensor], folder: Path, module: Any, config: Any, 
         if found is None:
             translation, passed_over = as_is.fit(models.build(module, config), config, weights)
         _tell(mapping.check(translation, weights, passed_over))
-        mapping.fill(
-            {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}, translation, weights
-        )
+        named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}
+        mapping.fill({name: named[name] for name in named.keys() & translation.sources.keys()}, translation, weights)
 
 
 def _grown(found: HubModel, vocab_size: int) -> HubModel:

@@ -62,7 +62,7 @@ def recognise(folder: Path) -> HubModel:
         known = sorted({module.HUB.model_type for module in named.values()})
         raise ConfigError(
             f"{path}: model_type={kind!r} is none of {', '.join(known)}; train it as it is with "
-            'model.name = "transformers"'
+            f'model.name = "transformers" and model.hf_assets_path = "{folder}"'
         )
     hub: Hub = next(iter(fitting.values())).HUB
     if isinstance(architectures, list) and architectures and hub.architecture not in architectures:

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.hub import architecture as architectures
 from shardtrain.layout import Draw, Layout
+from shardtrain.targets import IGNORE
 from shardtrain.tied import tied_names
 
 AS_IS = True
 """Weights keep the names that they have in ``transformers``."""
 PREFIX = "hf."
+_LAYERS = ("encoder_layers", "decoder_layers", "num_hidden_layers", "num_decoder_layers")
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,15 @@ class Config:
 
     ``path`` is the folder with config.json (that of ``model.hf_assets_path`` unless set); ``architecture`` the class
     of ``transformers``, unless it is the one that config.json names; ``attention`` its implementation, "sdpa" or
-    "eager", or "auto", which leaves the choice to it; ``dropout`` drops at the rates of config.json, which by default nothing does.
+    "eager", or "auto", which leaves the choice to it; ``dropout`` drops at the rates of config.json, which by default
+    nothing does; ``num_labels`` are the labels of a network that classifies, unless they are those of config.json.
     """
 
     path: str = ""
     architecture: str = ""
     attention: str = "auto"
     dropout: bool = False
+    num_labels: int = 0
 
     @property
     def vocab_size(self) -> int:
@@ -46,10 +50,11 @@ class Config:
     @property
     def num_layers(self) -> int:
         """Blocks of a decoder, or of encoder and decoder together."""
-        both = [getattr(self._text, name, None) for name in ("encoder_layers", "decoder_layers")]
-        one = int(getattr(self._text, "num_hidden_layers", 0) or 0)
-        more = getattr(self._text, "num_decoder_layers", None)
-        return sum(both) if all(isinstance(n, int) for n in both) else one + (more if isinstance(more, int) else 0)
+        said = {name: getattr(self._text, name, None) for name in _LAYERS}
+        found = {name: count for name, count in said.items() if isinstance(count, int)}
+        if {"encoder_layers", "decoder_layers"} <= found.keys():
+            return found["encoder_layers"] + found["decoder_layers"]
+        return found.get("num_hidden_layers", 0) + found.get("num_decoder_layers", 0)
 
     @property
     def num_heads(self) -> int:
@@ -89,31 +94,51 @@ class Model(nn.Module):
 
     def __init__(self, c: Config) -> None:
         super().__init__()
-        built = architectures.build(c.path, c.class_name, c.attention)
+        built = architectures.build(c.path, c.class_name, c.attention, c.num_labels)
         self.hf = built.module
-        self.hf.train(c.dropout)
         self.config_name = c.class_name
         self.kind = architectures.kind_of(c.path, c.class_name)
         self.blocks = dict(_blocks(self.hf))
         """Path -> repeated block: the unit of sharding, recomputation and compiling."""
         self.draws = {PREFIX + name: draw for name, draw in built.draws.items()}
         self._drops = c.dropout
+        self.train()
         self._constants = _take_constants(self.hf, c)
         self._shared = {name for names in tied_names(self.hf) for name in names}
         if not self.blocks:
             rule = f"names {c.class_name}, in which no repeated blocks are found"
             raise ConfigError(Problem("model.overrides.path", c.path, rule, "write a model file for it"))
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T); each token's place is its column, as in rows without a document mask."""
-        return self.outputs(input_ids=tokens_BT).logits  # type: ignore[no-any-return]
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        lengths_B: Tensor | None = None,
+        decoded_BS: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, T, V) of tokens (B, T); (B, L) of a network that classifies.
 
-    def outputs(self, **inputs: Tensor) -> Any:
-        """What the network gives for its own arguments."""
-        self._follow(next(iter(inputs.values())).device)
-        if self._drops:
-            self.hf.train(torch.is_grad_enabled())  # nothing drops in validation
-        return self.hf(**inputs)
+        Each token's place is its column, as in rows without a document mask. Where ``lengths_B`` are given, what comes
+        after them is padding, which no token sees. ``decoded_BS`` are the tokens that a decoder is to predict, and the
+        logits are (B, S, V): they are shifted right here, and IGNORE becomes padding.
+        """
+        self._follow(tokens_BT.device)
+        config, inputs = self.hf.config, {"input_ids": tokens_BT}
+        pad = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
+        if lengths_B is not None:
+            known_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device) < lengths_B[:, None]
+            inputs = {"input_ids": tokens_BT.masked_fill(~known_BT, pad), "attention_mask": known_BT.long()}
+        if decoded_BS is not None:
+            shown_BS = torch.full_like(decoded_BS, config.decoder_start_token_id)
+            shown_BS[:, 1:] = decoded_BS[:, :-1].masked_fill(decoded_BS[:, :-1] == IGNORE, pad)
+            inputs["decoder_input_ids"] = shown_BS
+        return self.hf(**inputs).logits  # type: ignore[no-any-return]
+
+    def train(self, mode: bool = True) -> Model:
+        """As ever, but the network itself drops nothing unless it was asked for."""
+        super().train(mode)
+        self.hf.train(mode and self._drops)
+        return self
 
     @property
     def embedding(self) -> nn.Module:

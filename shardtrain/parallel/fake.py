@@ -186,7 +186,8 @@ def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pas
     done = _Pass(layers=len(layers))
     memory = LiveMemory(part.parameters())
     for names in by_kind.values():
-        traced, absent = names[:LAYERS_OF_A_KIND], names[LAYERS_OF_A_KIND:]
+        most = LAYERS_OF_A_KIND if isinstance(layers, nn.ModuleDict) else len(names)  # else none can be left out
+        traced, absent = names[:most], names[most:]
         standing = _Standing(len(absent))
         for name in traced if absent else ():
             _Layer(memory, layers[name], name == traced[0], name == traced[-1], standing)

@@ -62,11 +62,14 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
         if path not in styles and any(True for _ in module.parameters(recurse=False)):
             styles[path] = WholeWeights(Replicate())
     parallelize_module(model, mesh.submesh(AXIS), styles)
+    for path in (path for path, word in words.items() if word == "embedding_rowwise"):
+        # FSDP, which wraps it, loses its hooks where a network then changes a view in place
+        model.get_submodule(path).register_forward_hook(lambda _, inputs, output: output.clone())
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
 
 
 class WholeWeights(ParallelStyle):
-    """Weights whole on every rank, computing with plain tensors; ``gradient`` says what a rank's gradient of them is."""
+    """As in ``tensor.py``, for modules with any arguments: whole weights, and what a rank's gradient of them is."""
 
     def __init__(self, gradient: Placement) -> None:
         self._gradient = gradient

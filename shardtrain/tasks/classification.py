@@ -26,7 +26,8 @@ from shardtrain.data.opening import Named, request_for, tokenizer_of
 from shardtrain.data.reading import BadRows, Tally, chunks
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow, Shards, Table, every_row, place_of
-from shardtrain.errors import DataError
+from shardtrain.errors import ConfigError, DataError, Problem
+from shardtrain.layout import Layout
 from shardtrain.log import logger
 from shardtrain.loss import cross_entropy_sum
 from shardtrain.targets import IGNORE
@@ -53,6 +54,8 @@ class Examples(list[Example]):
 
 class Classification(RowTask):
     """See the module. ``read_rows`` alone is to be overridden for rows from elsewhere."""
+
+    kind = "classification"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -105,6 +108,17 @@ class Classification(RowTask):
             self.tokens_per_target = sum(len(row.tokens) for row in found) / len(found)
         return found
 
+    def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
+        """See RowTask; a network of ``transformers`` has the labels of its config."""
+        found = super().adapt(model, layout)
+        network: Any = getattr(model, "hf", None)
+        own = network.config.num_labels if self.num_labels and network is not None else self.num_labels
+        if own != self.num_labels:
+            rule = f"is {self.num_labels}, and the network classifies into {own}"
+            fix = f"set model.overrides.num_labels to {self.num_labels}, or name as many labels"
+            raise ConfigError(Problem("task.num_labels", None, rule, fix))
+        return found
+
     def is_labelled(self, split: str) -> bool:
         """Whether the rows of a split have a label: those of a test set by the first of them that can be read."""
         if split != "test":
@@ -135,6 +149,8 @@ class Classification(RowTask):
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Scores of the labels (B, labels), at the last token of each row."""
         tokens_BT, lengths_B = batch["tokens_BT"], batch["lengths_B"]
+        if hasattr(model, "kind"):  # a network of transformers, which knows itself where to read the scores
+            return model(tokens_BT, lengths_B=lengths_B)  # type: ignore[no-any-return]
         positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
         # what a causal model sees at the last token comes before the padding
         documents = {} if self._is_causal else {"documents_BT": (positions_BT >= lengths_B[:, None]).long()}

@@ -14,7 +14,7 @@ from shardtrain import data, models
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
-from shardtrain.tasks.task import check_vocabulary
+from shardtrain.tasks.task import check_kind, check_vocabulary
 
 METRICS = {"loss": "min", "perplexity": "min"}
 DEGREES = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
@@ -32,6 +32,7 @@ class LanguageModel:
 
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
         """The model as the task needs it: as it is."""
+        check_kind(self.config, model, "causal")
         return model
 
     def num_outputs(self, shape: Any) -> int:

@@ -94,7 +94,8 @@ class RowTask:
         Raises:
             ConfigError: when its last module is no linear layer.
         """
-        if not self.num_labels:
+        check_kind(self.config, model, self.kind)
+        if not self.num_labels or hasattr(model, "kind"):
             return model
         name = layout.last[-1] if layout.last else ""
         head = getattr(model, name, None)
@@ -129,12 +130,18 @@ class RowTask:
         rows = self.read_rows(split)
         if not len(rows):
             raise DataError(f"the {split} set has no rows")
-        feed = RowFeed(rows, self.config.debug.seed if shuffle else None, self._passes(loop))
+        feed = self.feed(rows, self.config.debug.seed if shuffle else None, self._passes(loop))
         share = Share(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
         return RowStream(feed, self.collate, self.num_targets, share, section.dataloader, self.vocab)
 
+    def feed(self, rows: Rows, seed: int | None, passes: int | None) -> RowFeed:
+        """Rows in an order; to be overridden where what a row is depends on its place in it, such as the epoch."""
+        return RowFeed(rows, seed, passes)
+
     vocab: int = 0
     """Ids of the tokenizer, where there is one."""
+    kind: str = ""
+    """What a network of ``transformers`` must be for, to learn this task: one of ``hub.architecture.KINDS``."""
 
     def check(self, stream: Stream, module: ModuleType, shape: Any) -> None:
         """Refuse data and a model that do not fit together; raises ConfigError."""
@@ -158,6 +165,15 @@ def check_vocabulary(config: Config, vocab: int, shape: Any) -> None:
         rule = f"names a tokenizer with {vocab} ids, and the model has rows for {rows}"
         fix = "use the model's own tokenizer, or set model.overrides.vocab_size"
         raise ConfigError(Problem("model.hf_assets_path", config.model.hf_assets_path, rule, fix))
+
+
+def check_kind(config: Config, model: nn.Module, wanted: str) -> None:
+    """Refuse a network of ``transformers`` that is for another task; raises ConfigError."""
+    kind = getattr(model, "kind", wanted)
+    if kind != wanted:
+        rule = f'names a network for {kind}, and task.name="{config.task.name}" needs one for {wanted or "itself"}'
+        fix = "set model.overrides.architecture to the class of transformers for it, or use another task"
+        raise ConfigError(Problem("model.overrides.path", config.model.overrides.get("path"), rule, fix))
 
 
 def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from shardtrain.layout import check
 from shardtrain.models import build, find, shape_of
 
 FOLDER = Path(shardtrain.models.__file__).parent
-FAMILIES = model_names()
+FAMILIES = [name for name in model_names() if name != "transformers"]  # a folder says what that is, and in its terms
 CAUSAL = [name for name in FAMILIES if getattr(find(name), "CAUSAL", True)]
 
 # 7B, 13B, 70B of Llama 2 and 8B, 70B, 405B of Llama 3.1 are published; 1B and 3B are Llama 3.2's; others by hand from

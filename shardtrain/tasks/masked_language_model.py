@@ -1,0 +1,163 @@
+"""Tokens that were hidden, from those around them (BERT: Devlin et al. 2019, section 3.1).
+
+Of each row some tokens are chosen: in place of 80 % of them stands the mask, of 10 % any other token, and 10 % stay.
+Which ones follows from (seed, row, epoch), so that they are the same on every mesh and after a restart; held-out rows
+are masked alike each time. A row is bos, the text, eos, and ends of rows longer than seq_len are cut.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from shardtrain.config.schema import Config
+from shardtrain.data import columns
+from shardtrain.data.columns import Unusable
+from shardtrain.data.feed import digest
+from shardtrain.data.loader import Stream
+from shardtrain.data.row_stream import RowBatch, RowFeed, Rows
+from shardtrain.data.sources import BadRow
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.loss import cross_entropy_sum
+from shardtrain.seeding import seed_of
+from shardtrain.targets import IGNORE
+from shardtrain.tasks.classification import Classification, Example
+from shardtrain.tasks.task import RowTask
+
+METRICS = {"accuracy": "max"}
+DEGREES = ()
+_MASKED, _RANDOM = 0.8, 0.1
+
+
+class MaskedLanguageModel(Classification):
+    """See the module; the options are those of ``task.options``: mask_fraction and mask_token_id."""
+
+    kind = "masked"
+    num_labels = 0
+
+    def __init__(self, config: Config) -> None:
+        RowTask.__init__(self, config)
+        self.labels, self._width = [], 1
+        self.fraction = float(config.task.options.get("mask_fraction", 0.15))
+
+    @cached_property
+    def mask_id(self) -> int:
+        """The token that stands for a hidden one."""
+        said = self.config.task.options.get("mask_token_id")
+        if isinstance(said, int):
+            return said
+        text = self.tokenizer.special_tokens.get("mask_token")
+        ids = [] if text is None else self.tokenizer.encode_spans([text])[0][0].tolist()
+        if len(ids) != 1:
+            rule = "names no token that stands for a hidden one, and the tokenizer has no mask_token"
+            raise ConfigError(Problem("task.options.mask_token_id", None, rule, "give its id"))
+        return int(ids[0])
+
+    def feed(self, rows: Rows, seed: int | None, passes: int | None) -> RowFeed:
+        """Rows masked by the epoch in which they come."""
+        return _MaskedFeed(self, rows, seed, passes)
+
+    def is_labelled(self, split: str) -> bool:
+        """Every row holds what is to be predicted."""
+        return True
+
+    def collate(self, rows: list[Any]) -> dict[str, Tensor]:
+        """Tokens as they are shown and targets (B, T), lengths (B,); T is that of the longest row."""
+        width = max(len(shown) for shown, _ in rows)
+        tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
+        targets_BT = torch.full_like(tokens_BT, IGNORE)
+        for number, (shown, targets) in enumerate(rows):
+            tokens_BT[number, : len(shown)] = torch.from_numpy(shown)
+            targets_BT[number, : len(shown)] = torch.from_numpy(targets)
+        lengths_B = torch.tensor([len(shown) for shown, _ in rows])
+        return {"tokens_BT": tokens_BT, "targets_BT": targets_BT, "lengths_B": lengths_B}
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Chosen tokens."""
+        return int((batch["targets_BT"] != IGNORE).sum())
+
+    def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
+        """Logits (B, T, V)."""
+        tokens_BT, lengths_B = batch["tokens_BT"], batch["lengths_B"]
+        if hasattr(model, "kind"):
+            return model(tokens_BT, lengths_B=lengths_B)  # type: ignore[no-any-return]
+        positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
+        return model(tokens_BT, positions_BT, documents_BT=(positions_BT >= lengths_B[:, None]).long())  # type: ignore[no-any-return]
+
+    def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
+        """Cross-entropy of the chosen tokens."""
+        return cross_entropy_sum(outputs, batch["targets_BT"], weight)
+
+    def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
+        """How many of a row's chosen tokens are right, and how many there are."""
+        targets_BT = batch["targets_BT"]
+        right_BT = (outputs.argmax(-1) == targets_BT) & (targets_BT != IGNORE)
+        return {"right": right_BT.sum(1), "chosen": (targets_BT != IGNORE).sum(1)}
+
+    def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
+        """Share of chosen tokens that are predicted."""
+        return {"accuracy": int(rows["right"].sum()) / max(1, int(rows["chosen"].sum()))}
+
+    def prediction_text(self, row: Mapping[str, Tensor]) -> str:
+        """Right and chosen tokens of a row."""
+        return f"{int(row['right'])}\t{int(row['chosen'])}"
+
+    def check(self, stream: Stream, module: ModuleType, shape: Any) -> None:
+        """Refuse a causal model too, which would see hidden tokens from one side alone; raises ConfigError."""
+        super().check(stream, module, shape)
+        if not getattr(module, "AS_IS", False) and getattr(module, "CAUSAL", True):
+            rule = "sees no token that follows, and cannot learn hidden ones from both sides"
+            raise ConfigError(Problem("model.name", self.config.model.name, rule, "use encoder or transformers"))
+        if not 0 <= self.mask_id < shape.vocab_size:
+            rule = f"is no id of the model, which has {shape.vocab_size}"
+            raise ConfigError(Problem("task.options.mask_token_id", self.mask_id, rule, "give the mask's own id"))
+
+    def hide(self, row: Example, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Tokens as they are shown, and the chosen ones as targets; at least one is chosen."""
+        rng = random.Random(seed)
+        shown = row.tokens.astype(np.int64)
+        targets = np.full_like(shown, IGNORE)
+        special = {self.tokenizer.bos_id, self.tokenizer.eos_id, *self.tokenizer.special_ids}
+        places = [place for place, token in enumerate(shown.tolist()) if token not in special]
+        order = sorted((rng.random(), place) for place in places)
+        for _, place in order[: max(1, round(self.fraction * len(places)))]:
+            targets[place], fate = shown[place], rng.random()
+            if fate < _MASKED:
+                shown[place] = self.mask_id
+            elif fate < _MASKED + _RANDOM:
+                shown[place] = int(rng.random() * self.vocab)
+        return shown, targets
+
+    def _read(self, row: Mapping[str, Any] | BadRow, labelled: bool) -> tuple[list[str], int] | BadRow:
+        if isinstance(row, BadRow):
+            return row
+        try:
+            text = columns.text(row, self.config.data.text_field)
+        except Unusable as error:
+            return BadRow(error.reason)
+        return ([text], IGNORE) if text else BadRow("the text is empty", harmless=True)
+
+
+class _MaskedFeed(RowFeed):
+    """Rows of which some tokens are hidden, others in each epoch."""
+
+    def __init__(self, task: MaskedLanguageModel, rows: Rows, seed: int | None, passes: int | None) -> None:
+        super().__init__(rows, seed, passes)
+        self._task, self._epochs = task, seed is not None
+        self.fingerprint = digest(self.fingerprint, task.fraction, task.mask_id)
+
+    def read(self, number: int, k: int) -> Any:
+        """See RowFeed."""
+        epoch = k // self.num_rows if self._epochs else 0
+        return self._task.hide(super().read(number, k), seed_of(self._task.config.debug.seed, number, epoch))
+
+
+Task = MaskedLanguageModel

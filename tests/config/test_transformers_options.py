@@ -1,0 +1,110 @@
+"""Options of a network of ``transformers`` that cannot take effect are refused before anything is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardtrain import config as configs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    found = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    (path / "config.json").write_text(json.dumps(found))
+    return path
+
+
+def problems(folder: Path | str, *words: str) -> str:
+    loaded = configs.load(None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder), *words])
+    return "\n".join(map(str, configs.check(loaded)))
+
+
+def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
+    loaded = configs.load(None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder)])
+    assert loaded.config.model.overrides == {"path": str(folder)}
+    assert configs.load(None, []).config.model.overrides == {}
+    assert problems(folder) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "said"),
+    [
+        (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree=2", "is no chain"),
+        (["--parallelism.context_parallel_degree=2"], "parallelism.context_parallel_degree=2", "over the sequence"),
+        (["--parallelism.expert_parallel_degree=2"], "parallelism.expert_parallel_degree=2", "not dealt out"),
+        (["--parallelism.tensor_parallel_degree=4"], "parallelism.tensor_parallel_degree=4", "num_key_value_heads=2"),
+        (["--model.overrides.attention=flash"], 'model.overrides.attention="flash"', "use auto, sdpa, eager"),
+        (["--data.document_mask=on"], 'data.document_mask="on"', "is not told of them"),
+        (["--data.packing=first_fit"], 'data.document_mask="auto"', "is not told of them"),
+        (["--data.format=chat"], 'data.document_mask="auto"', "is not told of them"),
+        (["--optimizer.name=Muon"], "optimizer.muon_adamw_patterns", "names no parameter"),
+        (["--model.overrides.rows=4"], "model.overrides.rows=4", "is not a field"),
+        (
+            ["--model.overrides.dropout=true", "--parallelism.tensor_parallel_degree=2"],
+            "model.overrides.dropout=true",
+            "ranks would drop other numbers",
+        ),
+        (
+            ["--compile.enable", "--parallelism.tensor_parallel_degree=2"],
+            "compile.enable=true",
+            "gets gradients wrong",
+        ),
+    ],
+)
+def test_what_such_a_network_cannot_follow_is_refused(words: list[str], option: str, said: str, folder: Path) -> None:
+    found = problems(folder, *words)
+    assert option in found and said in found
+
+
+def test_padded_rows_need_no_mask(folder: Path) -> None:
+    assert problems(folder, "--data.format=chat", "--data.packing=padded") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "has no config.json"),
+        ("{", "cannot be read (JSONDecodeError)"),
+        ("[]", "is no JSON object"),
+        ('{"auto_map": {}}', "asks for code or files from elsewhere (auto_map)"),
+    ],
+)
+def test_a_folder_that_is_none_is_named(text: str | None, said: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    found = problems(tmp_path)
+    assert "model.hf_assets_path" in found and said in found and "\n" not in found
+    assert 'model.hf_assets_path="bytes" has no config.json' in problems("bytes")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--task.options.mask_fraction=2.0"], "must lie between 0 and 1"),
+        (["--task.options.mask_token_id=-1"], "must be the id of a token"),
+        (["--task.options.masks=3"], "is no option of masked_language_model"),
+        (["--task.labels", "a", "b"], "task.labels"),
+        (["--data.packing=padded"], "data.packing"),
+        (["--parallelism.tensor_parallel_degree=2"], "parallelism.tensor_parallel_degree=2 splits each layer"),
+    ],
+)
+def test_options_of_hidden_tokens_are_checked(words: list[str], said: str, folder: Path) -> None:
+    assert problems(folder, "--task.name=masked_language_model") == ""
+    assert said in problems(folder, "--task.name=masked_language_model", *words)
+
+
+def test_the_check_imports_neither_torch_nor_transformers(folder: Path) -> None:
+    code = (
+        "import sys; from shardtrain import config as c; "
+        f"print(c.check(c.load(None, ['--model.name', 'transformers', '--model.hf_assets_path', {str(folder)!r}])), "
+        "sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.strip() == "[] []"

@@ -1,0 +1,209 @@
+"""Any architecture of ``transformers``: the same loss and gradients as there, on one process and on any data mesh."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign import SHAPES, config_for, folder
+from ranks import run_ranks
+from tiny import assert_bitwise, make_run, train_steps, train_whole, whole
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardtrain import models, train
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config.schema import Config
+from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.resume import resume
+from shardtrain.shards import to_full
+
+pytest.importorskip("transformers")
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "fsdp": (2, {}),
+    "ddp": (2, {"data_parallel_replicate_degree": 2}),
+    "hsdp": (4, {"data_parallel_replicate_degree": 2}),
+    "tp": (2, {"tensor_parallel_degree": 2}),
+    "fsdp tp": (4, {"tensor_parallel_degree": 2}),
+}
+CASES = [("llama", "one"), ("gpt2", "fsdp"), ("opt", "hsdp"), ("phi", "ddp"), ("qwen3", "tp"), ("gemma2", "fsdp tp")]
+
+
+def first_step(rank: int, config: Config) -> tuple[float, dict[str, Tensor], dict[int, tuple[Tensor, Tensor]]]:
+    """The loss and whole gradients of the first step from a folder's weights, and this rank's rows by sample."""
+    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    resume(run, checkpoints)
+    checkpoints.close()
+    rows: dict[int, tuple[Tensor, Tensor]] = {}
+    gradients: dict[str, Tensor] = {}
+    work, update = run.runner.forward_backward, run.runner.update
+
+    def remember(batches: Any, weight: Tensor) -> Tensor:
+        for batch in batches:
+            rows.update(
+                zip(batch.sample_ids_B.tolist(), zip(batch.tokens_BT, batch.targets_BT, strict=True), strict=True)
+            )
+        return work(batches, weight)
+
+    def keep(optimizer: torch.optim.Optimizer) -> None:
+        gradients.update({name: to_full(p.grad).clone() for name, p in run.runner.parameters().items()})
+        update(optimizer)
+
+    run.runner.forward_backward, run.runner.update = remember, keep  # type: ignore[method-assign]
+    outcome = train.step(run)
+    assert outcome is not None
+    loss = run.mesh.sum(outcome.loss_sum.double(), over=("dp_replicate", "dp_shard", "cp")).item()
+    return loss / outcome.global_tokens, gradients, rows
+
+
+def theirs(_: int, name: str, rows: dict[int, tuple[Tensor, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the same rows by ``transformers`` alone, with nothing of this package."""
+    import transformers
+
+    model = getattr(transformers, SHAPES[name][0]).from_pretrained(folder(name)).eval()
+    tokens_BT, targets_BT = (torch.stack([row[column] for row in rows.values()]) for column in (0, 1))
+    loss = F.cross_entropy(model(input_ids=tokens_BT).logits.flatten(0, 1), targets_BT.flatten(), ignore_index=-100)
+    loss.backward()
+    return float(loss), {f"hf.{n}": p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_loss_and_gradients_are_those_of_transformers(name: str, mesh: str, tmp_path: Path) -> None:
+    """To 1e-5 of the largest gradient: two programs that add float32 numbers in another order."""
+    ranks, degrees = MESHES[mesh]
+    found = run_ranks(ranks, first_step, config_for(name, tmp_path, parallelism=degrees))
+    rows = {sample: row for _, _, own in found for sample, row in own.items()}
+    assert len(rows) == 8
+    loss, gradients = run_ranks(1, theirs, name, rows)[0]
+    for mine, own, _ in found:
+        assert abs(mine - loss) <= 1e-5
+        assert own.keys() == gradients.keys()
+        scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(own[parameter], gradient, atol=1e-5 * scale, rtol=0, msg=parameter)
+
+
+def starts(rank: int, config: Config) -> dict[str, Tensor]:
+    return whole(make_run(rank, config))
+
+
+def test_random_weights_are_the_architectures_own_and_equal_on_every_mesh(tmp_path: Path) -> None:
+    alone = run_ranks(1, starts, config_for("gpt2", tmp_path / "a", in_hf=False))[0]
+    split = run_ranks(2, starts, config_for("gpt2", tmp_path / "b", in_hf=False))[0]
+    assert_bitwise(split, alone)
+    residual = alone["hf.transformer.h.0.mlp.c_proj.weight"].std()
+    # GPT-2 divides what enters the residual stream by the root of twice its layers; 2,048 draws tell 3 % apart
+    assert abs(float(residual) - 0.02 / math.sqrt(4)) < 5e-4
+    assert abs(float(alone["hf.transformer.wte.weight"].std()) - 0.02) < 5e-4
+    assert alone["hf.transformer.ln_f.weight"].eq(1).all() and alone["hf.transformer.ln_f.bias"].eq(0).all()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_parameter_has_a_start_and_every_block_is_found(name: str) -> None:
+    module = models.find("transformers")
+    shape = models.shape_of(module, "folder", {"path": str(folder(name))}, "rmsnorm")
+    model = models.build(module, shape)
+    assert {name: d for name, d in module.initial(shape).items() if math.isnan(d.std)} == {}
+    assert len(model.blocks) == shape.num_layers == (4 if name in ("bart", "bart_classifier", "t5") else 2)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    # what is computed from config.json keeps its values, whatever is cast or emptied
+    before = [owner.__dict__[constant].clone() for owner, constant in model._constants]
+    model.to(torch.bfloat16).to_empty(device="cpu")
+    assert all(
+        torch.equal(owner.__dict__[constant], value)
+        for (owner, constant), value in zip(model._constants, before, strict=True)
+    )
+
+
+def whole_runs(rank: int, output: Path) -> list[Any]:
+    recompute = {"activation_checkpoint": {"mode": "full"}}
+    sections = {"overrides": {"dropout": True}, **recompute}
+    straight = train_whole(rank, config_for("gpt2", output / "straight", **sections))
+    train_whole(rank, config_for("gpt2", output / "cut", **sections), stop_after=2)
+    return [straight, train_whole(rank, config_for("gpt2", output / "cut", **sections))]
+
+
+def test_a_run_with_dropout_and_recomputation_goes_on_to_the_bit(tmp_path: Path) -> None:
+    folder("gpt2")  # made here, once for all ranks
+    for straight, resumed in run_ranks(2, whole_runs, tmp_path):
+        assert straight.error is None and resumed.error is None
+        assert resumed.losses == straight.losses[2:]
+        assert_bitwise(resumed.weights, straight.weights)
+        assert_bitwise(resumed.optimizer, straight.optimizer)
+
+
+def evaluations(rank: int, output: Path) -> list[float]:
+    found = []
+    for dropout in (False, True):
+        run = make_run(rank, config_for("gpt2", output, overrides={"dropout": dropout}))
+        batch, part = next(run.stream), run.runner.parts[0]
+        trained = float(run.runner.forward_backward([batch], torch.ones(())))
+        part.eval()
+        found += [float(run.runner.evaluate(batch)), trained]
+    return found
+
+
+def test_nothing_drops_unless_asked_and_never_in_validation(tmp_path: Path) -> None:
+    sure, trained, validated, dropped = run_ranks(1, evaluations, tmp_path)[0]
+    assert sure == trained == validated != dropped
+
+
+def test_compiled_blocks_compute_the_same(tmp_path: Path) -> None:
+    """On the data mesh; with tensor parallelism the pair is refused."""
+    plain = run_ranks(2, train_steps, config_for("llama", tmp_path, in_hf=False), 2)[0]
+    options = {"enable": True, "components": ["model"], "backend": "aot_eager"}
+    compiled = run_ranks(2, train_steps, config_for("llama", tmp_path, in_hf=False, compile=options), 2)[0]
+    assert all(abs(a - b) <= 1e-5 for a, b in zip(compiled.losses, plain.losses, strict=True))
+    assert all(abs(a - b) <= 1e-4 for a, b in zip(compiled.grad_norms, plain.grad_norms, strict=True))
+
+
+def refused(rank: int, config: Config) -> str:
+    try:
+        run = make_run(rank, config)
+        resume(run, Checkpoints(config))
+    except (ConfigError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_plan_that_is_missing_or_not_known_is_refused(tmp_path: Path) -> None:
+    degrees = {"tensor_parallel_degree": 2}
+    text = run_ranks(2, refused, config_for("gpt2", tmp_path, parallelism=degrees))[0]
+    assert "needs the plan of GPT2LMHeadModel, which does not exist" in text
+    text = run_ranks(2, refused, config_for("mixtral", tmp_path, parallelism=degrees))[0]
+    assert "has words that are not known" in text and "packed_colwise" in text
+
+
+def copy_with(name: str, path: Path, **changes: Any) -> Path:
+    """The folder with keys of its config.json replaced."""
+    path.mkdir()
+    for file in folder(name).iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    found = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**found, **changes}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"auto_map": {"AutoModel": "evil.Model"}}, "asks for code or files from elsewhere (auto_map)"),
+        ({"model_type": "nobody_knows"}, "model_type 'nobody_knows', which transformers"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "names LlamaForTokenClassification, which is none"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 'angles of type "dynamic"'),
+        ({"quantization_config": {}}, "holds quantized weights"),
+        ({"hidden_size": "wide"}, "transformers refuses it"),
+    ],
+)
+def test_a_folder_that_cannot_be_built_is_one_line(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    module = models.find("transformers")
+    path = copy_with("llama", tmp_path / "folder", **changes)
+    with pytest.raises(ConfigError) as raised:
+        models.build(module, models.shape_of(module, "folder", {"path": str(path)}, "rmsnorm"))
+    assert said in str(raised.value) and "\n" not in str(raised.value)
