@@ -173,7 +173,8 @@ def _agent(
         role="shardtrain",
         local_world_size=ranks,
         entrypoint=sys.executable,
-        args=("-m", "shardtrain", *command),
+        # PyTorch replaces ${local_rank} in arguments, and two dollars by one
+        args=("-m", "shardtrain", *(word.replace("$", "$$") for word in command)),
         rdzv_handler=get_rendezvous_handler(parameters),
         max_restarts=nodes.max_restarts,
         local_addr=nodes.local_address,
