@@ -53,7 +53,9 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
         odd = [text for text in texts if isinstance(text, str) and not text.isprintable()]
         form, words = FORMS.get(name, (".*", ""))
         if odd:
-            yield problem(loaded, name, "has a character that cannot be printed", "use printable ones, on one line")
+            shown = "".join(c if c.isprintable() else "?" for c in odd[0])
+            fix = "use printable ones, on one line"
+            yield Problem(name, shown, "has a character that cannot be printed", fix, loaded.where(name))
         elif any(isinstance(text, str) and not re.fullmatch(form, text) for text in texts):
             yield problem(loaded, name, "cannot stand there", f"write {words}")
     launch = loaded.config.launch

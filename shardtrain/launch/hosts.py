@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardtrain.config.check_launch import HOST
-from shardtrain.config.schema import Launch
+from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from shardtrain.config.schema import Launch
+from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.launch.job import Job
 from shardtrain.launch.slurm import ask

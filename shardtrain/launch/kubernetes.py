@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from shardtrain.config.schema import Launch
+from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.launch.job import Job, header, require, require_nothing_lost
 from shardtrain.launch.slurm import ask

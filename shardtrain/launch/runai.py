@@ -6,7 +6,7 @@ cluster. ``--environment`` is never written: it sets a variable in one version a
 
 from __future__ import annotations
 
-from shardtrain.config.schema import Launch
+from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.launch.job import Job, require, require_nothing_lost
 from shardtrain.launch.slurm import ask

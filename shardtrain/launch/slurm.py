@@ -9,7 +9,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 
-from shardtrain.config.schema import Launch
+from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.launch.job import Job, header, refuse_mounts, require, require_nothing_lost, without
 

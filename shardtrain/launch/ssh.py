@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from shardtrain.config.schema import Launch
+from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, PeerError, Problem
 from shardtrain.launch import host as remote
 from shardtrain.launch.agent import status_of
