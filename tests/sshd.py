@@ -1,4 +1,4 @@
-"""A real sshd for tests: an ordinary process on a free port of the loopback, with keys and a configuration of its own."""
+"""A real sshd for tests: an ordinary process on a free port of the loopback, with keys of its own."""
 
 from __future__ import annotations
 

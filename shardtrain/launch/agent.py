@@ -139,9 +139,7 @@ def _left(agent: LocalElasticAgent) -> list[int]:
     return [NOT_SAVED if code is None or code < 0 else code for code in codes] or [NOT_SAVED]
 
 
-def _agent(
-    nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, records: str
-) -> LocalElasticAgent:
+def _agent(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, records: str) -> LocalElasticAgent:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs

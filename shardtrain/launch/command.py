@@ -16,7 +16,7 @@ from shardtrain.launch import hosts, jobs, kubernetes, runai, slurm, ssh
 from shardtrain.launch.job import Job, to_job, without
 
 HELP = """\
-usage: shardtrain launch {local,ssh,slurm,kubernetes,runai} [CONFIG.toml] [--dry-run] [OPTION ...] [--section.key VALUE ...]
+usage: shardtrain launch {local,ssh,slurm,kubernetes,runai} [CONFIG.toml] [--dry-run] [--section.key VALUE ...]
        shardtrain launch {status,logs,stop} ID
 
 Start a training where it belongs. --dry-run prints what would be submitted, and submits nothing.
@@ -46,6 +46,10 @@ Follow = Callable[[str], int]
 FOLLOW: dict[str, Follow] = {"status": jobs.status, "logs": jobs.logs, "stop": jobs.stop}
 
 
+_DRY_RUN = frozenset({"--dry-run", "--dry_run"})
+_OF_CONTAINERS = ("image", "mounts", "shared_memory_gib", "device_resource")
+
+
 def main(words: list[str]) -> int:
     """Run one action; gives the exit status."""
     action, rest = (words[0], words[1:]) if words else ("", [])
@@ -59,9 +63,22 @@ def main(words: list[str]) -> int:
     if action not in PLATFORMS:
         fix = f"use one of {', '.join([*PLATFORMS, *FOLLOW])}"
         raise ConfigError(Problem("shardtrain launch", action or None, "needs a platform", fix, "command line"))
-    dry_run = any(word in ("--dry-run", "--dry_run") for word in rest)
-    loaded, overrides = _load([word for word in rest if word not in ("--dry-run", "--dry_run")])
+    loaded, overrides, dry_run = *_load([word for word in rest if word not in _DRY_RUN]), not _DRY_RUN.isdisjoint(rest)
+    _note_unused(action, loaded)
     return PLATFORMS[action](loaded, overrides, dry_run)
+
+
+def _note_unused(platform: str, loaded: config.Loaded) -> None:
+    """Tell on one line which common options this platform has no use for; a file may serve several platforms."""
+    unused: tuple[str, ...] = {
+        "local": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node", "python", "workdir", "secrets"),
+        "ssh": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node"),
+        "slurm": _OF_CONTAINERS if loaded.config.launch.slurm.container == "none" else _OF_CONTAINERS[2:],
+        "runai": ("device_resource",),
+    }.get(platform, ())
+    named = [f"launch.{name}" for name in unused if loaded.is_set(f"launch.{name}")]
+    if named:
+        print(f"note: {', '.join(named)}: without effect on {platform}", file=sys.stderr)
 
 
 def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,7 +75,9 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem("launch.ssh.hostfile", str(path), f"cannot be read: {error}", "give a file")) from None
+        raise ConfigError(
+            Problem("launch.ssh.hostfile", str(path), f"cannot be read: {error}", "give a file")
+        ) from None
     hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -126,18 +127,23 @@ def _filter(option: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, .
     """Host -> devices of a filter; None for a whole host."""
     by_name = {host.name: host for host in hosts}
     named: dict[str, tuple[int, ...] | None] = {}
-    wrong: Callable[[str, str], ConfigError] = lambda rule, fix: ConfigError(Problem(option, text, rule, fix))
     for part in text.split("@"):
         name, colon, numbers = part.partition(":")
         if name not in by_name:
-            raise wrong(f"names {name!r}, which is no host of the hostfile", f"use {', '.join(by_name)}")
+            raise _wrong(option, text, f"names {name!r}, which is no host of the hostfile", f"use {', '.join(by_name)}")
         if not colon:
             named[name] = None
             continue
         if not re.fullmatch(r"\d+(,\d+)*", numbers):
-            raise wrong(f"has no devices after {name}:", "write them like node1:0,2")
+            raise _wrong(option, text, f"has no devices after {name}:", "write them like node1:0,2")
         devices, slots = tuple(sorted(set(map(int, numbers.split(","))))), by_name[name].slots
         if slots is None or devices[-1] >= slots:
-            raise wrong(f"names device {devices[-1]} of {name}, which has {slots or 'no'} slots", "count from 0")
+            raise _wrong(
+                option, text, f"names device {devices[-1]} of {name}, which has {slots or 'no'} slots", "count from 0"
+            )
         named[name] = devices
     return named
+
+
+def _wrong(option: str, text: str, rule: str, fix: str) -> ConfigError:
+    return ConfigError(Problem(option, text, rule, fix))

@@ -176,18 +176,6 @@ def require_nothing_lost(wanted: Sequence[str], has: Sequence[str], option: str,
         raise ConfigError(Problem(option, list(wanted), rule, f"name {missing[0]} in {other} too"))
 
 
-def refuse_mounts(job: Job, platform: str) -> None:
-    """Stop where mounts would do nothing.
-
-    Raises:
-        ConfigError: the job has mounts.
-    """
-    if job.mounts:
-        shown = [f"{m.source}:{m.path}" for m in job.mounts]
-        rule = f"has no effect on {platform}, which runs no container"
-        raise ConfigError(Problem("launch.mounts", shown, rule, "leave it out"))
-
-
 def require(value: object, option: str, platform: str, fix: str) -> None:
     """Stop unless an option is set that a platform cannot do without.
 

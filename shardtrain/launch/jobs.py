@@ -95,8 +95,8 @@ def _runai(parts: list[str], verb: str) -> list[str]:
     if cli == "v2":
         word = {"status": "describe", "logs": "logs", "stop": "delete"}[verb]
         return ["runai", "training", kind, word, name, *where]
-    word = {"status": ["describe", "job"], "logs": ["logs"], "stop": ["delete", "job"]}[verb]
-    return ["runai", *word, name, *where]
+    words = {"status": ["describe", "job"], "logs": ["logs"], "stop": ["delete", "job"]}[verb]
+    return ["runai", *words, name, *where]
 
 
 def folder_of(pid: int) -> Path:
@@ -129,12 +129,13 @@ def _ssh(pid: int, verb: str) -> int:
     actions: dict[str, Callable[[], object]] = {
         "status": lambda: print("running" if runs else "ended"),
         "stop": lambda: os.kill(pid, signal.SIGTERM) if runs else print("ended already"),
-        "logs": lambda: [_print_log(path) for path in sorted(folder.glob("*.log"))],
+        "logs": lambda: _print_logs(folder),
     }
     actions[verb]()
     return 0
 
 
-def _print_log(path: Path) -> None:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        sys.stdout.write(f"[{path.stem}] {line}\n")
+def _print_logs(folder: Path) -> None:
+    for path in sorted(folder.glob("*.log")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            sys.stdout.write(f"[{path.stem}] {line}\n")

@@ -129,7 +129,9 @@ def _volumes(job: Job) -> list[tuple[str, Manifest, Manifest]]:
     return found
 
 
-def _pod(job: Job, launch: Launch, name: str, restart: str | None = None, more: Mapping[str, str] | None = None) -> Manifest:
+def _pod(
+    job: Job, launch: Launch, name: str, restart: str | None = None, more: Mapping[str, str] | None = None
+) -> Manifest:
     options = launch.kubernetes
     spec: Manifest = {"restartPolicy": restart} if restart else {}
     spec["terminationGracePeriodSeconds"] = job.grace_seconds

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.launch.job import Job, header, refuse_mounts, require, require_nothing_lost, without
+from shardtrain.launch.job import Job, header, require, require_nothing_lost, without
 
 SUBMIT = ("sbatch", "--parsable")
 WAIT_SECONDS = 60
@@ -56,9 +56,7 @@ def render(job: Job, launch: Launch) -> str:
 
 def _require(job: Job, launch: Launch) -> None:
     require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "slurm")
-    if launch.slurm.container == "none":
-        refuse_mounts(job, 'slurm with launch.slurm.container="none"')
-    else:
+    if launch.slurm.container != "none":
         require(job.image, "launch.image", f"{launch.slurm.container}", "set the image, or container to none")
     if job.is_elastic:
         rule = "has no effect on slurm, which starts a job on all its nodes or on none"

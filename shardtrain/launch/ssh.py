@@ -24,7 +24,7 @@ from shardtrain.launch import host as remote
 from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED
 from shardtrain.launch.hosts import Host
-from shardtrain.launch.job import Job, refuse_mounts, require_nothing_lost
+from shardtrain.launch.job import Job, require_nothing_lost
 from shardtrain.masking import MASK
 
 START_SECONDS = 20
@@ -56,7 +56,6 @@ def render(job: Job, launch: Launch, hosts: Sequence[Host], meeting: str, run_id
         ConfigError: the job asks for what ssh cannot do.
     """
     require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "ssh")
-    refuse_mounts(job, "ssh")
     if job.is_elastic:
         rule = "has no effect on ssh, where the loss of a host ends the run"
         raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "leave it out"))

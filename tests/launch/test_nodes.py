@@ -140,7 +140,8 @@ def test_a_wrong_number_of_gpus_is_an_error():
 @pytest.mark.parametrize(
     ("codes", "status"),
     [
-        ([0, 0], 0), ([75, 75], 75), ([75, 76], 76), ([76, 1], 1), ([6, 4, 75], 4), ([-9, 6], 6), ([-9, 75], 6), ([], 0),
+        ([0, 0], 0),
+        ([75, 75], 75), ([75, 76], 76), ([76, 1], 1), ([6, 4, 75], 4), ([-9, 6], 6), ([-9, 75], 6), ([], 0),
     ],
 )  # fmt: skip
 def test_a_node_leaves_with_the_status_that_tells_most(codes, status):

@@ -85,7 +85,7 @@ def start(words: list[str], state: Path) -> subprocess.Popen:
 @pytest.mark.slow
 def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on(tmp_path, ssh_config):
     folder = tmp_path / "run"
-    hostile = "it's $HOME `id` \"x\" ; %j \\ é"
+    hostile = 'it\'s $HOME `id` "x" ; %j \\ é'
     words = [
         *command(ssh_config, folder, "--training.steps=100000", "--checkpoint.enable"),
         f"--job.description={hostile}", f"--launch.env.HOSTILE={hostile}", "--launch.forward_env=HF_TOKEN",
@@ -155,11 +155,13 @@ def test_a_refused_key_is_told_with_the_host(tmp_path, ssh_config):
     other = tmp_path / "other"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, timeout=20)
     config = tmp_path / "config"
-    lines = [f"  IdentityFile {other}" if "IdentityFile" in line else line for line in ssh_config.read_text().splitlines()]
+    lines = [
+        f"  IdentityFile {other}" if "IdentityFile" in line else line for line in ssh_config.read_text().splitlines()
+    ]
     config.write_text("\n".join(lines) + "\n")
     done = run(command(config, tmp_path / "run", hosts="host-a"), tmp_path)
     assert done.returncode == 2
-    assert "host=\"host-a\" cannot be reached by ssh" in done.stderr and "Permission denied" in done.stderr
+    assert 'host="host-a" cannot be reached by ssh' in done.stderr and "Permission denied" in done.stderr
 
 
 def test_a_busy_port_ends_all_hosts_with_one_line(tmp_path, ssh_config):
