@@ -36,7 +36,8 @@ PIECES = [
     "> canary", "$HOME", "${HOME}", "$$", "$(A)", "$$(A)", "${local_rank}", "%j", "%A_%a", "--export=ALL", "-o", "#",
     "#SBATCH --exclusive", "'", '"', "\\", "\\'", "!", "!!", "*", "~", "?", "[a]", "{a,b}",
     ";", "=", ":", ": ", "- ", "---", "...", "yes", "no", "null", "~", "2e-05", "0x10", "0o7", "1:30", "1_000",
-    ".inf", "&a", "*a", "!!python/name:os", "{{", "}}", "%", "@", "é", "日本", "🦙", " ", "  ", "", "a", "SECRET:x,y", ",",
+    ".inf", "&a", "*a", "!!python/name:os", "{{", "}}", "%", "@", "é",
+    "日本", "🦙", " ", "  ", "", "a", "SECRET:x,y", ",",
     "\n", "\r", "\t", "\0", "\x1b", "\u2028", "\ufeff",
 ]  # fmt: skip
 text = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=6)), max_size=6).map("".join)
