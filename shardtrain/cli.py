@@ -25,7 +25,8 @@ USAGE = """\
 usage: shardtrain VERB ...
 
   train [CONFIG.toml] [--nproc N] [--max_restarts N] [--section.key VALUE ...]
-                                                              train on the devices of this machine
+                                                              train on the devices of this machine, or as one of several
+                                                              nodes [--nnodes N --node_rank K --rdzv_endpoint HOST:PORT]
   verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...]    prove that meshes change no number (--help: all options)
   config show  [CONFIG.toml] [--section.key VALUE ...]        print every option with its origin
   config check [CONFIG.toml] [--section.key VALUE ...]        report every problem; starts nothing
@@ -40,6 +41,7 @@ usage: shardtrain VERB ...
   test CONFIG.toml [--checkpoint best|latest|STEP|PATH]       metrics and predictions of the held-out sets, in files
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
   doctor [CONFIG.toml] [--nproc N] ...                        find what would end or slow a run on this machine or job
+  launch PLATFORM [CONFIG.toml] [--dry-run] ...               the same run on hosts or a cluster (--help: all options)
   replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
   help, --help                                                this text
   --version                                                   print the version
@@ -97,19 +99,21 @@ def _train(words: list[str]) -> int:
     if arguments.help:
         print(USAGE, end="")
         return 0
-    from shardtrain.launch import environment
+    from shardtrain.launch import agent, environment, nodes
 
     loaded = _load(arguments)
     if loaded.config.comm.mode == "fake_backend":
         return _module("shardtrain.simulated", "run")(loaded, arguments.nproc)
-    if environment.is_rank(os.environ):
+    if environment.is_rank(os.environ) and not arguments.nnodes:
         if arguments.max_restarts and "SHARDTRAIN_PARENT" not in os.environ:
             rule = "is for ranks that this command starts, and a launcher has started this one"
             raise ConfigError(
                 Problem("--max_restarts", arguments.max_restarts, rule, "use the launcher's own", "command line")
             )
         _train_rank(loaded)
-    environment.refuse_one_of_several_nodes(os.environ)
+    several = nodes.find(arguments, os.environ)
+    if several:
+        return agent.train(loaded, arguments, several)
     return _train_here(loaded, arguments, words)
 
 
@@ -206,6 +210,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "merge": _module("shardtrain.lora.command"),
     "goodput": _module("shardtrain.goodput.command"),
     "doctor": _module("shardtrain.doctor"),
+    "launch": _module("shardtrain.launch.command"),
     "replay": lambda words: _module("shardtrain.replay")(words, _train_module),
     "help": _help,
     "--help": _help,

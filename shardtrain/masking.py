@@ -74,7 +74,16 @@ def secret_values() -> list[str]:
     return sorted(values, key=len, reverse=True)
 
 
+def names_a_secret(name: str) -> bool:
+    """Whether a variable of this name holds a secret, whatever its value.
+
+    >>> names_a_secret("HF_TOKEN"), names_a_secret("HF_HOME")
+    (True, False)
+    """
+    return bool(_SECRET_NAME.search(name)) or name == "AWS_ACCESS_KEY_ID"
+
+
 def _is_secret(name: str, value: str) -> bool:
-    if _SECRET_NAME.search(name) or name == "AWS_ACCESS_KEY_ID":
+    if names_a_secret(name):
         return True
     return bool(_LOOKS_SECRET.fullmatch(value)) and not _PUBLIC_NAME.search(name)

@@ -44,6 +44,7 @@ SECTIONS: dict[str, Class] = {
     "fault_tolerance": "free",
     "validation": "free",
     "experimental": "free",
+    "launch": "free",
 }
 """Sections of which a new option has the class of the others; in those that are not here each option is named."""
 

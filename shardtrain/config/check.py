@@ -17,6 +17,7 @@ from shardtrain.config.check_data import (
     data_notes,
 )
 from shardtrain.config.check_experts import check_experts
+from shardtrain.config.check_launch import check_launch
 from shardtrain.config.check_lora import check_lora
 from shardtrain.config.check_model import (
     check_batch,
@@ -49,6 +50,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_numbers,
     check_paths,
     check_secrets,
+    check_launch,
     check_model,
     check_dataset,
     check_data_ranges,

@@ -59,6 +59,17 @@ AT_LEAST_1 = (
     "fault_tolerance.min_replica_size",
     "fault_tolerance.sync_steps",
     "fault_tolerance.num_fragments",
+    "launch.nodes",
+    "launch.min_nodes",
+    "launch.devices_per_node",
+    "launch.nproc_per_node",
+    "launch.cpus_per_node",
+    "launch.memory_gib_per_node",
+    "launch.shared_memory_gib",
+    "launch.ssh.connect_timeout_seconds",
+    "launch.ssh.rendezvous_port",
+    "launch.slurm.time_limit_minutes",
+    "launch.slurm.sweep_at_once",
 )
 AT_LEAST_0 = (
     "training.replica_check_interval",
@@ -81,6 +92,7 @@ AT_LEAST_0 = (
     "fault_tolerance.replica_id",
     "fault_tolerance.group_size",
     "fault_tolerance.fragment_sync_delay",
+    "launch.max_restarts",
     "optimizer.lr",
     "optimizer.weight_decay",
 )

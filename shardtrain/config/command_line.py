@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardtrain.errors import ConfigError, Problem
 
@@ -17,42 +18,46 @@ class CommandLine:
     overrides: tuple[str, ...]
     help: bool = False
     max_restarts: int = 0
+    nnodes: str | None = None
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+
+
+OWN: dict[str, tuple[int | None, str, str]] = {
+    "--nproc": (1, "must be a whole number of processes above 0", "write it like --nproc 2"),
+    "--max_restarts": (0, "must be a whole number of restarts", "write it like --max_restarts 3"),
+    "--nnodes": (None, "must be a number of nodes", "write it like --nnodes 2, or 1:4 for an elastic run"),
+    "--node_rank": (0, "must be the number of this node", "count from 0"),
+    "--rdzv_endpoint": (None, "must be HOST:PORT", "write it like --rdzv_endpoint node1:29500"),
+}
+"""Options that are not the configuration's: the least number (None: any text), the rule and the fix."""
 
 
 def split(words: Sequence[str]) -> CommandLine:
-    """Take the file, ``--nproc``, ``--max_restarts`` and ``--help`` out of the words; all others are overrides.
+    """Take the file, the options of ``OWN`` and ``--help`` out of the words; all others are overrides.
 
     The file stands before the first override, because an override may take several values.
 
     Raises:
-        ConfigError: ``--nproc`` has no whole number above 0, or ``--max_restarts`` none.
+        ConfigError: an option of ours has no value, or a wrong one.
     """
     path: str | None = None
-    nproc: int | None = None
-    max_restarts = 0
+    own: dict[str, Any] = {}
     overrides: list[str] = []
     remaining = list(words)
     while remaining:
         word = remaining.pop(0)
         name, equals, value = word.partition("=")
         if word in ("--help", "-h"):
-            return CommandLine(path, nproc, (), help=True)
-        if name == "--max_restarts":
+            return CommandLine(path, None, (), help=True)
+        if name in OWN:
+            least, rule, fix = OWN[name]
             text = value if equals else (remaining.pop(0) if remaining else "")
-            if not text.isdecimal():
-                rule = "must be a whole number of restarts"
-                raise ConfigError(
-                    Problem("--max_restarts", text, rule, "write it like --max_restarts 3", "command line")
-                )
-            max_restarts = int(text)
-        elif name == "--nproc":
-            text = value if equals else (remaining.pop(0) if remaining else "")
-            if not text.isdecimal() or int(text) < 1:
-                rule = "must be a whole number of processes above 0"
-                raise ConfigError(Problem("--nproc", text, rule, "write it like --nproc 2", "command line"))
-            nproc = int(text)
+            if not text or (least is not None and not (text.isdecimal() and int(text) >= least)):
+                raise ConfigError(Problem(name, text, rule, fix, "command line"))
+            own[name[2:]] = text if least is None else int(text)
         elif path is None and not overrides and not word.startswith("-"):
             path = word
         else:
             overrides.append(word)
-    return CommandLine(path, nproc, tuple(overrides), max_restarts=max_restarts)
+    return CommandLine(path, own.pop("nproc", None), tuple(overrides), **own)

@@ -127,7 +127,8 @@ def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], pro
                 origins |= {f"{name}.{inner}": setting.where for inner in value}
         elif table in options() and options()[table].is_table:
             kind = get_args(options()[table].kind)[1]
-            value = plain(setting.value[0]) if setting.is_text else setting.value
+            is_typed = setting.is_text and kind is not str
+            value = plain(setting.value[0]) if is_typed else setting.value[0] if setting.is_text else setting.value
             values[table] = {**values.get(table, {}), key: coerce(value, kind)}
             origins[table] = setting.where
         else:

@@ -34,7 +34,7 @@ def machine_notes(
     ``device`` is "cpu" or "cuda", where training would run; ``num_devices`` counts the CUDA devices of this host.
     What is None is unknown, and no rule about it is applied.
     """
-    found = list(_mesh(loaded, world_size)) if world_size is not None else []
+    found = list(mesh_notes(loaded, world_size)) if world_size is not None else []
     found += _device(loaded, device, num_devices)
     found += _compiler(loaded, device)
     found += check_pinned(loaded, device)
@@ -44,7 +44,7 @@ def machine_notes(
     return found
 
 
-def _mesh(loaded: Loaded, world_size: int) -> Iterator[Problem]:
+def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
     """The degrees multiply to the number of ranks, and the global batch divides over them."""
     p, others = loaded.config.parallelism, other_degrees(loaded.config)
     if others < 1 or world_size < 1:

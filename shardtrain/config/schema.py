@@ -12,6 +12,7 @@ from typing import Literal
 from shardtrain.config.data_schema import Data, DataLoader
 from shardtrain.config.data_schema import DataSource as DataSource
 from shardtrain.config.data_schema import DataStage as DataStage
+from shardtrain.config.launch_schema import Launch
 from shardtrain.config.lora_schema import Lora
 from shardtrain.config.safety_schema import Checkpoint, Comm, FaultTolerance, Numbers
 from shardtrain.config.task_schema import Task
@@ -461,3 +462,4 @@ class Config:
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
     experimental: Experimental = field(default_factory=Experimental)
+    launch: Launch = field(default_factory=Launch)

@@ -45,14 +45,30 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 
 
 def is_slurm_rank(environment: Mapping[str, str]) -> bool:
-    """Whether this is one of several tasks of one srun. The body of an sbatch script is none: it has no step.
+    """Whether this is one of several tasks of one srun, and no node that starts ranks (SHARDTRAIN_NNODES, or below).
+
+    The body of an sbatch script is none: it has no step.
 
     >>> is_slurm_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
     False
     >>> is_slurm_rank({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"})
     True
     """
+    if environment.get("SHARDTRAIN_NNODES") or is_slurm_node(environment):
+        return False
     return "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+
+
+def is_slurm_node(environment: Mapping[str, str]) -> bool:
+    """Whether srun has started one task on each of several nodes, and this one has several GPUs: it starts its ranks.
+
+    >>> step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+    >>> is_slurm_node(step), is_slurm_node({**step, "SLURM_GPUS_ON_NODE": "8"})
+    (False, True)
+    """
+    nodes, tasks = environment.get("SLURM_STEP_NUM_NODES"), environment.get("SLURM_STEP_NUM_TASKS")
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    return "SLURM_PROCID" in environment and nodes == tasks not in (None, "1") and gpus.isdecimal() and int(gpus) > 1
 
 
 def adopt_slurm(environment: MutableMapping[str, str]) -> None:
@@ -104,20 +120,6 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group(0)) if first else ""
 
 
-def refuse_one_of_several_nodes(environment: Mapping[str, str]) -> None:
-    """Stop when a platform started this command once per node: each copy would train alone, and nobody would notice.
-
-    Raises:
-        ConfigError: PET_NNODES or SKYPILOT_NUM_NODES is above 1 and no torchrun stands between.
-    """
-    for name in ("PET_NNODES", "SKYPILOT_NUM_NODES"):
-        value = environment.get(name, "")
-        if value.rpartition(":")[2].isdigit() and int(value.rpartition(":")[2]) > 1:
-            rule = "says that this is one of several nodes, but the command starts ranks on one machine alone"
-            fix = "run `torchrun -m shardtrain train ...`, which reads the same variables"
-            raise ConfigError(Problem(name, value, rule, fix, "environment"))
-
-
 def count_accelerators(device: str = "auto") -> int:
     """Accelerators that PyTorch can use, 0 where there are none; ``device`` is ``training.device``.
 
@@ -148,24 +150,52 @@ def choose_processes(
     """Decide how many ranks to start here: as asked, or one per accelerator, or two on a CPU, as the mesh allows.
 
     With a free shard degree the count is a multiple of the other degrees; with a fixed one it is their product.
-    ``requested`` is ``--nproc``; NGPU in the environment comes next.
+    ``requested`` is ``--nproc``; for the variables that come next see ``asked_processes``.
 
     Raises:
-        ConfigError: NGPU or ``--nproc`` is no whole number above 0.
+        ConfigError: ``--nproc`` or a variable is no whole number above 0.
     """
-    if requested is not None:
-        return ProcessCount(_at_least_one("--nproc", requested, "command line"), "as --nproc says")
-    if environment.get("NGPU"):
-        return ProcessCount(_at_least_one("NGPU", environment["NGPU"], "environment"), "as NGPU says")
-    shard = config.parallelism.data_parallel_shard_degree
-    if shard != -1:
-        return ProcessCount(other_degrees(config) * shard, "the product of the parallelism degrees")
+    asked = asked_processes(requested, environment)
+    if asked:
+        return asked
+    whole = mesh_size(config)
+    if whole:
+        return ProcessCount(whole, "the product of the parallelism degrees")
     multiple = other_degrees(config)
     if accelerators:
         count = max(accelerators // multiple, 1) * multiple
         return ProcessCount(_fit_batch(config, count, multiple), f"{accelerators} accelerators found")
     count = -(-min(2, cores) // multiple) * multiple
     return ProcessCount(_fit_batch(config, count, multiple), f"no accelerator found, {cores} CPU cores")
+
+
+def asked_processes(requested: int | None, environment: Mapping[str, str]) -> ProcessCount | None:
+    """The number of ranks that ``--nproc`` or the environment asks for on this machine; None where nothing does.
+
+    NGPU, then PET_NPROC_PER_NODE where it is a number, then RUNAI_NUM_OF_GPUS, where a share of a GPU is one.
+
+    Raises:
+        ConfigError: what comes first is no whole number above 0.
+
+    >>> asked_processes(None, {"PET_NPROC_PER_NODE": "auto", "RUNAI_NUM_OF_GPUS": "0.5"})
+    ProcessCount(count=1, reason='as RUNAI_NUM_OF_GPUS says')
+    """
+    if requested is not None:
+        return ProcessCount(_at_least_one("--nproc", requested, "command line"), "as --nproc says")
+    for name in ("NGPU", "PET_NPROC_PER_NODE", "RUNAI_NUM_OF_GPUS"):
+        text = environment.get(name, "")
+        if name == "RUNAI_NUM_OF_GPUS" and re.fullmatch(r"0?\.\d*[1-9]\d*|\d+\.0+", text):
+            text = str(max(1, int(float(text))))
+        undecided = text in ("auto", "gpu", "cpu") if name == "PET_NPROC_PER_NODE" else text == "0" and name != "NGPU"
+        if text and not undecided:
+            return ProcessCount(_at_least_one(name, text, "environment"), f"as {name} says")
+    return None
+
+
+def mesh_size(config: Config) -> int | None:
+    """The product of the parallelism degrees; None where the shard degree takes what there is."""
+    shard = config.parallelism.data_parallel_shard_degree
+    return None if shard == -1 else other_degrees(config) * shard
 
 
 def rank_environment(

@@ -64,17 +64,6 @@ def test_the_first_host_of_a_node_list(nodes, first):
     assert environment.first_host(nodes) == first
 
 
-@pytest.mark.parametrize("names", [{"PET_NNODES": "2"}, {"PET_NNODES": "1:4"}, {"SKYPILOT_NUM_NODES": "3"}])
-def test_one_of_several_nodes_is_refused_with_the_command_that_works(names):
-    with pytest.raises(ConfigError, match="torchrun -m shardtrain train"):
-        environment.refuse_one_of_several_nodes(names)
-
-
-@pytest.mark.parametrize("names", [{}, {"PET_NNODES": "1"}, {"PET_NNODES": ""}, {"SKYPILOT_NUM_NODES": "1"}])
-def test_a_single_node_is_not_refused(names):
-    assert environment.refuse_one_of_several_nodes(names) is None  # and nothing is raised
-
-
 @pytest.mark.parametrize(
     ("run", "accelerators", "cores", "count"),
     [

@@ -34,6 +34,7 @@ SERVERS = {
     "multiprocessing.managers",
 }
 LISTENS = {
+    "launch/agent.py": "of several nodes: tries the port on which PyTorch's rendezvous will listen, and lets it go",
     "launch/local.py": "the ranks' rendezvous, on the loopback address",
     "parallel/rendezvous.py": "connects to torchrun's store, and listens nowhere (is_master=False)",
 }

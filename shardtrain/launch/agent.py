@@ -1,0 +1,184 @@
+"""The agent of one node of several: PyTorch's elastic agent as a library, in the process that the platform started.
+
+torchrun would do the same and answer every failure, and every request to stop, with 1. Here the status of the ranks is
+that of the node (75: saved and asked to stop), a failure that would come again is not tried again, and SIGUSR1, which
+Slurm sends to every process of a step, is a request to stop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardtrain import __version__, config
+from shardtrain.config.command_line import CommandLine
+from shardtrain.errors import ConfigError, PeerError, Problem
+from shardtrain.launch import environment
+from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED
+from shardtrain.launch.job import NOTICE_SECONDS
+from shardtrain.launch.nodes import Nodes, choose_processes
+from shardtrain.launch.restart import RESTARTABLE
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    from shardtrain.config import Loaded
+
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+LOOK_SECONDS = 0.5
+
+
+def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes) -> int:
+    """Run this node's share of a training; gives its exit status.
+
+    Raises:
+        ConfigError: the configuration does not work on these nodes, or the port of the rendezvous is taken.
+        PeerError: too few nodes came in time, or the one that hosts the rendezvous is gone.
+    """
+    environment.set_allocator_default(os.environ)
+    accelerators = environment.count_accelerators(loaded.config.training.device)
+    cores = environment.usable_cores()
+    choice = choose_processes(loaded.config, arguments.nproc, os.environ, nodes, accelerators, cores)
+    device = loaded.config.training.device
+    device = ("cuda" if accelerators else "cpu") if device == "auto" else device
+    world_size = choice.count * nodes.most if nodes.least == nodes.most else None
+    config.require(loaded, world_size=world_size, device=device, num_devices=accelerators)
+    environment.set_process_defaults(os.environ, choice.count, cores, alone=False)
+    number = "" if nodes.node_rank is None else f" {nodes.node_rank}"
+    print(
+        f"shardtrain {__version__}: node{number} of {nodes.reason.partition('=')[2]} ({nodes.reason.partition('=')[0]})"
+        f" with {choice.count} processes ({choice.reason}), meeting at {nodes.endpoint}",
+        file=sys.stderr,
+        flush=True,
+    )
+    words = ["train", *([arguments.path] if arguments.path else []), *arguments.overrides]
+    return run(nodes, choice.count, words, loaded.config.checkpoint.grace_seconds)
+
+
+def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) -> int:
+    """Start ``ranks`` ranks of ``command`` here, when enough nodes have come; gives the status of this node."""
+    # until ranks run there is nothing to save, and PyTorch's wait for the rendezvous would hear no handler of Python's
+    before = {name: signal.signal(getattr(signal, name), signal.SIG_DFL) for name in SIGNALS}
+    if nodes.hosts_meeting:
+        _refuse_taken(nodes.endpoint)
+    elif nodes.hosts_meeting is False:
+        _await_host(nodes)
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is told by its rank
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(SIGNALS)
+    with tempfile.TemporaryDirectory(prefix="shardtrain-") as records:
+        try:
+            agent = _agent(nodes, ranks, command, grace_seconds, records)
+            result = agent.run()
+            return status_of([one.exitcode for one in result.failures.values()])
+        except SignalException:
+            return status_of(_left(agent))
+        except RendezvousError as error:
+            rule = f"of {nodes.least} nodes did not happen within {nodes.join_seconds} s, or its host is gone"
+            told = f"the meeting at {nodes.endpoint} {rule} ({type(error).__name__})"
+            raise PeerError(f"{told}; are all nodes up, and is the port open between them?") from None
+        finally:
+            for name, handler in before.items():
+                signal.signal(getattr(signal, name), handler)
+
+
+def _refuse_taken(endpoint: str) -> None:
+    """Stop where another program listens on the port that this node should serve."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(endpoint.rpartition(":")[2])))
+        except OSError as error:
+            rule = f"cannot be served from this host: {error.strerror}"
+            fix = "choose another port, or end the program that has it"
+            raise ConfigError(Problem("rendezvous", endpoint, rule, fix)) from None
+
+
+def _await_host(nodes: Nodes) -> None:
+    """Wait until something listens where the nodes meet: PyTorch's own wait hears no signal, and is 60 s at most."""
+    host, _, port = nodes.endpoint.rpartition(":")
+    end, why = time.monotonic() + nodes.join_seconds, ""
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=LOOK_SECONDS * 10).close()
+            return
+        except (OSError, ValueError) as error:
+            why = str(error)
+        time.sleep(LOOK_SECONDS)
+    rule = f"nothing answers there after {nodes.join_seconds} s ({why})"
+    raise PeerError(f"the nodes cannot meet at {nodes.endpoint}: {rule}; is the first node up, and its port open?")
+
+
+def status_of(codes: Sequence[int]) -> int:
+    """The status of a node whose ranks left with ``codes``: a cause of their own before a lost peer before a request.
+
+    >>> status_of([75, 75]), status_of([1, 76]), status_of([-9, 75]), status_of([0, 0])
+    (75, 1, 6, 0)
+    """
+    own = [code for code in codes if code > 0 and code not in (PEER, PREEMPTED, NOT_SAVED)]
+    if own:
+        return max(own)
+    return PEER if any(code < 0 or code == PEER for code in codes) else max(codes, default=0)
+
+
+def _left(agent: LocalElasticAgent) -> list[int]:
+    """Statuses of the ranks that the agent has just ended; 76 for one that was killed or never began."""
+    context: Any = getattr(agent, "_pcontext", None)
+    handlers = getattr(context, "subprocess_handlers", {})
+    codes = [handler.proc.poll() for handler in handlers.values()]
+    return [NOT_SAVED if code is None or code < 0 else code for code in codes] or [NOT_SAVED]
+
+
+def _agent(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, records: str) -> LocalElasticAgent:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    class Agent(LocalElasticAgent):
+        """Gives up at once where a new attempt would end as the last, or where the ranks were asked to stop."""
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            codes = [one.exitcode for one in result.failures.values()] if result.is_failed() else []
+            if codes and status_of(codes) not in RESTARTABLE:
+                self._remaining_restarts = 0
+            return result
+
+    host = {} if nodes.hosts_meeting is None else {"is_host": str(nodes.hosts_meeting).lower()}
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=nodes.endpoint,
+        run_id=nodes.run_id,
+        min_nodes=nodes.least,
+        max_nodes=nodes.most,
+        local_addr=nodes.local_address,
+        join_timeout=nodes.join_seconds,
+        **host,
+    )
+    spec = WorkerSpec(
+        role="shardtrain",
+        local_world_size=ranks,
+        entrypoint=sys.executable,
+        # PyTorch replaces ${local_rank} in arguments, and two dollars by one
+        args=("-m", "shardtrain", *(word.replace("$", "$$") for word in command)),
+        rdzv_handler=get_rendezvous_handler(parameters),
+        max_restarts=nodes.max_restarts,
+        local_addr=nodes.local_address,
+    )
+    logs = DefaultLogsSpecs(log_dir=records)
+    more: dict[str, Any] = {}
+    if "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters:
+        more["shutdown_timeout"] = grace_seconds + NOTICE_SECONDS
+    return Agent(spec, logs, **more)

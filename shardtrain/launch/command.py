@@ -1,0 +1,210 @@
+"""``shardtrain launch``: the same run on this machine, on hosts, or on a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+
+from shardtrain import config
+from shardtrain.config.command_line import split
+from shardtrain.config.machine import mesh_notes
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.launch import hosts, jobs, kubernetes, runai, slurm, ssh
+from shardtrain.launch.job import Job, to_job, without
+
+HELP = """\
+usage: shardtrain launch {local,ssh,slurm,kubernetes,runai} [CONFIG.toml] [--dry-run] [--section.key VALUE ...]
+       shardtrain launch {status,logs,stop} ID
+
+Start a training where it belongs. --dry-run prints what would be submitted, and submits nothing.
+
+  --name NAME            launch.name            --nodes N              launch.nodes; MIN:MAX is an elastic run
+  --image IMAGE          launch.image           --nproc N              launch.nproc_per_node
+  --hosts a,b            launch.ssh.hosts       --hostfile FILE        launch.ssh.hostfile
+  --include a@b:0,1      launch.ssh.include     --exclude a            launch.ssh.exclude
+  --max_restarts N       launch.max_restarts
+
+All options are keys of [launch] (shardtrain config help launch); what is no option of launch goes to the run.
+"""
+
+SHORT = {
+    "--name": "launch.name",
+    "--nodes": "launch.nodes",
+    "--image": "launch.image",
+    "--nproc": "launch.nproc_per_node",
+    "--hosts": "launch.ssh.hosts",
+    "--hostfile": "launch.ssh.hostfile",
+    "--include": "launch.ssh.include",
+    "--exclude": "launch.ssh.exclude",
+    "--max_restarts": "launch.max_restarts",
+}
+
+Follow = Callable[[str], int]
+FOLLOW: dict[str, Follow] = {"status": jobs.status, "logs": jobs.logs, "stop": jobs.stop}
+
+
+_DRY_RUN = frozenset({"--dry-run", "--dry_run"})
+_OF_CONTAINERS = ("image", "mounts", "shared_memory_gib", "device_resource")
+
+
+def main(words: list[str]) -> int:
+    """Run one action; gives the exit status."""
+    action, rest = (words[0], words[1:]) if words else ("", [])
+    if action in ("--help", "-h") or "--help" in rest or "-h" in rest:
+        print(HELP, end="")
+        return 0
+    if action in FOLLOW:
+        if len(rest) != 1:
+            raise ConfigError(Problem(f"launch {action}", " ".join(rest) or None, "needs one id", "as slurm/1234"))
+        return FOLLOW[action](rest[0])
+    if action not in PLATFORMS:
+        fix = f"use one of {', '.join([*PLATFORMS, *FOLLOW])}"
+        raise ConfigError(Problem("shardtrain launch", action or None, "needs a platform", fix, "command line"))
+    loaded, overrides, dry_run = *_load([word for word in rest if word not in _DRY_RUN]), not _DRY_RUN.isdisjoint(rest)
+    _note_unused(action, loaded)
+    return PLATFORMS[action](loaded, overrides, dry_run)
+
+
+def _note_unused(platform: str, loaded: config.Loaded) -> None:
+    """Tell on one line which common options this platform has no use for; a file may serve several platforms."""
+    unused: tuple[str, ...] = {
+        "local": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node", "python", "workdir", "secrets"),
+        "ssh": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node"),
+        "slurm": _OF_CONTAINERS if loaded.config.launch.slurm.container == "none" else _OF_CONTAINERS[2:],
+        "runai": ("device_resource",),
+    }.get(platform, ())
+    named = [f"launch.{name}" for name in unused if loaded.is_set(f"launch.{name}")]
+    if named:
+        print(f"note: {', '.join(named)}: without effect on {platform}", file=sys.stderr)
+
+
+def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
+    """Read the configuration with the short options spelt out, and check all of it that needs no cluster."""
+    found = split(_spelt_out(words))
+    if found.nnodes or found.node_rank is not None or found.rdzv_endpoint:
+        rule = "is what launch tells each node itself"
+        raise ConfigError(Problem("--nnodes", found.nnodes, rule, "say --nodes", "command line"))
+    loaded = config.load(found.path, found.overrides)
+    launch = loaded.config.launch
+    problems = config.check(loaded)
+    ranks = launch.nproc_per_node or launch.devices_per_node
+    if not problems and ranks and launch.min_nodes is None and (launch.nodes > 1 or not _hosts(loaded)):
+        problems = list(mesh_notes(loaded, ranks * launch.nodes))
+    if problems:
+        raise ConfigError(problems)
+    for entry in launch.slurm.sweep:
+        swept = config.load(found.path, [*without(found.overrides, "job.dump_folder"), *shlex.split(entry)])
+        if config.check(swept):
+            raise ConfigError([f"launch.slurm.sweep {entry!r}: {problem}" for problem in config.check(swept)])
+    return loaded, found.overrides
+
+
+def _hosts(loaded: config.Loaded) -> bool:
+    return bool(loaded.config.launch.ssh.hosts or loaded.config.launch.ssh.hostfile)
+
+
+def _spelt_out(words: list[str]) -> list[str]:
+    """Options of launch by their full names, behind everything else, so that a file may stand after them.
+
+    >>> _spelt_out(["--nodes", "1:4", "run.toml", "--hosts=a,b"])
+    ['run.toml', '--launch.min_nodes', '1', '--launch.nodes', '4', '--launch.ssh.hosts', 'a', 'b']
+    """
+    kept, spelt, remaining = list[str](), list[str](), list(words)
+    while remaining:
+        word = remaining.pop(0)
+        name, equals, value = word.partition("=")
+        if name not in SHORT:
+            kept.append(word)
+            continue
+        text = value if equals else (remaining.pop(0) if remaining else "")
+        if not text or (not equals and text.startswith("--")):
+            raise ConfigError(Problem(name, None, "has no value", f"write {name} VALUE", "command line"))
+        least, colon, most = text.partition(":")
+        if name == "--nodes" and colon:
+            spelt += ["--launch.min_nodes", least]
+            text = most
+        spelt += [f"--{SHORT[name]}", *(text.split(",") if name == "--hosts" else [text])]
+    return [*kept, *spelt]
+
+
+def _forwarded(job: Job) -> None:
+    """Stop at variables that are to be handed on and are not set."""
+    missing = [name for name in job.forwarded if not os.environ.get(name)]
+    if missing:
+        fix = f"set {missing[0]}, or leave it out"
+        raise ConfigError(Problem("launch.forward_env", list(job.forwarded), f"names {missing[0]}, not set here", fix))
+
+
+def _local(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:
+    job = to_job(loaded, overrides)
+    if job.nodes > 1:
+        raise ConfigError(Problem("launch.nodes", job.nodes, "is more than this machine", "launch ssh, or --nodes 1"))
+    # the interpreter and the folder are this shell's: launch.python and launch.workdir are those of other machines
+    command = [sys.executable, *job.command[1:]]
+    if dry_run:
+        _print_lines([*(f"export {k}={shlex.quote(v)}" for k, v in job.environment.items()), shlex.join(command)])
+        return 0
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(Problem("torch", None, "is not installed here", "pip install torch, or launch elsewhere"))
+    sys.stdout.flush()
+    os.execve(sys.executable, command, {**os.environ, **job.environment})
+
+
+def _ssh(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:
+    job, launch = to_job(loaded, overrides), loaded.config.launch
+    chosen = hosts.chosen(launch, launch.nodes if loaded.is_set("launch.nodes") else None)
+    _forwarded(job)
+    plans = ssh.render(job, launch, chosen, ssh.address_of(chosen[0], launch), ssh.new_run_id())
+    if dry_run:
+        print(ssh.text(plans), end="")
+        return 0
+    folder = jobs.open_folder(os.getpid())
+    print(f"ssh/{os.getpid()}", flush=True)
+    return ssh.Run(plans, launch.ssh.connect_timeout_seconds, folder)()
+
+
+def _slurm(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:
+    job = to_job(loaded, overrides)
+    text = slurm.render(job, loaded.config.launch)
+    _forwarded(job)
+    print(text if dry_run else f"slurm/{slurm.submit(text)}", end="" if dry_run else "\n")
+    return 0
+
+
+def _kubernetes(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:
+    launch = loaded.config.launch
+    job = to_job(loaded, overrides, kubernetes.CONFIG_PATH if loaded.path else None)
+    text = kubernetes.render(job, launch)
+    if dry_run:
+        print(text, end="")
+        return 0
+    kubernetes.submit(text)
+    print(jobs.kubernetes_id(job, launch))
+    return 0
+
+
+def _runai(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:
+    job, launch = to_job(loaded, overrides), loaded.config.launch
+    words = runai.render(job, launch)
+    if dry_run:
+        print(shlex.join(words))
+        return 0
+    runai.submit(words)
+    print(jobs.runai_id(job, launch))
+    return 0
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    print(*lines, sep="\n")
+
+
+PLATFORMS: dict[str, Callable[[config.Loaded, Sequence[str], bool], int]] = {
+    "local": _local,
+    "ssh": _ssh,
+    "slurm": _slurm,
+    "kubernetes": _kubernetes,
+    "runai": _runai,
+}

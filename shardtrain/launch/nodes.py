@@ -1,0 +1,156 @@
+"""One node of several: what the platforms tell a pod, a task or a host, read as one thing.
+
+Every answer is the first of: an option of the command line, a variable of ours, PET_* (torchrun's own, which Kubeflow
+sets), what Run:ai and PyTorchJob set besides, Slurm, SkyPilot, an indexed job; else this machine decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardtrain.config.command_line import CommandLine
+from shardtrain.config.schema import Config
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.launch import environment
+from shardtrain.launch.environment import ProcessCount
+
+DEFAULT_PORT = 29500
+JOIN_SECONDS = 600
+
+NNODES = ("SHARDTRAIN_NNODES", "OVERRIDE_PET_NNODES", "PET_NNODES")
+NODE_RANK = ("SHARDTRAIN_NODE_RANK", "PET_NODE_RANK", "RANK", "SLURM_NODEID", "SKYPILOT_NODE_RANK")
+RUN_ID = ("SHARDTRAIN_RDZV_ID", "PET_RDZV_ID", "RUNAI_JOB_UUID", "SLURM_JOB_ID", "RUNAI_JOB_NAME")
+RESTARTS = ("MAX_RESTARTS", "PET_MAX_RESTARTS")
+_RUNAI = ("RUNAI_JOB_NAME", "RUNAI_JOB_UUID", "RUNAI_PROJECT", "RUNAI_NUM_OF_GPUS")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where this node stands among the others: ``least`` to ``most`` of them meet at ``endpoint`` (HOST:PORT)."""
+
+    least: int
+    most: int
+    endpoint: str
+    node_rank: int | None
+    run_id: str
+    local_address: str | None
+    max_restarts: int
+    join_seconds: int
+    reason: str
+
+    @property
+    def hosts_meeting(self) -> bool | None:
+        """Whether the others meet here; None lets PyTorch compare the names of hosts."""
+        return None if self.node_rank is None else self.node_rank == 0
+
+
+def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
+    """This node among several, or None where it is the only one.
+
+    Raises:
+        ConfigError: a variable is no number, or nothing says where the nodes meet.
+    """
+    name, text = _count(arguments, names)
+    if not text:
+        return None
+    found = re.fullmatch(r"(?:([1-9][0-9]{0,5}):)?([1-9][0-9]{0,5})", text)
+    if not found or int(found[1] or 1) > int(found[2]):
+        raise ConfigError(Problem(name, text, "is no number of nodes", "write 2, or 1:4 for an elastic run", _at(name)))
+    least, most = int(found[1] or found[2]), int(found[2])
+    if most == 1:
+        return None
+    rank = _number("--node_rank", arguments.node_rank, NODE_RANK, names, least=0)
+    if rank is None and "JOB_COMPLETION_INDEX" in names:
+        rank = int(names["JOB_COMPLETION_INDEX"])
+    if rank is not None and rank >= most:
+        raise ConfigError(Problem(name, text, f"is the number of nodes, and this is node {rank}", "count from 0"))
+    return Nodes(
+        least=least,
+        most=most,
+        endpoint=_endpoint(arguments, names, name, text),
+        # an elastic platform counts anew when pods change
+        node_rank=rank if least == most or "SHARDTRAIN_NODE_RANK" in names or arguments.node_rank else None,
+        run_id=next((names[one] for one in RUN_ID if names.get(one)), "shardtrain"),
+        local_address=names.get("SHARDTRAIN_LOCAL_ADDR") or names.get("PET_LOCAL_ADDR"),
+        max_restarts=arguments.max_restarts or _number("", None, RESTARTS, names, least=0) or 0,
+        join_seconds=_number("", None, ("RDZV_TIMEOUT",), names, least=1) or JOIN_SECONDS,
+        reason=f"{name}={text}",
+    )
+
+
+def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
+    """The variable that says how many nodes there are, and its text; empty where this is the only one."""
+    if arguments.nnodes:
+        return "--nnodes", arguments.nnodes
+    for name in NNODES:
+        if names.get(name):
+            return name, names[name]
+    world = names.get("WORLD_SIZE", "")
+    if world.isdecimal() and int(world) > 1 and "RANK" in names and "LOCAL_RANK" not in names:
+        if any(name in names for name in _RUNAI):
+            return "WORLD_SIZE", world
+        rule = "is set without LOCAL_RANK: platforms mean nodes by it, or ranks"
+        fix = "say which: SHARDTRAIN_NNODES for nodes, or start ranks with torchrun or srun"
+        raise ConfigError(Problem("WORLD_SIZE", world, rule, fix, "environment"))
+    if environment.is_slurm_node(names):
+        return "SLURM_STEP_NUM_NODES", names["SLURM_STEP_NUM_NODES"]
+    if names.get("SKYPILOT_NUM_NODES"):
+        return "SKYPILOT_NUM_NODES", names["SKYPILOT_NUM_NODES"]
+    return "", ""
+
+
+def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: str) -> str:
+    """HOST:PORT of the rendezvous."""
+    for endpoint in (arguments.rdzv_endpoint, names.get("SHARDTRAIN_RDZV_ENDPOINT"), names.get("PET_RDZV_ENDPOINT")):
+        if endpoint:
+            return endpoint if ":" in endpoint else f"{endpoint}:{DEFAULT_PORT}"
+    for address, port in (("PET_MASTER_ADDR", "PET_MASTER_PORT"), ("MASTER_ADDR", "MASTER_PORT")):
+        if names.get(address):
+            return f"{names[address]}:{names.get(port) or DEFAULT_PORT}"
+    first = environment.first_host(names.get("SLURM_STEP_NODELIST") or names.get("SLURM_JOB_NODELIST", ""))
+    if first and environment.is_slurm_node(names):
+        return f"{first}:{20_000 + int(names.get('SLURM_JOB_ID', '0')) % environment.PORTS_FROM_JOB_ID}"
+    if names.get("SKYPILOT_NODE_IPS"):
+        return f"{names['SKYPILOT_NODE_IPS'].split()[0]}:{DEFAULT_PORT}"
+    rule = "says that this is one of several nodes, and nothing says where they meet"
+    raise ConfigError(Problem(why, text, rule, "give --rdzv_endpoint HOST:PORT, or set MASTER_ADDR", _at(why)))
+
+
+def _number(
+    flag: str, given: int | None, variables: tuple[str, ...], names: Mapping[str, str], least: int
+) -> int | None:
+    if given is not None:
+        return given
+    for name in variables:
+        text = names.get(name)
+        if text:
+            if not text.isdecimal() or int(text) < least:
+                rule = f"must be a whole number from {least} on"
+                raise ConfigError(Problem(name, text, rule, "correct it", "environment"))
+            return int(text)
+    return None
+
+
+def _at(name: str) -> str:
+    return "command line" if name.startswith("-") else "environment"
+
+
+def choose_processes(
+    config: Config, requested: int | None, names: Mapping[str, str], nodes: Nodes, accelerators: int, cores: int
+) -> ProcessCount:
+    """How many ranks this node starts: as asked, one per accelerator, or its share of the mesh, or up to two on a CPU.
+
+    Raises:
+        ConfigError: a variable is no number.
+    """
+    asked = environment.asked_processes(requested, names)
+    if asked:
+        return asked
+    if accelerators:
+        return ProcessCount(accelerators, f"{accelerators} accelerators found")
+    whole = environment.mesh_size(config)
+    if whole and whole % nodes.most == 0:
+        return ProcessCount(whole // nodes.most, "its share of the parallelism degrees")
+    return ProcessCount(min(2, cores), f"no accelerator found, {cores} CPU cores")

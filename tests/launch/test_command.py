@@ -1,0 +1,233 @@
+"""Laws of ``shardtrain launch`` as a user starts it: nothing but text with --dry-run, no torch, no secret, one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardtrain.launch import runai
+
+ROOT = Path(__file__).parents[2]
+CANARIES = {"HF_TOKEN": "hf_canary0123456789abcdef", "WANDB_API_KEY": "wandb-canary-9876543210"}
+CONFIG = """\
+[launch]
+name = "run"
+nodes = 2
+devices_per_node = 8
+image = "registry.example/shardtrain:1"
+mounts = ["data:/data"]
+shared_memory_gib = 16
+forward_env = ["HF_TOKEN", "WANDB_API_KEY"]
+
+[launch.env]
+HF_HOME = "/data/hf"
+
+[launch.secrets]
+HF_TOKEN = "hub/token"
+WANDB_API_KEY = "wandb/key"
+
+[launch.ssh]
+hosts = ["node1", "node2"]
+
+[launch.slurm]
+container = "apptainer"
+
+[launch.kubernetes]
+queue = "team"
+node_selector = ["gpu=h100"]
+
+[launch.runai]
+project = "team"
+"""
+# an interpreter in which torch, numpy and transformers cannot be imported
+BARE = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "numpy", "transformers", "safetensors"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from shardtrain.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+NOTES = {
+    "local": "note: launch.image, launch.mounts, launch.shared_memory_gib, launch.secrets: without effect on local\n",
+    "ssh": "note: launch.image, launch.mounts, launch.shared_memory_gib: without effect on ssh\n",
+    "slurm": "note: launch.shared_memory_gib: without effect on slurm\n",
+}
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def run(*words: str | Path, **names: str) -> subprocess.CompletedProcess[str]:
+    """On a laptop without torch: the interpreter refuses to import it."""
+    environment = {**os.environ, **CANARIES, "PYTHONPATH": str(ROOT), **names}
+    command = [sys.executable, "-c", BARE, "launch", *map(str, words)]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes", "runai"])
+def test_one_file_is_shown_for_every_platform_without_torch_and_without_a_secret(tmp_path, config_file, platform):
+    more = ["--nodes", "1"] if platform == "local" else []
+    before = sorted(tmp_path.rglob("*"))
+    done = run(platform, config_file, "--dry-run", "--optimizer.lr", "2e-05", *more, XDG_STATE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == NOTES.get(platform, "") and "2e-05" in done.stdout and "--launch" not in done.stdout
+    for canary in CANARIES.values():
+        assert canary not in done.stdout
+    assert sorted(tmp_path.rglob("*")) == before, "a dry run writes nothing"
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
+def test_secrets_are_references_in_every_manifest(config_file, kind):
+    done = run("kubernetes", config_file, "--dry-run", f"--launch.kubernetes.kind={kind}")
+    manifests = list(yaml.safe_load_all(done.stdout))
+    assert manifests[0]["kind"] == "ConfigMap" and manifests[0]["data"]["config.toml"] == CONFIG
+    assert done.stdout.count("secretKeyRef") == 2 * (2 if kind == "pytorchjob" else 1)
+    assert not re.search(r"^\s+(value|data): .*canary", done.stdout, re.MULTILINE)
+    assert manifests[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+
+
+FLAGS = {
+    # transcribed from the published references: docs.run.ai (v2.20, `runai submit-dist pytorch`), and
+    # docs.nvidia.com/run-ai (v3.0, `runai training pytorch submit`)
+    cli: set(flags.split())
+    for cli, flags in {
+        "v1": "--name -p -i -e --existing-pvc --large-shm --node-pools --working-dir --gpu --cpu --memory --workers "
+        "--min-replicas --max-replicas --command",
+        "v2": "-p -i -e --existing-pvc --large-shm --node-pools --working-dir --gpu-devices-request --cpu-core-request "
+        "--cpu-memory-request --workers --master-gpu-devices-request --min-replicas --max-replicas --env-secret "
+        "--termination-grace-period --command",
+    }.items()
+}
+COMMANDS = {
+    "v1": "runai submit-dist pytorch --name run -p team -i registry.example/shardtrain:1 -e HF_HOME=/data/hf "
+    "--existing-pvc claimname=data,path=/data --large-shm --gpu 8 --workers=1 -e HF_TOKEN=SECRET:hub,token "
+    "-e WANDB_API_KEY=SECRET:wandb,key --command -- python3 -m shardtrain train FILE --nproc 8",
+    "v2": "runai training pytorch submit run -p team -i registry.example/shardtrain:1 -e HF_HOME=/data/hf "
+    "--existing-pvc claimname=data,path=/data --large-shm --gpu-devices-request 8 --workers 1 "
+    "--master-gpu-devices-request 8 --env-secret HF_TOKEN=hub,key=token --env-secret WANDB_API_KEY=wandb,key=key "
+    "--termination-grace-period 40s --command -- python3 -m shardtrain train FILE --nproc 8",
+}
+
+
+@pytest.mark.parametrize("cli", ["v1", "v2"])
+def test_runai_is_given_documented_flags_byte_for_byte(tmp_path, config_file, cli):
+    record = tmp_path / "argv"
+    stub = tmp_path / "bin" / "runai"
+    stub.parent.mkdir()
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\0" runai "$@" > {shlex.quote(str(record))}\n')
+    stub.chmod(0o755)
+    done = run("runai", config_file, f"--launch.runai.cli={cli}", PATH=f"{stub.parent}:{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    words = record.read_text().split("\0")[:-1]
+    assert words == COMMANDS[cli].replace("FILE", str(config_file)).split()
+    flags = {word.partition("=")[0] for word in words[: words.index("--")] if word.startswith("-")}
+    assert flags <= FLAGS[cli] and not any(word.startswith("--environment") for word in words)
+    assert done.stdout == f"runai/{cli}/pytorch/team/run\n"
+
+
+def test_one_pod_and_an_elastic_range_are_said_in_runais_words(config_file):
+    alone = run("runai", config_file, "--dry-run", "--nodes", "1").stdout
+    assert alone.startswith("runai training standard submit run ") and "--workers" not in alone
+    elastic = run("runai", config_file, "--dry-run", "--nodes", "2:4").stdout
+    assert "--workers 3 " in elastic and "--min-replicas 1 --max-replicas 3 " in elastic
+
+
+def test_an_elastic_pytorchjob_has_workers_alone(config_file):
+    done = run("kubernetes", config_file, "--dry-run", "--nodes=1:4", "--max_restarts=2")
+    spec = list(yaml.safe_load_all(done.stdout))[-1]["spec"]
+    assert spec["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 1, "maxReplicas": 4, "maxRestarts": 2}
+    assert list(spec["pytorchReplicaSpecs"]) == ["Worker"]
+
+
+def test_a_pod_is_given_the_time_that_a_save_takes(config_file):
+    done = run("kubernetes", config_file, "--dry-run", "--checkpoint.grace_seconds", "120")
+    assert "terminationGracePeriodSeconds: 130" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "needs a platform"),
+        (["nowhere"], "needs a platform"),
+        (["slurm", "--nodes"], "has no value"),
+        (["slurm", "--nodes", "none"], "launch.nodes"),
+        (["slurm", "--nnodes", "2"], "say --nodes"),
+        (["local", "--nodes", "2"], "launch.nodes"),
+        (["ssh"], "names no host"),
+        (["ssh", "--hosts", "a", "--launch.forward_env=NOT_SET_HERE"], "NOT_SET_HERE"),
+        (["kubernetes"], "launch.image"),
+        (["kubernetes", "--image=a", "--launch.forward_env=HF_TOKEN"], "launch.secrets"),
+        (["kubernetes", "--image=a", "--nodes=1:2", "--launch.kubernetes.kind=jobset"], "launch.min_nodes"),
+        (["runai", "--image=a", '--launch.mounts=["a:/b:ro"]'], "read-only"),
+        (["slurm", "--nodes=2", "--nproc=4", "--parallelism.tensor_parallel_degree=16"], "cannot divide 8 ranks"),
+        (["slurm", "--launch.slurm.sweep=--optimizer.lrr 1"], "did you mean optimizer.lr?"),
+        (["slurm", "--launch.slurm.sweep_at_once=2"], "sweep"),
+        (["status", "slurm/1;2"], "no id"),
+        (["stop", "ssh/99999999"], "no launch of this user"),
+        (["logs"], "needs one id"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(tmp_path, words, told):
+    words = [*words, "--dry-run"] if words and words[0] not in ("status", "stop", "logs") else words
+    done = run(*words, XDG_STATE_HOME=str(tmp_path))
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert told in done.stderr and len(done.stderr.splitlines()) == 1 and done.stdout == ""
+
+
+def test_a_program_that_is_missing_or_refuses_is_told_in_one_line(tmp_path, config_file):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = run("kubernetes", config_file, PATH=str(empty))
+    assert done.returncode == 2 and "kubectl" in done.stderr and len(done.stderr.splitlines()) == 1
+    stub = empty / "runai"
+    stub.write_text("#!/bin/sh\necho 'project team: quota exceeded' >&2\nexit 1\n")
+    stub.chmod(0o755)
+    done = run("runai", config_file, PATH=f"{empty}:/bin:/usr/bin")
+    assert done.returncode == 2 and "quota exceeded" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_an_id_is_followed_by_the_platforms_own_command(tmp_path):
+    record = tmp_path / "argv"
+    for name in ("kubectl", "runai", "scancel"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {shlex.quote(str(record))}\n')
+        (tmp_path / name).chmod(0o755)
+    for words in (
+        ["status", "kubernetes/team/pytorchjob/run"], ["stop", "kubernetes/team/jobset/run"],
+        ["logs", "runai/v2/pytorch/team/run"], ["stop", "runai/v1/standard/-/run"], ["stop", "slurm/12_3"],
+    ):  # fmt: skip
+        assert run(*words, PATH=f"{tmp_path}:{os.environ['PATH']}").returncode == 0
+    assert record.read_text().splitlines() == [
+        "kubectl --namespace team get pytorchjob run",
+        "kubectl --namespace team delete jobset/run",
+        "runai training pytorch logs run -p team",
+        "runai delete job run",
+        "scancel 12_3",
+    ]
+
+
+def test_launch_local_is_train_with_the_variables_of_launch(tmp_path):
+    """The process becomes ``shardtrain train``, so that signals arrive."""
+    command = [sys.executable, "-m", "shardtrain", "launch", "local", "--launch.env.NGPU=none"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "NGPU" in done.stderr
+
+
+def test_the_reference_of_flags_is_named_where_they_are_written():
+    assert "docs.run.ai" in (runai.__doc__ or "")

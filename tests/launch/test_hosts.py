@@ -1,0 +1,115 @@
+"""Laws of hostfiles: DeepSpeed's lines, hosts and devices taken in and left out, and mistakes told with their line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from shardtrain.config.launch_schema import Launch, LaunchSSH
+from shardtrain.errors import ConfigError
+from shardtrain.launch import ssh
+from shardtrain.launch.hosts import Host, chosen, read_hostfile, select
+from shardtrain.launch.job import Job
+
+FOUR = [Host("a", slots=4), Host("b", slots=4), Host("c", slots=4)]
+JOB = Job("job", ("python3", "-m", "shardtrain", "train"))
+
+
+def test_a_hostfile_has_hosts_slots_users_ports_and_comments(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# ours\nnode1 slots=8\n\nme@node2:2222 slots=8  # the new one\nnode3\n")
+    assert read_hostfile(path) == [Host("node1", slots=8), Host("node2", "me", 2222, 8), Host("node3")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["node1 slots=0", "node1 slots=x", "node1 8", "node1 slots=8 max_slots=8", "-oProxyCommand=x", "a;b", "a\x1bb"],
+)
+def test_a_wrong_line_is_told_with_its_number(tmp_path, line):
+    path = tmp_path / "hosts"
+    path.write_text(f"node0\n{line}\n")
+    with pytest.raises(ConfigError, match="hosts:2: ") as error:
+        read_hostfile(path)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_hostfile_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_hostfile(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        ("", "", {"a": None, "b": None, "c": None}),
+        ("a@c", "", {"a": None, "c": None}),
+        ("a:0,2@b:1,3", "", {"a": (0, 2), "b": (1, 3)}),
+        ("", "b", {"a": None, "c": None}),
+        ("", "b:1", {"a": None, "b": (0, 2, 3), "c": None}),
+        ("", "a:0,1,2,3@b", {"c": None}),
+    ],
+)
+def test_filters_choose_hosts_and_devices(include, exclude, expected):
+    assert {host.name: host.devices for host in select(FOUR, include, exclude)} == expected
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "told"),
+    [
+        ("d", "", "no host"),
+        ("a:4", "", "device 4"),
+        ("a:", "", "no devices"),
+        ("", "a:x", "no devices"),
+        ("a", "b", "other"),
+    ],
+)
+def test_filters_that_name_nothing_are_refused(include, exclude, told):
+    with pytest.raises(ConfigError, match=told):
+        select(FOUR, include, exclude)
+
+
+def launch(hosts: list[str], **more) -> Launch:
+    return replace(Launch(), ssh=LaunchSSH(hosts=hosts), **more)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "told"),
+    [([], None, "names no host"), (["a", "a"], None, "twice"), (["a", "b"], 3, "more than 2 hosts")],
+)
+def test_hosts_that_make_no_run_are_refused(hosts, nodes, told):
+    with pytest.raises(ConfigError, match=told):
+        chosen(launch(hosts), nodes)
+
+
+def test_two_ports_of_one_machine_are_two_hosts_and_nodes_takes_the_first():
+    assert [host.port for host in chosen(launch(["a:1", "a:2", "a:3"]), 2)] == [1, 2]
+
+
+def test_unequal_slots_are_told_with_each_host(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("a slots=4\nb slots=8\n")
+    with pytest.raises(ConfigError, match="a has 4, b has 8"):
+        chosen(replace(Launch(), ssh=LaunchSSH(hostfile=str(path))), None)
+
+
+def test_slots_are_the_ranks_and_chosen_devices_are_the_visible_ones():
+    plans = ssh.render(JOB, Launch(), [Host("a", slots=2, devices=(1, 3)), Host("b", slots=2)], "10.0.0.1", "id")
+    assert plans[0].command[-2:] == ("--nproc", "2") and plans[0].environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert "CUDA_VISIBLE_DEVICES" not in plans[1].environment
+    assert [plan.environment["SHARDTRAIN_NODE_RANK"] for plan in plans] == ["0", "1"]
+    assert {plan.environment["SHARDTRAIN_RDZV_ENDPOINT"] for plan in plans} == {"10.0.0.1:29500"}
+    with pytest.raises(ConfigError, match="2 slots"):
+        ssh.render(JOB, replace(Launch(), nproc_per_node=4), [Host("a", slots=2)], "a", "id")
+
+
+def test_one_host_is_no_node_of_several():
+    (plan,) = ssh.render(JOB, Launch(), [Host("a", "me", 22)], "a", "id")
+    assert not [name for name in plan.environment if name.startswith("SHARDTRAIN_")]
+    assert plan.ssh[-5:] == ("-p", "22", "--", "me@a", "exec python3 -m shardtrain.launch.host")
+
+
+def test_an_elastic_run_is_refused():
+    with pytest.raises(ConfigError, match=re.escape("launch.min_nodes")):
+        ssh.render(replace(JOB, nodes=2, min_nodes=1), Launch(), [Host("a")], "a", "id")

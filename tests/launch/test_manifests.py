@@ -1,0 +1,135 @@
+"""Manifests against the published models of Kubernetes, Kubeflow Trainer and JobSet: no unknown key, no wrong type.
+
+The models are those of the package kubeflow-trainer-api (2.3.0), generated from the CRDs; they drop keys that they do
+not know, so a manifest must come back as it went in. PyTorchJob's own few fields are transcribed from
+kubeflow-training 1.9.4, and its pods are checked as the others are.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import yaml
+
+from shardtrain import config
+from shardtrain.launch import kubernetes
+from shardtrain.launch.job import to_job
+
+pytest.importorskip("kubeflow_trainer_api", reason="kubeflow-trainer-api (the dev extra) has the published models")
+
+EVERYTHING = [
+    "--launch.name=run", "--launch.nodes=4", "--launch.devices_per_node=8", "--launch.image=reg/run:1",
+    '--launch.mounts=["data:/data", "data:/cache", "models:/models:ro"]', "--launch.shared_memory_gib=16",
+    "--launch.cpus_per_node=96", "--launch.memory_gib_per_node=512", "--launch.workdir=/app", "--launch.fabric=efa",
+    "--launch.secrets.HF_TOKEN=hub/token", "--launch.kubernetes.queue=team", "--launch.kubernetes.namespace=ml",
+    "--launch.kubernetes.service_account=trainer", "--launch.kubernetes.image_pull_secret=registry",
+    "--launch.kubernetes.priority_class=high", '--launch.kubernetes.node_selector=["gpu=h100"]',
+]  # fmt: skip
+LEAST = ["--launch.image=reg/run:1"]
+
+PYTORCHJOB = {"elasticPolicy": dict, "nprocPerNode": str, "pytorchReplicaSpecs": dict, "runPolicy": dict}
+RUN_POLICY = {
+    "activeDeadlineSeconds": int, "backoffLimit": int, "cleanPodPolicy": str, "managedBy": str,
+    "schedulingPolicy": dict, "suspend": bool, "ttlSecondsAfterFinished": int,
+}  # fmt: skip
+ELASTIC_POLICY = {
+    "maxReplicas": int, "maxRestarts": int, "metrics": list, "minReplicas": int, "nProcPerNode": int,
+    "rdzvBackend": str, "rdzvConf": list, "rdzvHost": str, "rdzvId": str, "rdzvPort": int, "standalone": bool,
+}  # fmt: skip
+
+
+def manifests(kind: str, arguments: list[str], path=None) -> list[dict]:
+    words = [*arguments, f"--launch.kubernetes.kind={kind}"]
+    loaded = config.load(path, words)
+    assert not config.check(loaded)
+    job = to_job(loaded, words, kubernetes.CONFIG_PATH)
+    return list(yaml.safe_load_all(kubernetes.render(job, loaded.config.launch)))
+
+
+def returned(module: str, name: str, data: dict) -> dict:
+    """What a published model makes of a manifest."""
+    model = getattr(importlib.import_module(f"kubeflow_trainer_api.models.{module}"), name)
+    return model.from_dict(data).to_dict()
+
+
+def assert_pod(template: dict) -> None:
+    assert returned("io_k8s_api_core_v1_pod_template_spec", "IoK8sApiCoreV1PodTemplateSpec", template) == template
+
+
+def assert_fields(data: dict, fields: dict[str, type]) -> None:
+    assert {key: type(value) for key, value in data.items()} == {key: fields[key] for key in data}
+
+
+@pytest.fixture(params=[EVERYTHING, LEAST], ids=["everything", "least"])
+def arguments(request):
+    return request.param
+
+
+def test_a_trainjob_and_its_runtime_are_what_kubeflow_trainer_takes(arguments):
+    runtime, job = manifests("trainjob", arguments)
+    assert returned("trainer_v1alpha1_training_runtime", "TrainerV1alpha1TrainingRuntime", runtime) == runtime
+    assert returned("trainer_v1alpha1_train_job", "TrainerV1alpha1TrainJob", job) == job
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]
+    assert_pod(pod)
+    # the operator gives PET_* to the container `node` of the step `trainer` alone
+    assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert [container["name"] for container in pod["spec"]["containers"]] == ["node"]
+
+
+def test_a_jobset_is_what_its_controller_takes(arguments):
+    (job,) = manifests("jobset", arguments)
+    assert returned("jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet", job) == job
+    (node,) = job["spec"]["replicatedJobs"]
+    inner = node["template"]["spec"]
+    assert inner["parallelism"] == inner["completions"] and inner["completionMode"] == "Indexed"
+    assert_pod(inner["template"])
+    names = {one["name"]: one.get("value") for one in inner["template"]["spec"]["containers"][0].get("env", [])}
+    if inner["completions"] > 1:
+        assert names["SHARDTRAIN_NNODES"] == "4"
+        assert names["SHARDTRAIN_RDZV_ENDPOINT"] == "run-node-0-0.run:29500", "the stable name of the first pod"
+
+
+@pytest.mark.parametrize("more", [[], ["--launch.min_nodes=1"]])
+def test_a_pytorchjob_is_what_the_training_operator_takes(arguments, more):
+    (job,) = manifests("pytorchjob", [*arguments, *more])
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert_fields(job["spec"], PYTORCHJOB)
+    assert_fields(job["spec"]["runPolicy"], RUN_POLICY)
+    assert_fields(job["spec"].get("elasticPolicy", {}), ELASTIC_POLICY)
+    for role, replica in job["spec"]["pytorchReplicaSpecs"].items():
+        assert role in ("Master", "Worker")
+        assert_fields(replica, {"replicas": int, "restartPolicy": str, "template": dict})
+        assert_pod(replica["template"])
+        # the operator gives the variables of the rendezvous to the container `pytorch` alone
+        assert [container["name"] for container in replica["template"]["spec"]["containers"]] == ["pytorch"]
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
+def test_every_volume_that_is_mounted_is_there_and_the_configuration_is_one(tmp_path, kind):
+    path = tmp_path / "run.toml"
+    path.write_text("[training]\nsteps = 5\n")
+    first, *rest = manifests(kind, EVERYTHING, path)
+    assert returned("io_k8s_api_core_v1_config_map", "IoK8sApiCoreV1ConfigMap", first) == first
+    for pod in _pods(rest):
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+        assert volumes["config"]["configMap"]["name"] == first["metadata"]["name"]
+        assert container["command"][4] == "/etc/shardtrain/config.toml"
+        paths = [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert sorted(paths) == ["/cache", "/data", "/dev/shm", "/etc/shardtrain", "/models"]
+
+
+def _pods(node: object) -> list[dict]:
+    if isinstance(node, dict):
+        return ([node] if "containers" in node else []) + [one for value in node.values() for one in _pods(value)]
+    return [one for value in node for one in _pods(value)] if isinstance(node, list) else []
+
+
+def test_a_wrong_key_would_be_found():
+    (job,) = manifests("jobset", LEAST)
+    job["spec"]["replicatedJob"] = []
+    assert returned("jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet", job) != job

@@ -1,0 +1,164 @@
+"""Laws of what platforms tell a pod, a task or a host: who is one of several nodes, which, and where they meet."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from shardtrain.config.command_line import CommandLine, split
+from shardtrain.config.schema import Config, Parallelism
+from shardtrain.errors import ConfigError, PeerError
+from shardtrain.launch import agent, environment, nodes
+from shardtrain.launch.agent import status_of
+
+PYTORCHJOB = {
+    "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2",
+    "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456", "PYTHONUNBUFFERED": "1",
+}  # fmt: skip
+RUNAI = {**PYTORCHJOB, "RUNAI_PROJECT": "p", "RUNAI_JOB_NAME": "job", "RUNAI_JOB_UUID": "u-1", "RUNAI_NUM_OF_GPUS": "8"}
+ELASTIC = {
+    "PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ID": "job",
+    "PET_MAX_RESTARTS": "9", "RANK": "2", "WORLD_SIZE": "4",
+}  # fmt: skip
+TRAINJOB = {
+    "PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "3", "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29500",
+}  # fmt: skip
+SLURM = {
+    "SLURM_JOB_ID": "1234", "SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_GPUS_ON_NODE": "8",
+}  # fmt: skip
+OURS = {
+    "SHARDTRAIN_NNODES": "3", "SHARDTRAIN_NODE_RANK": "2", "SHARDTRAIN_RDZV_ENDPOINT": "h:1", "SHARDTRAIN_RDZV_ID": "x",
+}  # fmt: skip
+SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+INDEXED = {"SHARDTRAIN_NNODES": "2", "SHARDTRAIN_RDZV_ENDPOINT": "s-node-0-0.s:29500", "JOB_COMPLETION_INDEX": "1"}
+NOTHING = CommandLine(None, None, ())
+
+
+def found(names, *flags):
+    it = nodes.find(split(flags), names)
+    return it and (it.least, it.most, it.node_rank, it.endpoint, it.run_id)
+
+
+@pytest.mark.parametrize(
+    ("names", "flags", "expected"),
+    [
+        ({}, [], None),  # `runai submit`: one pod, with none of these variables
+        ({"RUNAI_JOB_NAME": "job", "RUNAI_NUM_OF_GPUS": "8"}, [], None),
+        ({"PET_NNODES": "1", "MASTER_ADDR": "localhost", "RANK": "0", "WORLD_SIZE": "1"}, [], None),
+        ({"PET_NNODES": ""}, [], None),  # the original's script left it empty, and torchrun died of it
+        (PYTORCHJOB, [], (2, 2, 1, "job-master-0:23456", "shardtrain")),
+        (RUNAI, [], (2, 2, 1, "job-master-0:23456", "u-1")),
+        ({k: v for k, v in RUNAI.items() if "PET" not in k}, [], (2, 2, 1, "job-master-0:23456", "u-1")),
+        ({**RUNAI, "OVERRIDE_PET_NNODES": "4"}, [], (4, 4, 1, "job-master-0:23456", "u-1")),
+        ({**RUNAI, **OURS}, [], (3, 3, 2, "h:1", "x")),  # ours before theirs
+        ({**RUNAI, **OURS}, ["--nnodes", "5", "--node_rank=4"], (5, 5, 4, "h:1", "x")),  # the command line before all
+        (RUNAI, ["--rdzv_endpoint", "other"], (2, 2, 1, "other:29500", "u-1")),
+        ({**RUNAI, **OURS}, ["--nnodes", "1"], None),
+        (ELASTIC, [], (1, 4, None, "job-worker-0:23456", "job")),  # pods are counted anew when some come or go
+        (TRAINJOB, [], (4, 4, 3, "job-node-0-0.job:29500", "shardtrain")),
+        ({**TRAINJOB, **SLURM}, [], (4, 4, 3, "job-node-0-0.job:29500", "1234")),  # PET_ before SLURM_
+        (SLURM, [], (2, 2, 1, "gpu07:21234", "1234")),
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "1"}, [], None),  # one task a GPU: a rank, not a node
+        ({**SLURM, **OURS}, [], (3, 3, 2, "h:1", "x")),
+        (SKYPILOT, [], (2, 2, 1, "10.0.0.1:29500", "shardtrain")),
+        (INDEXED, [], (2, 2, 1, "s-node-0-0.s:29500", "shardtrain")),
+        ({}, ["--nnodes=2", "--node_rank=0", "--rdzv_endpoint=a:1"], (2, 2, 0, "a:1", "shardtrain")),
+    ],
+)
+def test_a_node_is_known_by_what_its_platform_sets(names, flags, expected):
+    assert found(names, *flags) == expected
+
+
+@pytest.mark.parametrize("names", [PYTORCHJOB, RUNAI, ELASTIC, TRAINJOB, SLURM, OURS, SKYPILOT, INDEXED])
+def test_a_node_is_no_rank_and_a_rank_that_its_agent_starts_is_one(names):
+    assert not environment.is_rank(names)
+    assert environment.is_rank({**names, "TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ({"PET_NNODES": "two"}, "no number of nodes"),
+        ({"PET_NNODES": "4:2", "MASTER_ADDR": "a"}, "no number of nodes"),
+        ({"PET_NNODES": "2"}, "nothing says where they meet"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "PET_NODE_RANK": "2"}, "count from 0"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "RANK": "x"}, "whole number"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MAX_RESTARTS": "-1"}, "whole number"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "RDZV_TIMEOUT": "0"}, "whole number"),
+        ({"MASTER_ADDR": "a", "RANK": "0", "WORLD_SIZE": "2"}, "SHARDTRAIN_NNODES"),  # nodes or ranks? nobody knows
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(names, told):
+    with pytest.raises(ConfigError, match=told) as error:
+        nodes.find(NOTHING, names)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_restarts_and_patience_are_read_too():
+    it = nodes.find(NOTHING, {**RUNAI, "MAX_RESTARTS": "3", "PET_MAX_RESTARTS": "5", "RDZV_TIMEOUT": "30"})
+    assert it is not None and (it.max_restarts, it.join_seconds) == (3, 30)
+    it = nodes.find(split(["--max_restarts", "1"]), {**RUNAI, "MAX_RESTARTS": "3"})
+    assert it is not None and (it.max_restarts, it.join_seconds) == (1, 600)
+
+
+@pytest.mark.parametrize(
+    ("requested", "names", "accelerators", "count"),
+    [
+        (3, {"NGPU": "5", "PET_NPROC_PER_NODE": "6"}, 8, 3),
+        (None, {"NGPU": "5", "PET_NPROC_PER_NODE": "6"}, 8, 5),
+        (None, {"PET_NPROC_PER_NODE": "6", "RUNAI_NUM_OF_GPUS": "7"}, 8, 6),
+        (None, {"PET_NPROC_PER_NODE": "auto", "RUNAI_NUM_OF_GPUS": "7"}, 8, 7),
+        (None, {"RUNAI_NUM_OF_GPUS": "0.11"}, 1, 1),  # a share of a GPU is a device
+        (None, {"RUNAI_NUM_OF_GPUS": "0"}, 0, 2),  # a pod without GPUs
+        (None, {"RUNAI_NUM_OF_GPUS": "2.0"}, 2, 2),
+        (None, {}, 8, 8),
+        (None, {}, 0, 2),
+    ],
+)
+def test_ranks_of_a_node_are_those_asked_for_or_one_per_device(requested, names, accelerators, count):
+    it = nodes.find(NOTHING, {"PET_NNODES": "2", "MASTER_ADDR": "a"})
+    assert it is not None
+    assert nodes.choose_processes(Config(), requested, names, it, accelerators, 16).count == count
+    single = environment.choose_processes(Config(), requested, names, accelerators, 16).count
+    assert single == count
+
+
+def test_a_node_without_devices_takes_its_share_of_the_mesh():
+    mesh = Config(parallelism=Parallelism(data_parallel_shard_degree=4, tensor_parallel_degree=2))
+    it = nodes.find(NOTHING, {"PET_NNODES": "2", "MASTER_ADDR": "a"})
+    assert it is not None and nodes.choose_processes(mesh, None, {}, it, 0, 2).count == 4
+
+
+def test_a_wrong_number_of_gpus_is_an_error():
+    with pytest.raises(ConfigError, match="RUNAI_NUM_OF_GPUS"):
+        environment.asked_processes(None, {"RUNAI_NUM_OF_GPUS": "many"})
+
+
+@pytest.mark.parametrize(
+    ("codes", "status"),
+    [
+        ([0, 0], 0),
+        ([75, 75], 75), ([75, 76], 76), ([76, 1], 1), ([6, 4, 75], 4), ([-9, 6], 6), ([-9, 75], 6), ([], 0),
+    ],
+)  # fmt: skip
+def test_a_node_leaves_with_the_status_that_tells_most(codes, status):
+    assert status_of(codes) == status
+
+
+def test_a_port_that_is_taken_is_told_before_torch_is_imported():
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        endpoint = f"127.0.0.1:{busy.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"{endpoint}.*in use"):
+            agent._refuse_taken(endpoint)
+
+
+def test_a_host_that_never_comes_is_told_after_the_stated_time():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    it = nodes.find(NOTHING, {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "RDZV_TIMEOUT": "1"})
+    assert it is not None
+    with pytest.raises(PeerError, match=f"127.0.0.1:{port}.*after 1 s"):
+        agent._await_host(it)

@@ -1,0 +1,224 @@
+"""Laws of ``launch slurm``: the script that is rendered, and the same script in a real Slurm of two nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+from launched import losses, newest, wait_for
+from tiny import text_file
+
+from shardtrain import config
+from shardtrain.errors import ConfigError
+from shardtrain.launch import slurm
+from shardtrain.launch.job import to_job
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(*arguments: str) -> str:
+    loaded = config.load(None, arguments)
+    assert not config.check(loaded)
+    return slurm.render(to_job(loaded, arguments), loaded.config.launch)
+
+
+def directives(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", text, re.MULTILINE))
+
+
+def test_nothing_of_the_topology_but_the_number_of_nodes_is_in_the_script():
+    two, eight = script("--launch.nodes=2"), script("--launch.nodes=8")
+    changed = [(a, b) for a, b in zip(two.splitlines(), eight.splitlines(), strict=True) if a != b]
+    assert changed == [("#SBATCH --nodes=2", "#SBATCH --nodes=8")]
+
+
+def test_each_option_has_its_directive():
+    text = script(
+        "--launch.name=run", "--launch.devices_per_node=8", "--launch.cpus_per_node=96",
+        "--launch.memory_gib_per_node=64",
+        "--launch.slurm.partition=gpu", "--launch.slurm.account=me", "--launch.slurm.qos=high",
+        "--launch.slurm.time_limit_minutes=150", "--launch.slurm.directives=[\"--exclusive\"]",
+        "--checkpoint.grace_seconds=50",
+    )  # fmt: skip
+    assert directives(text) == {
+        "job-name": "run", "nodes": "1", "ntasks-per-node": "1", "gpus-per-node": "8", "cpus-per-task": "96",
+        "mem": "64G", "partition": "gpu", "account": "me", "qos": "high", "time": "2:30:00", "output": "run-%j.log",
+        "open-mode": "append", "signal": "USR1@60", "requeue": "", "exclusive": "",
+    }  # fmt: skip
+
+
+def test_the_notice_is_longer_than_the_trainers_grace():
+    """Slurm's signal must come early enough for the save that it asks for."""
+    assert directives(script("--checkpoint.grace_seconds=100"))["signal"] == "USR1@110"
+
+
+def test_a_job_that_saved_on_request_is_queued_again_unless_that_is_unwanted():
+    assert "scontrol requeue" in script()
+    text = script("--launch.slurm.no_requeue")
+    assert "scontrol requeue" not in text and "no-requeue" in directives(text)
+
+
+def test_apptainer_gets_binds_devices_and_the_folder():
+    text = script(
+        "--launch.slurm.container=apptainer", "--launch.image=run.sif", "--launch.devices_per_node=4",
+        "--launch.mounts=[\"/scratch/hf:/hf\", \"/data:/data:ro\"]", "--launch.env.HF_HOME=/hf",
+        "--launch.workdir=/work",
+        "--launch.fabric=infiniband",
+    )  # fmt: skip
+    step = next(line for line in text.splitlines() if line.startswith("srun "))
+    assert "apptainer exec --nv --bind /scratch/hf:/hf --bind /data:/data:ro --pwd /work run.sif" in step
+    assert "export HF_HOME=/hf\n" in text and "export NCCL_IB_TIMEOUT=22\n" in text
+    assert "cd -- /work" not in text, "the folder is the container's"
+
+
+def test_pyxis_gets_the_same_as_options_of_srun():
+    text = script("--launch.slurm.container=pyxis", "--launch.image=reg/run:1", '--launch.mounts=["/data:/data:ro"]')
+    step = next(line for line in text.splitlines() if line.startswith("srun "))
+    assert "--container-image=reg/run:1 --no-container-mount-home --container-mounts=/data:/data:ro" in step
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (['--launch.mounts=["/a:/b"]'], "launch.mounts"),
+        (["--launch.slurm.container=apptainer"], "launch.image"),
+        (["--launch.secrets.HF_TOKEN=hf/token"], "launch.forward_env"),
+        (["--launch.nodes=2", "--launch.min_nodes=1"], "launch.min_nodes"),
+        (["--job.description=hf_0123456789abcdefghijklmn"], "secret"),
+    ],
+)
+def test_what_slurm_cannot_do_is_refused(arguments, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        loaded = config.load(None, arguments)
+        slurm.render(to_job(loaded, arguments), loaded.config.launch)
+
+
+def shimmed(tmp_path: Path, command: list[str], **names: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with two nodes of paper: srun starts one process a node, on this machine."""
+    shims = {
+        "scontrol": 'echo 127.0.0.1; echo node2; echo "$*" >> "$CALLS"',
+        "srun": 'while [[ "$1" == --* ]]; do shift; done; for i in 0 1; do SLURM_NODEID=$i SLURM_PROCID=$i "$@" & '
+        "pids+=($!); done; code=0; for pid in ${pids[@]}; do wait $pid || code=$?; done; exit $code",
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, body in shims.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"),
+        "OMP_NUM_THREADS": "1",
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NNODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": "lo", "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", **names,
+    }  # fmt: skip
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+SMALL = [
+    "--training.dataset=text", f"--training.dataset_path={text_file()}", "--training.device=cpu",
+    "--training.seq_len=32", "--training.local_batch_size=1", "--model.overrides.num_layers=1",
+    "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed(tmp_path):
+    """``multinode_trainer.slurm`` is the hand-editable version: everything else comes from Slurm's variables."""
+    command = [
+        "bash",
+        str(ROOT / "multinode_trainer.slurm"),
+        *SMALL,
+        "--training.steps=2",
+        f"--job.dump_folder={tmp_path}",
+    ]
+    done = shimmed(tmp_path, command, NGPU="1", PYTHON=sys.executable, CONFIG_FILE="configs/debug.toml")
+    assert done.returncode == 0, done.stderr
+    assert list(losses(tmp_path)) == [1, 2] and "on 2 x cpu" in done.stderr
+    text = (ROOT / "multinode_trainer.slurm").read_text()
+    assert len(re.findall(r"--nodes=", text)) == 1, "one place says how many nodes there are"
+
+
+reason = slurm_cluster.missing()
+needs_slurm = pytest.mark.skipif(bool(reason), reason=reason or "slurm")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    for one in (folder, folder.parent, folder.parent.parent):
+        one.chmod(one.stat().st_mode | 0o055)  # munge's user must reach its socket
+    with slurm_cluster.cluster(folder / "cluster") as names:
+        yield names
+
+
+def launch(names: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardtrain", "launch", *words]
+    return subprocess.run(command, env=names, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def shown(names: dict[str, str], job: str) -> dict[str, str]:
+    told = subprocess.run(["scontrol", "-o", "show", "job", job], env=names, capture_output=True, text=True, timeout=20)
+    return dict(part.partition("=")[::2] for part in told.stdout.split())
+
+
+@needs_slurm
+@pytest.mark.slow
+def test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal(cluster, tmp_path):
+    folder = tmp_path / "run"
+    done = launch(
+        cluster, "slurm", "--name=law", "--nodes=2", "--nproc=1", f"--launch.python={sys.executable}",
+        f"--launch.workdir={ROOT}", "--launch.env.GLOO_SOCKET_IFNAME=lo",
+        "--launch.env.SHARDTRAIN_LOCAL_ADDR=127.0.0.1",
+        "--launch.env.OMP_NUM_THREADS=1", f"--launch.slurm.directives=[\"--chdir={tmp_path}\"]", *SMALL,
+        "--training.steps=100000", "--checkpoint.enable", f"--job.dump_folder={folder}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    job = re.fullmatch(r"slurm/(\d+)\n", done.stdout)[1]
+    log = tmp_path / f"law-{job}.log"
+
+    def has_come() -> bool:
+        assert shown(cluster, job)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING"), log.read_text()
+        return (folder / "metrics.jsonl").exists() and len(losses(folder)) > 1
+
+    wait_for(has_come)
+    subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=20)
+    wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 60)
+    saved = newest(folder)
+    assert saved > 1
+    wait_for(lambda: max(losses(folder)) > saved, 60)
+    assert list(losses(folder)) == list(range(1, max(losses(folder)) + 1)), "no step is lost or made twice"
+    assert "JobState=RUNNING" in launch(cluster, "status", f"slurm/{job}").stdout
+    assert "on 2 x cpu" in launch(cluster, "logs", f"slurm/{job}").stdout
+    assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
+    wait_for(lambda: shown(cluster, job)["JobState"] == "CANCELLED", 60)
+    wait_for(lambda: not running(folder), 60)
+
+
+def running(folder: Path) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"--job.dump_folder={folder}".encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@needs_slurm
+def test_a_wrong_partition_is_told_in_slurms_own_words(cluster):
+    done = launch(cluster, "slurm", "--launch.slurm.partition=nowhere")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "invalid partition" in done.stderr
+
+
+def test_a_machine_without_slurm_says_so():
+    done = launch({"PATH": "/nowhere", "PYTHONPATH": str(ROOT)}, "slurm")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--dry-run" in done.stderr

@@ -1,0 +1,174 @@
+"""Laws of ``launch ssh`` against a real sshd: two loopback addresses are two hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import sshd
+from launched import losses, newest, record, wait_for
+from tiny import text_file
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "--training.dataset=text", f"--training.dataset_path={text_file()}", "--training.device=cpu",
+    "--training.seq_len=32", "--training.local_batch_size=1", "--model.overrides.num_layers=1",
+    "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1",
+]  # fmt: skip
+
+pytestmark = [
+    pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "sshd"),
+    pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is Linux's"),
+]
+
+
+@pytest.fixture(scope="module")
+def ssh_config(tmp_path_factory):
+    with sshd.server(tmp_path_factory.mktemp("sshd"), {"host-a": "127.0.0.1", "host-b": "127.0.0.2"}) as config:
+        yield config
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def command(config: Path, folder: Path, *more: str, hosts: str = "host-a,host-b") -> list[str]:
+    return [
+        sys.executable, "-m", "shardtrain", "launch", "ssh", "--hosts", hosts, f"--launch.ssh.config_file={config}",
+        f"--launch.ssh.rendezvous_port={free_port()}", f"--launch.python={sys.executable}",
+        f"--launch.workdir={ROOT}", "--nproc", "1", "--launch.env.OMP_NUM_THREADS=1",
+        "--launch.env.GLOO_SOCKET_IFNAME=lo", f"--launch.env.MARK={folder}", f"--job.dump_folder={folder}",
+        *SMALL, *more,
+    ]  # fmt: skip
+
+
+def environment(state: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_STATE_HOME": str(state), "HF_TOKEN": "hf-canary-0123456789"}
+
+
+def run(words: list[str], state: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, env=environment(state), cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def marked(folder: Path) -> list[int]:
+    """Processes that a launch into this folder has started, wherever they hang in the tree."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"MARK={folder}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for_steps(launcher: subprocess.Popen, folder: Path) -> None:
+    def has_come() -> bool:
+        assert launcher.poll() is None, "ended"
+        return (folder / "metrics.jsonl").exists() and len(losses(folder)) > 1
+
+    wait_for(has_come)
+
+
+def start(words: list[str], state: Path) -> subprocess.Popen:
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(words, env=environment(state), cwd=ROOT, stdout=quiet, stderr=quiet)
+
+
+@pytest.mark.slow
+def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on(tmp_path, ssh_config):
+    folder = tmp_path / "run"
+    hostile = 'it\'s $HOME `id` "x" ; %j \\ é'
+    words = [
+        *command(ssh_config, folder, "--training.steps=100000", "--checkpoint.enable"),
+        f"--job.description={hostile}", f"--launch.env.HOSTILE={hostile}", "--launch.forward_env=HF_TOKEN",
+    ]  # fmt: skip
+    launcher = start(words, tmp_path)
+    try:
+        wait_for_steps(launcher, folder)
+        environments = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in marked(folder)]
+        assert all(f"HOSTILE={hostile}".encode() in one for one in environments)
+        assert all(b"HF_TOKEN=hf-canary-0123456789" in one for one in environments)
+        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.is_dir()]
+        assert not any(b"hf-canary" in line for line in lines), "a secret stands in a list of processes"
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 75
+    finally:
+        launcher.kill()
+    saved = newest(folder)
+    assert saved > 0 and record(folder)["code"] == 75
+    wait_for(lambda: not marked(folder), 10)
+
+    done = run([word.replace("steps=100000", f"steps={saved + 1}") for word in words], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert max(losses(folder)) == saved + 1
+    assert "on 2 x cpu" in done.stderr and hostile in done.stderr
+    assert "[host-a] " in done.stderr and "[host-b] " in done.stderr
+    assert "hf-canary" not in done.stderr
+    name = done.stdout.strip()
+    logs = run([sys.executable, "-m", "shardtrain", "launch", "logs", name], tmp_path)
+    assert "[host-a] " in logs.stdout and "[host-b] " in logs.stdout
+    status = run([sys.executable, "-m", "shardtrain", "launch", "status", name], tmp_path)
+    assert status.stdout == "ended\n"
+    assert not marked(folder)
+
+
+def test_a_killed_launcher_leaves_nothing_on_the_hosts(tmp_path, ssh_config):
+    launcher = start(command(ssh_config, tmp_path / "run", "--training.steps=100000"), tmp_path)
+    wait_for(lambda: len(marked(tmp_path / "run")) >= 2)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    # the connections of ssh are processes of their own, and notice that their input has ended
+    wait_for(lambda: not marked(tmp_path / "run"), 60)
+
+
+@pytest.mark.parametrize(
+    ("more", "hosts", "told"),
+    [
+        ([], "host-a,nowhere.invalid", "nowhere.invalid"),
+        (["--launch.python=/no/python"], "host-a,host-b", "cannot start shardtrain"),
+        (["--launch.workdir=/"], "host-a", "No module named"),
+    ],
+)
+def test_a_host_that_cannot_start_is_named_in_one_line_and_no_other_starts(tmp_path, ssh_config, more, hosts, told):
+    folder = tmp_path / "run"
+    before = time.monotonic()
+    given = {one.partition("=")[0] for one in more}
+    words = [w for w in command(ssh_config, folder, hosts=hosts) if w.partition("=")[0] not in given]
+    if any("workdir" in one for one in more):  # a Python that finds no package
+        words = [w if not w.startswith("--launch.python") else "--launch.python=/usr/bin/python3" for w in words]
+    done = run([*words, *more], tmp_path)
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert len(lines) == 1 and told in lines[0] and "Traceback" not in done.stderr
+    assert time.monotonic() - before < 40 and not folder.exists() and not marked(folder)
+
+
+def test_a_refused_key_is_told_with_the_host(tmp_path, ssh_config):
+    other = tmp_path / "other"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, timeout=20)
+    config = tmp_path / "config"
+    lines = [
+        f"  IdentityFile {other}" if "IdentityFile" in line else line for line in ssh_config.read_text().splitlines()
+    ]
+    config.write_text("\n".join(lines) + "\n")
+    done = run(command(config, tmp_path / "run", hosts="host-a"), tmp_path)
+    assert done.returncode == 2
+    assert 'host="host-a" cannot be reached by ssh' in done.stderr and "Permission denied" in done.stderr
+
+
+def test_a_busy_port_ends_all_hosts_with_one_line(tmp_path, ssh_config):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        words = [w for w in command(ssh_config, tmp_path / "run") if "rendezvous_port" not in w]
+        done = run([*words, f"--launch.ssh.rendezvous_port={port}"], tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert f"127.0.0.1:{port}" in done.stderr and "Address already in use" in done.stderr
+    assert not marked(tmp_path / "run")

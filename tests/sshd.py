@@ -1,0 +1,71 @@
+"""A real sshd for tests: an ordinary process on a free port of the loopback, with keys of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exists() else None)
+
+
+def missing() -> str:
+    """What this machine lacks for a real sshd; empty where nothing does."""
+    if SSHD is None or not shutil.which("ssh") or not shutil.which("ssh-keygen"):
+        return "no sshd here: apt-get install openssh-server openssh-client (.ci/components.sh does)"
+    if os.geteuid() == 0 and not Path("/run/sshd").is_dir():
+        return "sshd run by root needs the folder /run/sshd (.ci/components.sh makes it)"
+    return ""
+
+
+@contextmanager
+def server(folder: Path, hosts: dict[str, str]) -> Iterator[Path]:
+    """Serve ``hosts`` (alias -> loopback address); gives the file for ``ssh -F`` that knows them."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for name in ("host", "user"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(command, check=True, timeout=20)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = {
+        "HostKey": folder / "host",
+        "AuthorizedKeysFile": folder / "user.pub",
+        "PidFile": "none",
+        "UsePAM": "no",
+        "StrictModes": "no",
+        "PasswordAuthentication": "no",
+    }
+    lines = [f"{name} {value}" for name, value in settings.items()]
+    lines += [f"ListenAddress {address}:{port}" for address in dict.fromkeys(hosts.values())]
+    (folder / "sshd_config").write_text("\n".join(lines) + "\n")
+    daemon = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")], stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 20
+        for address in hosts.values():
+            while True:
+                try:
+                    socket.create_connection((address, port), timeout=1).close()
+                    break
+                except OSError:
+                    assert time.monotonic() < end and daemon.poll() is None, "sshd does not listen"
+                    time.sleep(0.05)
+        known = [f"Host {alias}\n  HostName {address}" for alias, address in hosts.items()]
+        common = {
+            "Port": port,
+            "IdentityFile": folder / "user",
+            "IdentitiesOnly": "yes",
+            "UserKnownHostsFile": folder / "known",
+            "StrictHostKeyChecking": "no",
+            "LogLevel": "ERROR",
+        }
+        known.append("Host *\n" + "\n".join(f"  {name} {value}" for name, value in common.items()))
+        (folder / "ssh_config").write_text("\n".join(known) + "\n")
+        yield folder / "ssh_config"
+    finally:
+        daemon.terminate()
+        daemon.wait(20)

@@ -1,0 +1,66 @@
+"""Laws of the recipes of images: no root, no secret, one installed copy, signals that arrive, files that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCKERFILES = sorted((ROOT / "containers").glob("Dockerfile*"))
+RECIPES = [*DOCKERFILES, ROOT / "containers/apptainer.def"]
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """Instructions of a Dockerfile with their lines joined."""
+    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE))
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+def last_stage(path: Path) -> list[tuple[str, str]]:
+    found = instructions(path)
+    return found[max(number for number, (name, _) in enumerate(found) if name == "FROM") :]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_the_image_runs_as_no_root_and_its_command_gets_the_signals(path):
+    stage = last_stage(path)
+    users = [value for name, value in stage if name == "USER"]
+    assert users and users[-1] not in ("0", "root")
+    (entry,) = [value for name, value in stage if name == "ENTRYPOINT"]
+    assert json.loads(entry) == ["shardtrain"], "a shell would keep the signals to itself"
+    (command,) = [value for name, value in stage if name == "CMD"]
+    assert (ROOT / json.loads(command)[-1]).is_file()
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_the_image_holds_one_copy_of_the_package(path):
+    copies = [value for name, value in last_stage(path) if name == "COPY"]
+    assert not [value for value in copies if value.split()[0] == "shardtrain"], "a second copy would hide the first"
+    sources = [value for name, value in instructions(path) if name == "COPY" and "--from" not in value]
+    for source in (word for value in sources for word in value.split()[:-1]):
+        assert (ROOT / source).exists()
+        assert f"!{source.split('/')[0]}" in (ROOT / ".dockerignore").read_text().split()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_versions_are_pinned_and_no_secret_is_named(path):
+    text = path.read_text()
+    bases = re.findall(r"^(?:FROM|From:) (\S+)", text, re.MULTILINE)
+    assert bases and all(re.fullmatch(r"[a-z./]+:\d[\w.-]+", base) for base in bases), "a base without a version"
+    assert not re.search(r"TOKEN|API_KEY|PASSWORD|SECRET|ARG ", text)
+    assert not re.search(r"\bADD\b|curl|wget|sudo|latest|--privileged", text)
+    installs = [line for line in re.sub(r"\\\n", " ", text).splitlines() if "pip install" in line]
+    assert installs and all("--no-cache-dir" in line for line in installs)
+    assert all("--constraint" in line or "^torch==" in line for line in installs), "a version that nobody tested"
+
+
+def test_apptainer_copies_files_that_exist_and_ends_in_exec():
+    text = (ROOT / "containers/apptainer.def").read_text()
+    block = re.search(r"^%files\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    for line in block[1].splitlines():
+        assert (ROOT / line.split()[0]).exists()
+    assert 'exec shardtrain "$@"' in text
