@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -157,9 +158,8 @@ def _as_rank(request: Request) -> NoReturn:
     if parent:
         local.detach(int(parent))
     environment.adopt_slurm(os.environ)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     environment.set_allocator_default(os.environ)
-    environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
+    environment.set_process_defaults(os.environ, _local_size(), environment.usable_cores(), alone=False)
     if parent:
         local.leave(local.run_child(_with_folder(request.loaded, Path(os.environ[FOLDER])), lambda _: _run(request)))
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -182,12 +182,11 @@ def _run(request: Request) -> dict[str, Any]:
     from shardtrain.parallel.world import pick_device_type
 
     started = time.monotonic()
-    names = {name: int(os.environ.get(name, default)) for name, default in _PLACES.items()}
-    place, size = names["RANK"], names["WORLD_SIZE"]
+    place, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local = (int(os.environ.get("LOCAL_RANK", "0")), _local_size())
     device = pick_device_type(request.loaded.config.training.device)
     with line.open_store(place, size, request.limit_seconds) as store:
         own = line.Line(store, place, size, request.limit_seconds)
-        local = (names["LOCAL_RANK"], names["LOCAL_WORLD_SIZE"])
         here = Here(request.loaded, place, size, *local, device, request.limit_seconds, store, own, request.has_config)
         facts = rank.examine(here)
         if place:
@@ -207,4 +206,7 @@ def _run(request: Request) -> dict[str, Any]:
     return told
 
 
-_PLACES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+def _local_size() -> int:
+    """Ranks of this host; Slurm writes "8(x2),4" for two hosts of eight and one of four."""
+    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")) if "SLURM_PROCID" in os.environ else None
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or (tasks[0] if tasks else "1"))

@@ -60,6 +60,8 @@ class Line:
         self._store = dist.PrefixStore("doctor", store.clone())
         self.rank, self.size, self.limit_seconds = rank, size, limit_seconds
         self.area = self.where = "the start"
+        self.place = 0
+        """Marks so far: ranks come to the same places in the same order, so that less is behind."""
         self.deadline = time.monotonic() + limit_seconds
         """When what this rank does now has taken too long."""
 
@@ -80,6 +82,7 @@ class Line:
     def mark(self, where: str) -> None:
         """Say that this rank has come to ``where``, which may take ``limit_seconds`` from now."""
         self.where, self.deadline = where, time.monotonic() + self.limit_seconds
+        self.place += 1
         self._store.set(f"at-{self.rank}", json.dumps(where))
 
     def meet(self, name: str) -> None:
