@@ -16,6 +16,8 @@ from shardtrain.doctor.here import Here
 from shardtrain.doctor.line import Line
 
 END_SECONDS = 60.0
+ABSENT = "absent"
+"""What a spoiled rank says that is not to take part."""
 
 
 def loaded(folder: Path | str, **sections) -> Loaded:
@@ -28,7 +30,8 @@ def areas(*names):
 
 def examined(size, tmp_path, names, spoil=None, loaded_of=None, limit_seconds=20.0):
     """What forked ranks told the first one about some areas, after ``spoil(rank)`` in each."""
-    loaded_of = loaded_of or (lambda _: loaded(tmp_path))
+    same = loaded(tmp_path)
+    loaded_of = loaded_of or (lambda _: same)
     return run_ranks(size, _examine, size, str(tmp_path), areas(*names), spoil, loaded_of, limit_seconds)[0]
 
 
@@ -38,8 +41,9 @@ def _examine(rank, size, folder, chosen, spoil, loaded_of, limit_seconds):
     store = dist.FileStore(f"{folder}/doctor-store", size)
     line = Line(store, rank, size, limit_seconds)
     here = Here(loaded_of(rank), rank, size, rank, size, "cpu", limit_seconds, store, line)
-    if spoil:
-        spoil(rank)
+    if spoil and spoil(rank) == ABSENT:
+        line.hear("end", END_SECONDS)
+        return None
     facts = doctor.examine(here, chosen)
     if rank:
         line.hear("end", END_SECONDS)

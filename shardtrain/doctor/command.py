@@ -44,6 +44,8 @@ FOLDER = "SHARDTRAIN_DOCTOR"
 """Environment variable: where a rank that this command started leaves the report."""
 REPORT = "report.json"
 LIMIT_SECONDS = 30.0
+_OWN_WORDS = ("TORCH_CPP_LOG_LEVEL", "FATAL")
+"""What fails is told in the report: PyTorch need not print its C++ traces."""
 LEAVE_SECONDS = 5.0
 """How long the first rank stays for the others to hear the exit status."""
 
@@ -118,6 +120,7 @@ def _here(request: Request, words: list[str]) -> int:
     loaded = request.loaded
     accelerators, cores = environment.count_accelerators(loaded.config.training.device), environment.usable_cores()
     choice = environment.choose_processes(loaded.config, request.nproc, os.environ, accelerators, cores)
+    os.environ.setdefault(*_OWN_WORDS)
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: doctor with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
@@ -127,6 +130,8 @@ def _here(request: Request, words: list[str]) -> int:
     launched = _with_folder(loaded, folder)
     try:
         if accelerators == 0 and sys.platform == "linux":
+            from shardtrain.doctor import line, rank  # noqa: F401  ranks are forked, and share what is imported here
+
             status = local.launch(launched, choice.count, main=lambda _: _run(request))
         else:
             command = (sys.executable, "-m", "shardtrain", "doctor", *words)
@@ -159,6 +164,7 @@ def _as_rank(request: Request) -> NoReturn:
         local.detach(int(parent))
     environment.adopt_slurm(os.environ)
     environment.set_allocator_default(os.environ)
+    os.environ.setdefault(*_OWN_WORDS)
     environment.set_process_defaults(os.environ, _local_size(), environment.usable_cores(), alone=False)
     if parent:
         local.leave(local.run_child(_with_folder(request.loaded, Path(os.environ[FOLDER])), lambda _: _run(request)))

@@ -107,7 +107,8 @@ def judge(said: Said, areas: Iterable[Area] = AREAS) -> list[Finding]:
     """All findings, in the order of the areas."""
     found = list(_missing(said))
     for area in areas:
-        found += _unfinished(said, area.name)
+        told = {one.measured for one in found}  # who waits for a rank in one area does so in the next
+        found += [one for one in _unfinished(said, area.name) if one.measured not in told]
         if said.of(area.name):
             found += area.judge(said)
     return found
