@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -41,8 +42,29 @@ def left(folder):
     return [path for path in folder.rglob("*") if not any(name in str(path) for name in theirs)]
 
 
-def test_the_doctor_looks_at_two_ranks_and_leaves_nothing(tmp_path):
-    code, out, err = run(tmp_path, CONFIG, "--nproc", "2", "--json")
+@pytest.fixture
+def here(tmp_path, monkeypatch, capfd):
+    """Runs the verb from this process, whose imports its ranks share; gives status, output and errors."""
+    for name in UNWANTED:
+        monkeypatch.delenv(name, raising=False)
+    # what the verb sets where it is not set, so that it does not stay in this process
+    one = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    for name, value in (one | {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def run_here(*words):
+        code = cli.main(["doctor", *words, *SMALL])
+        return code, *capfd.readouterr()
+
+    return run_here
+
+
+def test_the_doctor_looks_at_two_ranks_and_leaves_nothing(tmp_path, here):
+    code, out, err = here(CONFIG, "--nproc", "2", "--json")
+    assert out, err
     told = json.loads(out)
     assert told["ranks"] == 2 and len(told["hosts"]) == 1 and code == told["exit_code"]
     failed = {row["area"] for row in told["findings"] if row["verdict"] == "fail"}
@@ -50,16 +72,15 @@ def test_the_doctor_looks_at_two_ranks_and_leaves_nothing(tmp_path):
     areas = {row["area"] for row in told["findings"]}
     assert areas >= {"versions", "hosts", "config", "limits", "memory", "clock", "storage", "devices", "network"}
     assert err.startswith("shardtrain ") and "doctor with 2 processes (as --nproc says)" in err
-    assert left(tmp_path) == []
+    assert left(tmp_path) == [] and command.FOLDER not in os.environ
 
 
-def test_one_process_needs_no_network_and_a_table_names_the_fix_of_what_failed(tmp_path):
+def test_one_process_needs_no_network_and_a_table_names_the_fix_of_what_failed(tmp_path, here):
     (tmp_path / "file").touch()
-    code, out, _ = run(tmp_path, "--nproc", "1", "--job.dump_folder", str(tmp_path / "file" / "run"))
+    code, out, _ = here("--nproc", "1", "--job.dump_folder", str(tmp_path / "file" / "run"))
     assert code == 8, out
-    assert (
-        "fail  storage     job.dump_folder" in out and "fix: make it writable, or choose another job.dump_folder" in out
-    )
+    assert "fail  storage     job.dump_folder" in out
+    assert "fix: make it writable, or choose another job.dump_folder" in out
     assert "all_reduce" not in out and left(tmp_path) == [tmp_path / "file"]
 
 
