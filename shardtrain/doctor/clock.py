@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardtrain.doctor.finding import Facts, Finding, Judged, Said, each
+from shardtrain.doctor.finding import Facts, Finding, Judged, Said, Verdict, each
 from shardtrain.doctor.here import Here
 
 AREA = "clock"
@@ -75,8 +75,8 @@ def judge(said: Said) -> Iterator[Finding]:
             first = away[0]
             text = f"{found[first]:+.1f} s on {said.who([first])}, {apart:.1f} s apart"
             fix = "start chrony or ntpd on that host: chronyc makestep"
-            verdict = "fail" if abs(found[first]) > FAIL_SECONDS else "warn"
-            yield Finding(AREA, "skew", verdict, text, expected, fix, tuple(away))  # type: ignore[arg-type]
+            verdict: Verdict = "fail" if abs(found[first]) > FAIL_SECONDS else "warn"
+            yield Finding(AREA, "skew", verdict, text, expected, fix, tuple(away))
         else:
             yield Finding(AREA, "skew", "pass", f"{1000 * apart:.0f} ms apart", expected)
     several = len(said.hosts()) > 1

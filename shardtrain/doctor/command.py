@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -43,6 +44,8 @@ FOLDER = "SHARDTRAIN_DOCTOR"
 """Environment variable: where a rank that this command started leaves the report."""
 REPORT = "report.json"
 LIMIT_SECONDS = 30.0
+_OWN_WORDS = ("TORCH_CPP_LOG_LEVEL", "FATAL")
+"""What fails is told in the report: PyTorch need not print its C++ traces."""
 LEAVE_SECONDS = 5.0
 """How long the first rank stays for the others to hear the exit status."""
 
@@ -117,6 +120,7 @@ def _here(request: Request, words: list[str]) -> int:
     loaded = request.loaded
     accelerators, cores = environment.count_accelerators(loaded.config.training.device), environment.usable_cores()
     choice = environment.choose_processes(loaded.config, request.nproc, os.environ, accelerators, cores)
+    os.environ.setdefault(*_OWN_WORDS)
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: doctor with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
@@ -126,6 +130,8 @@ def _here(request: Request, words: list[str]) -> int:
     launched = _with_folder(loaded, folder)
     try:
         if accelerators == 0 and sys.platform == "linux":
+            from shardtrain.doctor import line, rank  # noqa: F401  ranks are forked, and share what is imported here
+
             status = local.launch(launched, choice.count, main=lambda _: _run(request))
         else:
             command = (sys.executable, "-m", "shardtrain", "doctor", *words)
@@ -157,9 +163,9 @@ def _as_rank(request: Request) -> NoReturn:
     if parent:
         local.detach(int(parent))
     environment.adopt_slurm(os.environ)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     environment.set_allocator_default(os.environ)
-    environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
+    os.environ.setdefault(*_OWN_WORDS)
+    environment.set_process_defaults(os.environ, _local_size(), environment.usable_cores(), alone=False)
     if parent:
         local.leave(local.run_child(_with_folder(request.loaded, Path(os.environ[FOLDER])), lambda _: _run(request)))
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -182,12 +188,11 @@ def _run(request: Request) -> dict[str, Any]:
     from shardtrain.parallel.world import pick_device_type
 
     started = time.monotonic()
-    names = {name: int(os.environ.get(name, default)) for name, default in _PLACES.items()}
-    place, size = names["RANK"], names["WORLD_SIZE"]
+    place, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local = (int(os.environ.get("LOCAL_RANK", "0")), _local_size())
     device = pick_device_type(request.loaded.config.training.device)
     with line.open_store(place, size, request.limit_seconds) as store:
         own = line.Line(store, place, size, request.limit_seconds)
-        local = (names["LOCAL_RANK"], names["LOCAL_WORLD_SIZE"])
         here = Here(request.loaded, place, size, *local, device, request.limit_seconds, store, own, request.has_config)
         facts = rank.examine(here)
         if place:
@@ -207,4 +212,7 @@ def _run(request: Request) -> dict[str, Any]:
     return told
 
 
-_PLACES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+def _local_size() -> int:
+    """Ranks of this host; Slurm writes "8(x2),4" for two hosts of eight and one of four."""
+    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")) if "SLURM_PROCID" in os.environ else None
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or (tasks[0] if tasks else "1"))

@@ -34,7 +34,7 @@ def collect(here: Here, facts: Facts) -> None:
     """Note the device, its rate, whether its products are exact, and what the driver says of its health."""
     import torch
 
-    device = torch.device(here.device, here.local_rank) if here.device == "cuda" else torch.device("cpu")
+    device = here.torch_device()
     facts["type"], facts["local_rank"] = here.device, here.local_rank
     facts["visible"] = torch.cuda.device_count() if here.device == "cuda" else 0
     facts["name"] = torch.cuda.get_device_name(device) if here.device == "cuda" else cpu_name()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -59,9 +60,9 @@ def judge(said: Said) -> Iterator[Finding]:
     if told and all(row.verdict == "pass" for row in rows):
         yield Finding(AREA, "variables", "pass", f"{len(names)} set", "equal on all ranks")
     for name in _INTERFACES:
-        yield from each(said, AREA, name, lambda facts, name=name: _interface(facts, name))  # type: ignore[misc]
+        yield from each(said, AREA, name, functools.partial(_interface, name))
     for name, pattern, cost in COSTLY:
-        yield from each(said, AREA, name, lambda facts, row=(name, pattern, cost): _costly(facts, *row))  # type: ignore[misc]
+        yield from each(said, AREA, name, functools.partial(_costly, name, pattern, cost))
     yield from each(said, AREA, "NCCL_IB_DISABLE", _infiniband)
     yield from each(said, AREA, "threads", _threads)
 
@@ -69,7 +70,7 @@ def judge(said: Said) -> Iterator[Finding]:
 _FIX = "set it in the job script, which all ranks read, and not in the shell of one host"
 
 
-def _interface(facts: Facts, name: str) -> Judged | None:
+def _interface(name: str, facts: Facts) -> Judged | None:
     value = facts["variables"].get(name, "")
     if not value:
         return None
@@ -87,7 +88,7 @@ def _interface(facts: Facts, name: str) -> Judged | None:
     return "pass", f"{value}: {', '.join(found[:4])}", expected, ""
 
 
-def _costly(facts: Facts, name: str, pattern: str, cost: str) -> Judged | None:
+def _costly(name: str, pattern: str, cost: str, facts: Facts) -> Judged | None:
     value = facts["variables"].get(name, "")
     if not value or not re.fullmatch(pattern, value):
         return None

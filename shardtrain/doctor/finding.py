@@ -105,7 +105,7 @@ def each(said: Said, area: str, subject: str, judge: Callable[[Facts], Judged | 
             verdict, _, expected, fix = judged
             rows.setdefault((verdict, expected, fix), (judged, []))[1].append(rank)
     for (verdict, measured, expected, fix), ranks in rows.values():
-        some = len(ranks) < said.size
+        some = len(ranks) < len(said.of(area))
         told = f"{measured} on {said.who(ranks)}" if some and verdict != "pass" else measured
         yield Finding(area, subject, verdict, told, expected, fix, tuple(ranks) if some and verdict != "pass" else ())
 
@@ -116,4 +116,6 @@ def worst(verdicts: Collection[Verdict]) -> Verdict:
     >>> worst(["pass", "warn"]), worst([])
     ('warn', 'pass')
     """
-    return next((verdict for verdict in ("fail", "warn") if verdict in verdicts), "pass")  # type: ignore[return-value]
+    if "fail" in verdicts:
+        return "fail"
+    return "warn" if "warn" in verdicts else "pass"

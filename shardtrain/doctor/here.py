@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardtrain.config import Loaded
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -27,3 +30,12 @@ class Here:
     """A ``line.Line`` over it."""
     has_config: bool = True
     """Whether the user named a configuration: the folders and axes of the defaults are of no interest else."""
+
+    def torch_device(self) -> torch.device:
+        """The device of this rank, made the current one of this thread: each check has a thread of its own."""
+        import torch
+
+        if self.device == "cpu":
+            return torch.device("cpu")
+        torch.cuda.set_device(self.local_rank)
+        return torch.device(self.device, self.local_rank)

@@ -29,18 +29,12 @@ def collect(here: Here, facts: Facts) -> None:
     facts["interfaces"] = [found for _, found in socket.if_nameindex()]
     facts["port_range"] = _numbers("/proc/sys/net/ipv4/ip_local_port_range")
     facts["in_job"] = "SHARDTRAIN_DOCTOR" not in os.environ and here.size > 1
-    port = int(os.environ.get("MASTER_PORT", TORCHRUN_PORT)) if facts["in_job"] else _wanted_port()
-    facts["port"], facts["port_busy"] = port, not facts["in_job"] and not is_free(port)
+    facts["port"], facts["port_busy"] = TORCHRUN_PORT, not is_free(TORCHRUN_PORT)
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
         facts["addresses"] = sorted(map(str, found))
     except OSError as error:
         facts["addresses"], facts["resolve_error"] = [], str(error.strerror or error)
-
-
-def _wanted_port() -> int:
-    """The port that a torchrun started here would use; our own launcher sets MASTER_PORT to a free one."""
-    return int(os.environ.get("SHARDTRAIN_DOCTOR_PORT") or TORCHRUN_PORT)
 
 
 def _numbers(path: str) -> list[int]:
@@ -121,8 +115,8 @@ def _ports(facts: Facts) -> Judged | None:
         return None
     low, high = facts["port_range"]
     fix = "widen it: sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
-    verdict = "pass" if high - low >= LEAST_PORTS else "warn"
-    return verdict, f"{low} to {high}", f"{LEAST_PORTS} or more", fix if verdict == "warn" else ""  # type: ignore[return-value]
+    text, expected = f"{low} to {high}", f"{LEAST_PORTS} or more"
+    return ("warn", text, expected, fix) if high - low < LEAST_PORTS else ("pass", text, expected, "")
 
 
 def _port(facts: Facts) -> Judged:

@@ -45,11 +45,15 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
             store.set_timeout(timeout)
             yield store
     except dist.DistError as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         raise PeerError(
             f"rank {rank} does not reach MASTER_ADDR={address} MASTER_PORT={port}: {text}; "
             "look whether rank 0 runs, whether the name resolves, and whether a firewall stands between"
         ) from error
+
+
+EXTRA_SECONDS, AGAIN_SECONDS = 5.0, 1.0
+"""How long to wait for other ranks: beyond what checks may take, and again after a first wait in vain."""
 
 
 class Line:
@@ -60,13 +64,16 @@ class Line:
         self._store = dist.PrefixStore("doctor", store.clone())
         self.rank, self.size, self.limit_seconds = rank, size, limit_seconds
         self.area = self.where = "the start"
+        self.place = 0
+        """Marks so far: ranks come to the same places in the same order, so that less is behind."""
+        self._was_in_vain = False
         self.deadline = time.monotonic() + limit_seconds
         """When what this rank does now has taken too long."""
 
     @property
     def patience_seconds(self) -> float:
         """How long to wait for other ranks, which may use up the limit of two checks before they come."""
-        return 2 * self.limit_seconds + 5
+        return AGAIN_SECONDS if self._was_in_vain else 2 * self.limit_seconds + EXTRA_SECONDS
 
     def begin(self, area: str) -> None:
         """Say that this rank begins an area."""
@@ -80,6 +87,7 @@ class Line:
     def mark(self, where: str) -> None:
         """Say that this rank has come to ``where``, which may take ``limit_seconds`` from now."""
         self.where, self.deadline = where, time.monotonic() + self.limit_seconds
+        self.place += 1
         self._store.set(f"at-{self.rank}", json.dumps(where))
 
     def meet(self, name: str) -> None:
@@ -94,9 +102,10 @@ class Line:
             if self._store.check([f"gave-up-{self.area}"]):
                 rank, where = json.loads(self._store.get(f"gave-up-{self.area}"))
                 raise PeerError(f"rank {rank} did not come past {where}")
+            self._was_in_vain = True
             absent = [rank for rank in range(self.size) if not self._store.check([f"meet-{name}-{rank}"])]
             ranks = ", ".join(map(str, absent[:8])) + ("" if len(absent) < 9 else f" and {len(absent) - 8} more")
-            raise PeerError(f"rank {ranks} has not come within {limit_seconds:.0f} s")
+            raise PeerError(f"rank {ranks} has not come")
         self.mark(name)
 
     def tell(self, key: str, value: Any) -> None:

@@ -37,6 +37,7 @@ def collect(here: Here, facts: Facts) -> None:
         return
     hosts = _hosts(here)
     here.line.mark("joining the process group")
+    here.torch_device()
     # longer than any limit of ours: who waits is told by the line, and PyTorch would end the process
     timeout = timedelta(seconds=20 * here.limit_seconds)
     store = dist.PrefixStore("doctor-group", here.store)
@@ -69,10 +70,6 @@ def _hosts(here: Here) -> list[str]:
     return [str(host) for host in found]
 
 
-def _device(here: Here) -> torch.device:
-    return torch.device(here.device, here.local_rank) if here.device == "cuda" else torch.device("cpu")
-
-
 def _seconds(here: Here, work: Callable[[], object], repeats: int) -> float:
     """The shortest of some repetitions after one that connects: other work slows some of them, a slow link all."""
     found = []
@@ -88,7 +85,7 @@ def _seconds(here: Here, work: Callable[[], object], repeats: int) -> float:
 def all_reduce(here: Here, group: dist.ProcessGroup) -> Facts:
     """Check a sum of whole numbers, then time sums of zeros: large ones, and one number alone."""
     size = group.size()
-    tensor = torch.full((BYTES[here.device] // 4,), float(group.rank() + 1), device=_device(here))
+    tensor = torch.full((BYTES[here.device] // 4,), float(group.rank() + 1), device=here.torch_device())
     dist.all_reduce(tensor, group=group)
     right = bool((tensor == size * (size + 1) // 2).all())
     small = tensor[:1].zero_().clone()
@@ -101,7 +98,7 @@ def all_reduce(here: Here, group: dist.ProcessGroup) -> Facts:
 def all_gather(here: Here, group: dist.ProcessGroup) -> Facts:
     """Check that each rank's numbers arrive in its place, then time it."""
     size = group.size()
-    part = torch.full((BYTES[here.device] // 4 // size,), float(group.rank() + 1), device=_device(here))
+    part = torch.full((BYTES[here.device] // 4 // size,), float(group.rank() + 1), device=here.torch_device())
     whole = part.new_empty(size * part.numel())
     gather = getattr(dist, "all_gather_into_tensor")  # noqa: B009
     gather(whole, part, group=group)
@@ -125,7 +122,7 @@ def _measure_pairs(here: Here, facts: Facts, hosts: list[str]) -> None:
             peer = next((a + b - here.rank for a, b in pairs if here.rank in (a, b)), None)
             if peer is None:
                 continue
-            sent = torch.zeros(PAIR_BYTES[here.device] // 4, device=_device(here))
+            sent = torch.zeros(PAIR_BYTES[here.device] // 4, device=here.torch_device())
             received = torch.empty_like(sent)
             seconds = _seconds(here, lambda: _exchange(sent, received, peer), REPEATS)  # noqa: B023
             facts["pairs"].append({"kind": kind, "peer": peer, "rate": sent.nbytes / seconds})

@@ -1,8 +1,9 @@
 """Which ranks differ from the others, and which are slow; pure functions of values by rank.
 
 Slow is told by the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993): the distance
-from the median in units of 1.4826 times the median absolute deviation, of which more than 3.5 is an outlier. Two ranks
-have no median that means anything: there, one is slow that has not half the rate of the other.
+from the median in units of 1.4826 times the median absolute deviation, of which more than 3.5 is an outlier. Less than
+half of the median is slow whatever the spread: of a few ranks, the slow one itself makes most of it. Of two ranks, one
+is slow that has not half the rate of the other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LEAST_SPREAD = 0.05
 """Of the median: where all others agree to the last digit, 1 % is still no outlier."""
 SLOW = 0.7
 """Of the median: a rank may be an outlier and be fast enough, which is no finding."""
-SLOW_OF_TWO = 0.5
+SURELY_SLOW = 0.5
 
 
 def groups(values: Mapping[int, T]) -> list[tuple[T, list[int]]]:
@@ -53,12 +54,12 @@ def slow(rates: Mapping[int, float]) -> list[int]:
     if len(rates) < 2:
         return []
     if len(rates) == 2:
-        limit = SLOW_OF_TWO * max(rates.values())
+        limit = SURELY_SLOW * max(rates.values())
     else:
         median = statistics.median(rates.values())
         deviation = statistics.median(abs(rate - median) for rate in rates.values())
         spread = max(1.4826 * deviation, LEAST_SPREAD * median)
-        limit = min(SLOW * median, median - OUTLIER * spread)
+        limit = max(SURELY_SLOW * median, min(SLOW * median, median - OUTLIER * spread))
     return sorted((rank for rank, rate in rates.items() if rate < limit), key=lambda rank: (rates[rank], rank))
 
 

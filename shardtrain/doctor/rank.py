@@ -82,7 +82,7 @@ def _limited(here: Here, area: Area) -> Facts:
     while thread.is_alive() and time.monotonic() < here.line.deadline:
         thread.join(timeout=min(0.2, max(0.01, here.line.deadline - time.monotonic())))
     if thread.is_alive():
-        noted = {STOPPED: here.line.where}
+        noted = {STOPPED: here.line.where, "place": here.line.place}
     if (STOPPED in noted or ERROR in noted) and not noted.get("is_peer"):
         here.line.give_up()
     return noted
@@ -107,7 +107,8 @@ def judge(said: Said, areas: Iterable[Area] = AREAS) -> list[Finding]:
     """All findings, in the order of the areas."""
     found = list(_missing(said))
     for area in areas:
-        found += _unfinished(said, area.name)
+        told = {one.measured for one in found}  # who waits for a rank in one area does so in the next
+        found += [one for one in _unfinished(said, area.name) if one.measured not in told]
         if said.of(area.name):
             found += area.judge(said)
     return found
@@ -126,7 +127,7 @@ def _missing(said: Said) -> Iterator[Finding]:
 def _unfinished(said: Said, area: str) -> Iterator[Finding]:
     """Checks that outlasted their limit or raised; those who only waited for others in vain are told of once."""
     told = {rank: facts[area] for rank, facts in sorted(said.facts.items()) if area in facts}
-    yield from _hung(said, area, {rank: str(facts[STOPPED]) for rank, facts in told.items() if STOPPED in facts})
+    yield from _hung(said, area, {rank: facts for rank, facts in told.items() if STOPPED in facts})
     waited: dict[str, list[int]] = {}
     texts: dict[str, list[int]] = {}
     for rank, facts in told.items():
@@ -141,21 +142,20 @@ def _unfinished(said: Said, area: str) -> Iterator[Finding]:
         yield Finding(area, "check", "fail", f"{text}; {said.who(ranks)} waited", "all ranks", fix)
 
 
-def _hung(said: Said, area: str, places: dict[int, str]) -> Iterator[Finding]:
-    """Who hangs where; those at a place that others have not reached wait for those others."""
-    by_place: dict[str, list[int]] = {}
-    for rank, place in places.items():
-        by_place.setdefault(place, []).append(rank)
-    for place, ranks in by_place.items():
-        absent = [rank for rank in range(said.size) if rank not in ranks]
-        together = area == network.AREA or place.startswith("waiting")
-        if together and absent:
-            text = f"{place} hangs: {said.who(absent)} did not arrive"
-            fix = "look at the log and the host of the rank that did not arrive"
-            yield Finding(area, "check", "fail", text, "an end", fix, tuple(absent))
-        elif together:
-            text, fix = f"{place} hangs with all ranks in it", "look at firewalls, routes and NCCL_SOCKET_IFNAME"
-            yield Finding(area, "check", "fail", text, "an end", fix)
-        else:
-            text, fix = f"{place} did not end on {said.who(ranks)}", "look at what it touches: disk, driver, network"
-            yield Finding(area, "check", "fail", text, "an end", fix, tuple(ranks))
+def _hung(said: Said, area: str, told: dict[int, Facts]) -> Iterator[Finding]:
+    """Who hangs where. What ranks do together is held up by those that are missing, else by those furthest behind."""
+    if not told:
+        return
+    places = {rank: int(facts["place"]) for rank, facts in told.items()}
+    behind = [rank for rank, place in places.items() if place == min(places.values())]
+    where = str(told[behind[0]][STOPPED])
+    missing = sorted(said.missing)
+    if area == network.AREA and missing:
+        text, fix = f"{where} hangs: {said.who(missing)} did not arrive", "look at the log and the host of that rank"
+        yield Finding(area, "check", "fail", text, "an end", fix, tuple(missing))
+    elif area == network.AREA and len(behind) == said.size > 1:
+        text, fix = f"{where} hangs with all ranks in it", "look at firewalls, routes and NCCL_SOCKET_IFNAME"
+        yield Finding(area, "check", "fail", text, "an end", fix)
+    else:
+        text, fix = f"{where} did not end on {said.who(behind)}", "look at what it touches: disk, driver, network"
+        yield Finding(area, "check", "fail", text, "an end", fix, tuple(behind))

@@ -154,9 +154,9 @@ def _look(here: Here, folders: dict[str, Place], told: dict[str, Facts], prefix:
     if here.rank == 0:  # one list for all: each rank asking each other would be a square of questions
         here.line.tell("signers", [here.line.hear(f"signed-{rank}") for rank in range(here.size)])
     all_signed = here.line.hear("signers", here.line.limit_seconds / 2) or []
+    end = time.monotonic() + SEEN_SECONDS
     for option, place in folders.items():
         wanted = {rank for rank, signed in enumerate(all_signed) if signed.get(option)}
-        end = time.monotonic() + SEEN_SECONDS
         while True:
             seen = _signs(place, prefix)
             if seen >= wanted or time.monotonic() > end:

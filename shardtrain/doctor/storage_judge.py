@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from shardtrain.checkpoint.storage import SPARE
@@ -20,7 +21,7 @@ def judge(said: Said) -> Iterator[Finding]:
     told = said.of(AREA)
     options = list(dict.fromkeys(option for facts in told.values() for option in facts["folders"]))
     for option in options:
-        yield from each(said, AREA, option, lambda facts, option=option: _written(facts, option))  # type: ignore[misc]
+        yield from each(said, AREA, option, functools.partial(_written, option))
         yield from _shared(said, option)
         yield from _rate(said, option)
     needs = said.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
@@ -36,7 +37,7 @@ def judge(said: Said) -> Iterator[Finding]:
         yield found
 
 
-def _written(facts: Facts, option: str) -> Judged | None:
+def _written(option: str, facts: Facts) -> Judged | None:
     if option not in facts["folders"]:
         return None
     told = facts["folders"][option]

@@ -1,0 +1,172 @@
+"""Ranks for the doctor to examine, and facts of ranks that never were: a healthy world to spoil in one place."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch.distributed as dist
+from ranks import run_ranks
+from tiny import tiny_config
+
+from shardtrain.config import Loaded
+from shardtrain.doctor import rank as doctor
+from shardtrain.doctor.finding import Said
+from shardtrain.doctor.here import Here
+from shardtrain.doctor.line import Line
+
+END_SECONDS = 60.0
+ABSENT = "absent"
+"""What a spoiled rank says that is not to take part."""
+
+
+def loaded(folder: Path | str, **sections) -> Loaded:
+    return Loaded(tiny_config(job={"dump_folder": str(folder)}, **sections))
+
+
+def areas(*names):
+    return tuple(area for area in doctor.AREAS if area.name in names)
+
+
+def examined(size, tmp_path, names, spoil=None, loaded_of=None, limit_seconds=20.0):
+    """What forked ranks told the first one about some areas, after ``spoil(rank)`` in each."""
+    same = loaded(tmp_path)
+    loaded_of = loaded_of or (lambda _: same)
+    return run_ranks(size, _examine, size, str(tmp_path), areas(*names), spoil, loaded_of, limit_seconds)[0]
+
+
+def _examine(rank, size, folder, chosen, spoil, loaded_of, limit_seconds):
+    dist.barrier()  # a peer may still be joining
+    dist.destroy_process_group()  # the doctor makes its own
+    store = dist.FileStore(f"{folder}/doctor-store", size)
+    line = Line(store, rank, size, limit_seconds)
+    here = Here(loaded_of(rank), rank, size, rank, size, "cpu", limit_seconds, store, line)
+    if spoil and spoil(rank) == ABSENT:
+        line.hear("end", END_SECONDS)
+        return None
+    facts = doctor.examine(here, chosen)
+    if rank:
+        line.hear("end", END_SECONDS)
+        return None
+    said = doctor.gather(here, facts, chosen)
+    line.tell("end", True)
+    return said
+
+
+def judged(said, *names):
+    return doctor.judge(said, areas(*names))
+
+
+def rows(said, *names):
+    """Findings by subject."""
+    return {one.subject: one for one in judged(said, *names)}
+
+
+HEALTHY = {
+    "versions": {"shardtrain": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "cuda": "13.0", "options": "abc"},
+    "hosts": {
+        "architecture": "x86_64",
+        "local_size": 2,
+        "interfaces": ["lo", "eth0"],
+        "port_range": [32768, 60999],
+        "in_job": True,
+        "port": 29500,
+        "port_busy": False,
+    },
+    "environment": {
+        "variables": {"OMP_NUM_THREADS": "8", "NCCL_SOCKET_IFNAME": "eth"},
+        "interfaces": ["lo", "eth0"],
+        "infiniband": True,
+        "cores": 64,
+        "local_size": 2,
+    },
+    "config": {"problems": [], "notes": [], "path": "run.toml"},
+    "limits": {
+        "open_files": 65536,
+        "locked_bytes": -1,
+        "core_bytes": 0,
+        "processes": -1,
+        "address_bytes": -1,
+        "cores": 64,
+        "local_size": 2,
+        "quota": 0.0,
+        "load": 1.0,
+        "governor": "performance",
+        "huge_pages": "madvise",
+        "core_pattern": "core",
+        "infiniband": True,
+        "steal": 0.0,
+    },
+    "memory": {
+        "local_size": 2,
+        "total": 2**40,
+        "available": 2**39,
+        "limit": 0,
+        "used": 0,
+        "kills": 0,
+        "shared": 2**39,
+        "device_free": 79 * 2**30,
+        "device_total": 80 * 2**30,
+    },
+    "clock": {"source": "tsc", "synchronized": True},
+    "storage": {"folders": {}, "data": {"training.dataset_path": "1 file, 17 bytes"}},
+    "devices": {
+        "type": "cuda",
+        "name": "NVIDIA H100 80GB HBM3",
+        "dtype": "bfloat16",
+        "exact": True,
+        "rate": 700e12,
+        "peak": 989e12,
+        "health": {
+            "pcie.link.gen.current": "5",
+            "pcie.link.gen.max": "5",
+            "pcie.link.width.current": "16",
+            "pcie.link.width.max": "16",
+            "clocks_event_reasons.active": "0x0000000000000004",
+            "ecc.errors.uncorrected.volatile.total": "0",
+            "mig.mode.current": "Disabled",
+            "nvlink": [26.562] * 18,
+        },
+    },
+    "network": {"cards": [{"name": "mlx5_0:1", "kind": "infiniband", "up": True, "rate": 50e9}] * 2, "pairs": []},
+}
+"""Facts of one rank of a host with two H100 devices and two cards of 400 Gb/s."""
+
+
+def healthy(num_hosts=2, ranks_per_host=2) -> Said:
+    """What ranks without any trouble would tell."""
+    size = num_hosts * ranks_per_host
+    facts = {}
+    for rank in range(size):
+        host, local_rank = divmod(rank, ranks_per_host)
+        own = copy.deepcopy(HEALTHY)
+        own["hosts"] |= {"hostname": f"host-{host}", "local_rank": local_rank, "addresses": [f"10.0.0.{host + 1}"]}
+        own["devices"] |= {"uuid": f"GPU-{rank}", "local_rank": local_rank, "visible": ranks_per_host}
+        own["clock"]["moments"] = [1000.0 + number for number in range(4)]
+        own["storage"]["folders"] = {"checkpoint.folder": folder(range(size))}
+        own["network"]["collectives"] = [
+            collective("all ranks", "all_reduce", 0, range(size), 80e9, latency=2e-5),
+            collective("one host", "all_gather", host, range(host * 2, host * 2 + 2), 400e9),
+        ]
+        facts[rank] = own
+    return Said(size, facts)
+
+
+def folder(signers, **changes):
+    return {
+        "place": "/scratch/run",
+        "error": "",
+        "rate": 500e6,
+        "seen": list(signers),
+        "signers": list(signers),
+        "signed": True,
+        "free": 2**42,
+        "total": 2**43,
+        "inodes": -1,
+        "filesystem": "lustre",
+        "must_share": True,
+    } | changes
+
+
+def collective(axis, name, group, ranks, rate, **more):
+    return {"axis": axis, "name": name, "group": group, "ranks": list(ranks), "right": True, "rate": rate} | more
