@@ -61,6 +61,7 @@ NOT_RUN = {
     "shardtrain data download --repo_id meta-llama/Llama-3.1-8B --assets tokenizer --local_dir assets": (
         "it needs the network and a token; tests/data_tools download from a server of their own"
     ),
+    "sbatch multinode_trainer.slurm --training.steps 1000": "it needs a cluster; tests/launch/test_slurm.py runs it",
     "tensorboard --logdir outputs/tb": "it serves until it is stopped",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     "-m shardtrain train configs/llama3_8b.toml": "it needs two machines",

@@ -64,7 +64,7 @@ class Request:
 
 def main(words: Sequence[str]) -> int:
     """Run the verb; gives the status, see USAGE. Raises ConfigError."""
-    from shardtrain.launch import environment
+    from shardtrain.launch import agent, environment
 
     if any(word in ("--help", "-h") for word in words):
         print(USAGE, end="")
@@ -72,8 +72,8 @@ def main(words: Sequence[str]) -> int:
     request = read(words)
     if environment.is_rank(os.environ):
         _as_rank(request)
-    environment.refuse_one_of_several_nodes(os.environ)
-    return _here(request, list(words))
+    code = agent.run_verb("doctor", words, request.loaded.config, request.nproc)
+    return _here(request, list(words)) if code is None else code
 
 
 def read(words: Sequence[str]) -> Request:

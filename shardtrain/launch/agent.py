@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardtrain import __version__, config
-from shardtrain.config.command_line import CommandLine
+from shardtrain.config.command_line import CommandLine, split
+from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, PeerError, Problem
 from shardtrain.launch import environment
 from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED
 from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes
+from shardtrain.launch.nodes import find as nodes_of_platform
 from shardtrain.launch.restart import RESTARTABLE
 
 if TYPE_CHECKING:
@@ -61,6 +63,16 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes) -> int:
     )
     words = ["train", *([arguments.path] if arguments.path else []), *arguments.overrides]
     return run(nodes, choice.count, words, loaded.config.checkpoint.grace_seconds)
+
+
+def run_verb(verb: str, words: Sequence[str], config: Config, nproc: int | None) -> int | None:
+    """Run this node's share of a verb that is no training; None where it is the only node. Raises what ``train`` does."""
+    several = nodes_of_platform(split([]), os.environ)
+    if several is None:
+        return None
+    accelerators, cores = environment.count_accelerators(config.training.device), environment.usable_cores()
+    choice = choose_processes(config, nproc, os.environ, several, accelerators, cores)
+    return run(several, choice.count, [verb, *words], grace_seconds=0)
 
 
 def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) -> int:

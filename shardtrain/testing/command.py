@@ -35,11 +35,13 @@ def main(words: list[str]) -> int:
     if asked is None:
         print(HELP, end="")
         return 0
-    from shardtrain.launch import environment, local
+    from shardtrain.launch import agent, environment, local
 
     if environment.is_rank(os.environ):
         _as_rank(asked)
-    environment.refuse_one_of_several_nodes(os.environ)
+    code = agent.run_verb("test", words, asked.loaded.config, asked.nproc)
+    if code is not None:
+        return code
     environment.set_allocator_default(os.environ)
     config = asked.loaded.config
     accelerators, cores = environment.count_accelerators(config.training.device), environment.usable_cores()
