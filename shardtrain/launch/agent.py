@@ -66,7 +66,7 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes) -> int:
 
 
 def run_verb(verb: str, words: Sequence[str], config: Config, nproc: int | None) -> int | None:
-    """Run this node's share of a verb that is no training; None where it is the only node. Raises what ``train`` does."""
+    """Run this node's share of a verb that is no training; None where it is the only one. Raises as ``train``."""
     several = nodes_of_platform(split([]), os.environ)
     if several is None:
         return None
@@ -88,6 +88,9 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is told by its rank
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(SIGNALS)
+    if nodes.least < nodes.most:
+        # or the first round alone publishes where its store is, and a node that joins a later one waits in vain
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with tempfile.TemporaryDirectory(prefix="shardtrain-") as records:
         try:
             agent = _agent(nodes, ranks, command, grace_seconds, records)
