@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardtrain.config.schema import DataLoader
 from shardtrain.data import order_hash
-from shardtrain.data.feed import Moved, digest
+from shardtrain.data.feed import digest
 from shardtrain.data.loader import Made, Share, Stream
 from shardtrain.data.mix import Mixture, Stage
 from shardtrain.data.order import sample_at
@@ -178,6 +178,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-__all__ = ["Moved", "RowBatch", "RowFeed", "RowStream", "Rows", "fingerprint_of"]

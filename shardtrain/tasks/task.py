@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardtrain.config.schema import Config, Training, Validation
@@ -174,8 +173,3 @@ def check_kind(config: Config, model: nn.Module, wanted: str) -> None:
         rule = f'names a network for {kind}, and task.name="{config.task.name}" needs one for {wanted or "itself"}'
         fix = "set model.overrides.architecture to the class of transformers for it, or use another task"
         raise ConfigError(Problem("model.overrides.path", config.model.overrides.get("path"), rule, fix))
-
-
-def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The rows of several batches' predictions, one after the other."""
-    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
