@@ -14,8 +14,6 @@ from shardtrain.run_folder import RESOLVED_CONFIG
 if TYPE_CHECKING:
     from shardtrain.hub.exporting import Export
 
-FACT = "lora"
-"""What a checkpoint of adapters has among its facts."""
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -57,6 +55,7 @@ def export_main(words: Sequence[str]) -> int:
     from shardtrain import models
     from shardtrain.hub import logits
     from shardtrain.hub.exporting import Export, export, tokenizer_files
+    from shardtrain.lora.spec import FACT
 
     options = _model_options(found.checkpoint, found.config)
     module = models.find(options["name"])

@@ -39,7 +39,8 @@ def build(
     else:
         groups = parameter_groups(trained, config.no_weight_decay, config.weight_decay, all_names)
     if not groups:
-        raise ConfigError(Problem("optimizer.name", config.name, "has no parameter to train", "unfreeze some"))
+        fix = "unfreeze some; adapters are needed on every pipeline stage (lora.target_modules)"
+        raise ConfigError(Problem("optimizer.name", config.name, "has no parameter to train", fix))
     return Muon(groups, config) if config.name == "Muon" else adam(groups, config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -17,6 +18,8 @@ from shardtrain.checkpoint import manifest, tensors
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.generate.opening import open_model
 from shardtrain.lora.linear import is_adapter
+from shardtrain.parallel.world import World
+from shardtrain.shards import to_full
 from shardtrain.train import step
 
 pytest.importorskip("transformers")
@@ -93,6 +96,17 @@ def test_merged_weights_compute_what_adapters_do(run, tmp_path):
         torch.testing.assert_close(again.eval()(tokens(260)).logits, beside, atol=1e-4, rtol=0)
 
 
+def split_logits(rank, folder):
+    opened = open_model(folder, here=World(rank, 2, rank, torch.device("cpu")))
+    return to_full(logits(opened.model, 260))
+
+
+def test_ranks_that_split_each_layer_compute_what_one_does(run):
+    one = logits(open_model(run[0]).model, 260)
+    for split in run_ranks(2, split_logits, run[0]):
+        torch.testing.assert_close(split, one, atol=TOLERANCE, rtol=0)
+
+
 def test_peft_opens_the_export_and_computes_the_same(run, base, tmp_path):
     folder = run[0]
     words = ["export", str(folder / "checkpoint" / "step-4"), "--to", str(tmp_path / "peft"), "--adapter"]
@@ -148,6 +162,10 @@ def test_adapters_of_peft_are_a_start_and_can_be_merged(base, tmp_path):
 def test_every_family_trains_adapters_and_merges_them(family, tmp_path):
     folder = save(build(family), tmp_path / "base")
     config = adapter_config(folder, tmp_path / "run")
+    if family == "qwen2":  # beside a checkpoint of ours as well
+        assert cli.main(["import", str(folder), "--to", str(tmp_path / "own")]) == 0
+        own = dataclasses.replace(config.checkpoint, initial_load_path=str(tmp_path / "own"), initial_load_in_hf=False)
+        config = dataclasses.replace(config, checkpoint=own)
     ended = train(1, config)[0]
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
     checkpoint = tmp_path / "run" / "checkpoint" / "step-4"
