@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
 from shardtrain import init, models, optim, parallel, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.metrics.flops import count_model
-from shardtrain.parallel import BATCH_AXES, world
+from shardtrain.parallel import BATCH_AXES, Mesh, Runner, world
 from shardtrain.parallel.task_runner import with_loss
 from shardtrain.parallel.world import World
 from shardtrain.run import Run
 from shardtrain.state import TrainState
 
 
-def build(config: Config, here: World) -> Run:
-    """Everything for the first step: mesh, model on it with its initial weights, optimizer, data."""
-    mesh = parallel.build(config, here)
-    module = models.find(config.model.name)
+@dataclass(frozen=True)
+class Built:
+    """A model on a mesh, with its initial weights, under the loss of a task."""
+
+    task: tasks.LanguageModel | tasks.RowTask
+    module: ModuleType
+    shape: Any
+    runner: Runner
+    names: list[str]
+    num_params: int
+    flops_per_token: int
+
+
+def build_model(config: Config, mesh: Mesh) -> Built:
+    """The model of a config; a second one of the same mesh is another model, which a task may hold frozen."""
+    task, module = tasks.open_task(config), models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    task = tasks.open_task(config)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
     num_params, flops = count_model(model, module.LAYOUT, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
     draws = init.plan(names, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers)))
     runner = with_loss(parallel.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape)), task.loss)
     runner.materialize(draws, config.debug.seed)
-    optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
-    training = config.training
+    return Built(task, module, shape, runner, names, num_params, flops)
+
+
+def build(config: Config, here: World) -> Run:
+    """Everything for the first step: mesh, model on it with its initial weights, optimizer, data."""
+    mesh = parallel.build(config, here)
+    built = build_model(config, mesh)
+    task, runner, training = built.task, built.runner, config.training
+    optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, built.names)
     scaler = None
     if derived.compute_dtype(config) == "float16":
         scaler = optim.LossScaler(training.initial_loss_scale, training.loss_scale_growth_interval)
@@ -35,11 +57,12 @@ def build(config: Config, here: World) -> Run:
         num_batch_ranks=mesh.size(*BATCH_AXES),
         accumulation=derived.accumulation_steps(config, here.size),
     )
-    task.check(stream, module, shape)
+    task.check(stream, built.module, built.shape)
     world.check_agreement(stream.fingerprint, "the training data differ between ranks", mesh.device)
-    flops_per_target, total_steps = flops * task.tokens_per_target, training.steps
+    total_steps = training.steps
     if training.epochs is not None and stream.steps_left is not None:
         total_steps = stream.steps_left
-    run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, num_params, flops_per_target)
-    run.names = tuple(names)
+    flops = built.flops_per_token * task.tokens_per_target
+    run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, built.num_params, flops)
+    run.names = tuple(built.names)
     return run

@@ -35,6 +35,7 @@ usage: shardtrain VERB ...
   generate --from RUN_FOLDER --prompt TEXT ...                write text with a trained model (--help: all options)
   import HF_DIR --to CHECKPOINT; export CHECKPOINT --to HF_DIR
                                                               weights in and out of the Hugging Face format
+  test CONFIG.toml [--checkpoint best|latest|STEP|PATH]       metrics and predictions of the held-out sets, in files
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
   replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
   help, --help                                                this text
@@ -194,6 +195,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _module("shardtrain.config.command"),
     "data": _module("shardtrain.data_tools.command"),
     "checkpoint": _module("shardtrain.checkpoint.command"),
+    "test": _module("shardtrain.testing.command"),
     "generate": _module("shardtrain.generate.command"),
     "import": _module("shardtrain.hub.command", "import_main"),
     "export": _module("shardtrain.hub.command", "export_main"),

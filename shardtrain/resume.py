@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import continuing, models, optim
+from shardtrain import continuing, models, optim, tasks
 from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.errors import CheckpointError
 from shardtrain.hub import importing
 from shardtrain.log import logger
-from shardtrain.parallel import BATCH_AXES
+from shardtrain.parallel import BATCH_AXES, Runner
 
 if TYPE_CHECKING:
     from shardtrain.run import Run
@@ -102,13 +102,23 @@ def _load_hub(run: Run, folder: Place) -> None:
     model = run.config.model
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    together(lambda: importing.fill(weights(run), Path(str(folder)), module, shape))
+    tensors = weights(run)
+    if tasks.open_task(run.config).num_labels:
+        head = f"model.{module.LAYOUT.last[-1]}."
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
+        logger.info(f"the head of {run.config.task.name} is not in the folder, and starts anew")
+    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape))
     logger.info(f"starting from the weights of {folder}")
 
 
 def weights(run: Run) -> dict[str, Tensor]:
     """Everything that a model is: parameters and buffers by name."""
-    tensors: dict[str, Tensor] = {**run.runner.parameters(), **run.runner.buffers()}
+    return weights_of(run.runner)
+
+
+def weights_of(runner: Runner) -> dict[str, Tensor]:
+    """The same of a model outside a run."""
+    tensors: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
 

@@ -67,8 +67,8 @@ def _describe_data(config: Config) -> str:
     )
     if staged:
         names += f", weights of {len(config.data.stages)} stages"
-    is_text = config.task.name == "language_model"
-    return f"{names or config.training.dataset}, {f'packed by {config.data.packing}' if is_text else config.task.name}"
+    rows = f"packed by {config.data.packing}" if config.task.name == "language_model" else config.task.name
+    return f"{names or config.training.dataset or 'rows of the task'}, {rows}"
 
 
 def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:

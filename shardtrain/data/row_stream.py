@@ -76,13 +76,17 @@ class RowFeed:
         self.files: Mapping[str, str] = getattr(rows, "files", {})
         self.fingerprint = digest(getattr(rows, "fingerprint", None) or fingerprint_of(rows), seed)
 
-    def row_at(self, k: int) -> int:
-        """Number of the row at position ``k`` of the order."""
-        return k % self.num_rows if self._seed is None else int(sample_at(k, self.num_rows, self._seed))
+    def rows_at(self, start: int, stop: int) -> list[int]:
+        """Numbers of the rows at positions start..stop-1 of the order."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        numbers = positions % self.num_rows
+        if self._seed is not None and len(positions):
+            numbers = sample_at(positions, self.num_rows, self._seed)
+        return [int(number) for number in numbers]
 
-    def read(self, k: int) -> Any:
-        """The row at position ``k`` of the order, as ``collate`` is given it."""
-        return self.rows[self.row_at(k)]
+    def read(self, k: int, number: int) -> Any:
+        """The row of a number, at position ``k`` of the order, as ``collate`` is given it."""
+        return self.rows[number]
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """See Feed; nothing to do."""
@@ -104,9 +108,9 @@ class RowBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
         position = self._share.first_position(self._start, number)
         stop = position + self._share.local_batch_size
         places = range(position, stop if self._end is None else min(stop, self._end))
-        numbers = [self._feed.row_at(k) for k in places]
+        numbers = self._feed.rows_at(places.start, places.stop)
         try:
-            tensors = self._collate([self._feed.read(k) for k in places or [0]])
+            tensors = self._collate([self._feed.read(*at) for at in zip(places, numbers, strict=False)] or [self._feed.read(0, 0)])
             targets = self._count(tensors) if numbers else 0
         except ShardtrainError as error:
             return error

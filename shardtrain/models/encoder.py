@@ -85,8 +85,9 @@ class FullAttentionCore(AttentionCore):
 class Block(nn.Module):
     """One layer: attention and feed-forward, each behind a norm and added to the residual stream with dropout."""
 
-    def __init__(self, c: Config) -> None:
+    def __init__(self, c: Config, is_first: bool = False) -> None:
         super().__init__()
+        self.input_dropout = nn.Dropout(c.dropout if is_first else 0.0)  # of the embedding: here, it can be cut off
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.attn = Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)
         self.attn.core = FullAttentionCore()
@@ -96,6 +97,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
+        x_BTD = self.input_dropout(x_BTD)
         x_BTD = x_BTD + self.dropout(self.attn(self.attn_norm(x_BTD), angles, documents_BT))
         return x_BTD + self.dropout(self.ffn(self.ffn_norm(x_BTD)))
 
@@ -104,7 +106,7 @@ class Model(Decoder):
     """An encoder; the chain of modules is the decoders' own."""
 
     def __init__(self, c: Config) -> None:
-        layers = (Block(c) for _ in range(c.num_layers))
+        layers = (Block(c, is_first=i == 0) for i in range(c.num_layers))
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         super().__init__(c.vocab_size, c.dim, RotaryAngles(c.head_dim, c.rope_theta), layers, norm, tied=False)
 
@@ -114,7 +116,7 @@ def initial(c: Config) -> dict[str, Draw]:
     return {
         "*norm.weight": Draw("ones"),
         "layers.*.*_norm.weight": Draw("ones"),
-        "embed.weight": Draw("normal", std=1.0),
+        "embed.weight": Draw("normal", std=0.02),  # small, so that what is learned of a rare word outweighs its draw
         "head.weight": Draw("truncated_normal", std=c.dim**-0.5, cutoff=3.0),
         "layers.*.attn.w[qkv].weight": Draw("normal", std=c.dim**-0.5),
         "layers.*.attn.wo.weight": Draw("normal", std=c.dim**-0.5, depth="total"),

@@ -104,6 +104,9 @@ class Model(nn.Module):
         self._drops = c.dropout
         self.train()
         self._constants = _take_constants(self.hf, c)
+        paths = {module: path for path, module in self.hf.named_modules()}
+        self.computed = [f"{paths[owner]}.{name}" for owner, name in self._constants]
+        """Names of what follows from config.json, which files of older versions hold."""
         self._shared = {name for names in tied_names(self.hf) for name in names}
         if not self.blocks:
             rule = f"names {c.class_name}, in which no repeated blocks are found"

@@ -34,6 +34,7 @@ WORDS = {
     "replicate": "whole weights, computed with alike on every rank",
 }
 """The words of a plan that are known; a plan with any other is refused."""
+HEADS = ("colwise_gather_output", "colwise_rep")
 
 
 def apply(model: Any, mesh: Mesh, config: Config) -> None:
@@ -44,18 +45,19 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     """
     plan: Mapping[str, str] = model.tensor_plan
     name = model.config_name
-    words = {path: word for path, word in _words(model, plan)}
+    ties = tied_names(model)
+    words = dict(_words(model, plan))
+    _split_tied_embedding(model, words, ties)
     unknown = sorted({word for word in words.values() if word not in WORDS})
     if not words or unknown:
         what = f"has words that are not known ({', '.join(unknown)})" if unknown else "does not exist"
         _refuse(mesh, f"needs the plan of {name}, which {what}")
     _check_beside(model, words, name, mesh)
     loss_parallel = not config.parallelism.disable_loss_parallel
-    head = next((path for path, word in words.items() if word in ("colwise_gather_output", "colwise_rep")), None)
+    head = next((path for path, word in words.items() if word in HEADS), None)
     if loss_parallel and head is None:
         rule = f"splits the loss over the vocabulary, and the plan of {name} does not split its head"
         raise ConfigError(Problem("parallelism.disable_loss_parallel", False, rule, "set it to true"))
-    ties = tied_names(model)
     _check_ties(ties, words, name, mesh)
     styles = {path: _style(word, loss_parallel) for path, word in words.items()}
     for path, module in model.named_modules():
@@ -91,6 +93,15 @@ def _words(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str
             yield path, word
 
 
+def _split_tied_embedding(model: Any, words: dict[str, str], ties: list[list[str]]) -> None:
+    """Older plans name the head alone, and not the embedding that is the same tensor."""
+    embedding = model.hf.get_input_embeddings()
+    path = next((path for path, module in model.named_modules() if module is embedding), "")
+    tied = next((names for names in ties if f"{path}.weight" in names), [])
+    if path not in words and any(words.get(name.rpartition(".")[0]) in HEADS for name in tied):
+        words[path] = "embedding_rowwise"
+
+
 def _check_beside(model: Any, words: Mapping[str, str], name: str, mesh: Mesh) -> None:
     """Within a module whose children are split, every weight needs a word: a rank may use it on its own heads."""
     split = {path.rpartition(".")[0] for path, word in words.items() if word in ("colwise", "rowwise")}
@@ -102,7 +113,7 @@ def _check_beside(model: Any, words: Mapping[str, str], name: str, mesh: Mesh) -
 
 def _check_ties(ties: list[list[str]], words: Mapping[str, str], name: str, mesh: Mesh) -> None:
     """Names of one parameter must be split in one way, over its first dimension, or not at all."""
-    by_rows = {"colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise"}
+    by_rows = {"colwise", *HEADS, "embedding_rowwise"}
     for names in ties:
         owners = [words.get(own.rpartition(".")[0], "replicate") for own in names]
         if len({word in by_rows for word in owners}) > 1 or "rowwise" in owners:
@@ -119,7 +130,7 @@ def _style(word: str, loss_parallel: bool) -> ParallelStyle:
         return ColwiseParallel()
     if word == "rowwise":
         return RowwiseParallel()
-    if word in ("colwise_gather_output", "colwise_rep"):
+    if word in HEADS:
         return ColwiseParallel(output_layouts=Shard(-1) if loss_parallel else Replicate())
     if word == "embedding_rowwise":
         return RowwiseParallel(input_layouts=Replicate())

@@ -26,7 +26,7 @@ from shardtrain.data.opening import Named, request_for, tokenizer_of
 from shardtrain.data.reading import BadRows, Tally, chunks
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow, Shards, Table, every_row, place_of
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.errors import ConfigError, DataError, Problem
 from shardtrain.layout import Layout
 from shardtrain.log import logger
 from shardtrain.loss import cross_entropy_sum
@@ -83,13 +83,13 @@ class Classification(RowTask):
 
         Raises:
             ConfigError: when the dataset cannot be opened.
-            DataError: at a row that cannot be used, with file and line; in training data data.bad_rows may skip it.
+            DataError: at a row that cannot be used, with file and line; data.bad_rows may leave those of training out.
         """
         section, named = self._named(split)
         source: Table | Shards = sources.find(named.source.dataset, option=named.dataset_option).open_source(
             request_for(self.config, named)
         )
-        policy, tally = BadRows.of(self.config.data) if split == "train" else BadRows(), Tally()
+        policy, tally = BadRows.of(self.config.data), Tally()
         found = Examples(self._examples(source, split, section.seq_len, policy, tally))
         if tally.num_bad:
             policy.judge(tally, f"dataset {named.name}")
@@ -178,6 +178,10 @@ class Classification(RowTask):
         accuracy = int((predicted == label).sum()) / max(1, len(label))
         return {"accuracy": accuracy, "macro_f1": sum(scores) / max(1, len(scores))}
 
+    def results(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The accuracy alone, under the name that pytorch_universal_trainer gives it."""
+        return {"Accuracy": values["accuracy"]}
+
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         """The label of the prediction as the rows spell it."""
         return self.labels[int(row["prediction"])]
@@ -209,6 +213,8 @@ class Classification(RowTask):
                 if isinstance(result, BadRow):
                     place = place_of(source, key)
                     tally.add_bad(result, place)
+                    if split != "train":
+                        raise DataError(f"{place}: {result}; correct it: each row of a held-out set is predicted")
                     policy.meet(result, place)
                 else:
                     tally.documents, tally.rows = tally.documents + 1, tally.rows + 1

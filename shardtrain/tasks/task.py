@@ -64,6 +64,10 @@ class RowTask:
         """Metrics of a whole set: ``predictions`` of all its rows, in the order of the data, on the CPU."""
         return {}
 
+    def results(self, values: Mapping[str, float]) -> dict[str, float]:
+        """What the file of results holds: the loss and the metrics, unless overridden."""
+        return dict(values)
+
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         """The line of one row in the file of predictions."""
         return " ".join(str(value.tolist()) for value in row.values())

@@ -1,0 +1,85 @@
+"""The template project: a task and a model of the user's own, on one rank and on several."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import Result, assert_same_numbers, make_run, run_tiny, train_steps
+
+from shardtrain import config as configs
+from shardtrain import evaluate, tasks, train
+from shardtrain.config.schema import Config
+from shardtrain.errors import ConfigError
+from shardtrain.tasks import RowTask
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_task"
+EPS = ("--optimizer.eps", "1e-3")  # see tiny.py
+
+
+def template(*overrides: str) -> Config:
+    fixed = ["--task.name", str(EXAMPLE / "task.py"), "--model.name", str(EXAMPLE / "model.py")]
+    small = ["--training.device", "cpu", "--training.global_batch_size", "64"]
+    return configs.load(EXAMPLE / "config.toml", [*fixed, *small, *overrides]).config
+
+
+@functools.cache
+def reference() -> Result:
+    return run_tiny(1, template(*EPS, "--training.local_batch_size", "64"), 4)[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_and_a_loss_of_ones_own_have_the_same_numbers_on_any_number_of_ranks(ranks: int) -> None:
+    for result in run_ranks(ranks, train_steps, template(*EPS, "--training.local_batch_size", "8"), 4):
+        assert_same_numbers(result, reference())
+
+
+def scored(rank: int, one: Config) -> Any:
+    run = make_run(rank, one)
+    for _ in range(run.total_steps):
+        train.step(run)
+    found = evaluate.evaluate(run.runner, evaluate.open_stream(one, run.mesh), run.mesh)
+    assert found is not None and found.metrics is not None
+    return run.total_steps, found.rows, found.metrics["accuracy"]
+
+
+def test_two_epochs_of_the_template_learn() -> None:
+    for steps, rows, accuracy in run_ranks(2, scored, template()):
+        assert (steps, rows) == (63, 2000)  # 2 x 2000 rows in steps of 64
+        assert accuracy > 0.75
+
+
+def test_one_method_can_be_replaced_at_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from shardtrain.tasks.classification import Classification\n"
+        "class Task(Classification):\n"
+        "    def metrics(self, rows):\n"
+        "        return {**super().metrics(rows), 'rows': float(len(rows['label']))}\n"
+    )
+    one = dataclasses.replace(Config(), task=dataclasses.replace(Config().task, name=str(file)))
+    task = tasks.open_task(one)
+    assert isinstance(task, RowTask)
+    rows = {"prediction": torch.tensor([1, 0]), "label": torch.tensor([1, 1])}
+    assert task.metrics(rows)["rows"] == 2.0 and task.metrics(rows)["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\n", "has no class Task"),
+        ("from shardtrain.tasks import RowTask\nclass Task(RowTask):\n    pass\n", "has a Task without read_rows"),
+    ],
+)
+def test_what_a_task_file_lacks_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "lacking.py"
+    file.write_text(text)
+    one = dataclasses.replace(Config(), task=dataclasses.replace(Config().task, name=str(file)))
+    with pytest.raises(ConfigError, match=said):
+        task = tasks.open_task(one)
+        task.open_stream(batch_rank=0, num_batch_ranks=1, accumulation=1)
