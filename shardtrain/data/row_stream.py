@@ -110,7 +110,9 @@ class RowBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
         places = range(position, stop if self._end is None else min(stop, self._end))
         numbers = self._feed.rows_at(places.start, places.stop)
         try:
-            tensors = self._collate([self._feed.read(*at) for at in zip(places, numbers, strict=False)] or [self._feed.read(0, 0)])
+            tensors = self._collate(
+                [self._feed.read(*at) for at in zip(places, numbers, strict=False)] or [self._feed.read(0, 0)]
+            )
             targets = self._count(tensors) if numbers else 0
         except ShardtrainError as error:
             return error

@@ -7,7 +7,7 @@ that it repeats, tensor parallelism by the plan that it has. Nothing that lies i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from shardtrain.targets import IGNORE
 from shardtrain.tied import tied_names
 
 AS_IS = True
-"""Weights keep the names that they have in ``transformers``."""
+"""Its layout is found and not promised, and weights keep the names that they have in ``transformers``."""
 PREFIX = "hf."
 _LAYERS = ("encoder_layers", "decoder_layers", "num_hidden_layers", "num_decoder_layers")
 
@@ -171,11 +171,6 @@ class Model(nn.Module):
                 owner.__dict__[name] = value.to(device)
 
 
-def build(c: Config) -> Model:
-    """The model, whose layout is found and not promised."""
-    return Model(c)
-
-
 def initial(c: Config) -> dict[str, Draw]:
     """How each parameter starts, by its name: as the architecture's own ``_init_weights`` says."""
     return Model(c).draws
@@ -213,5 +208,6 @@ def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
 
 
 def _tensor_plan(hf: Any) -> dict[str, str]:
-    plan: Mapping[str, str] = getattr(hf, "_tp_plan", None) or getattr(hf, "tp_plan", None) or {}
+    # in some versions the instance has the plan of its blocks alone, and the class that of the head
+    plan = {**(getattr(type(hf), "_tp_plan", None) or {}), **(getattr(hf, "_tp_plan", None) or {})}
     return {PREFIX + pattern: word for pattern, word in plan.items()}

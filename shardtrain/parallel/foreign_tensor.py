@@ -27,7 +27,7 @@ OPTION = "parallelism.tensor_parallel_degree"
 WORDS = {
     "colwise": "linear, output features split",
     "rowwise": "linear, input features split, outputs summed",
-    "colwise_gather_output": "linear to the vocabulary, output features split",
+    "colwise_gather_output": "linear, output features split; gathered, unless the loss is split as they are",
     "colwise_rep": "older name of colwise_gather_output",
     "embedding_rowwise": "embedding, vocabulary rows split, outputs summed",
     "replicated_with_grad_allreduce": "whole weights used on a rank's own heads: the gradient is the ranks' sum",
@@ -54,12 +54,12 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
         _refuse(mesh, f"needs the plan of {name}, which {what}")
     _check_beside(model, words, name, mesh)
     loss_parallel = not config.parallelism.disable_loss_parallel
-    head = next((path for path, word in words.items() if word in HEADS), None)
-    if loss_parallel and head is None:
+    head = _path(model, model.hf.get_output_embeddings())
+    if loss_parallel and words.get(head) not in HEADS:
         rule = f"splits the loss over the vocabulary, and the plan of {name} does not split its head"
         raise ConfigError(Problem("parallelism.disable_loss_parallel", False, rule, "set it to true"))
     _check_ties(ties, words, name, mesh)
-    styles = {path: _style(word, loss_parallel) for path, word in words.items()}
+    styles = {path: _style(word, loss_parallel and path == head) for path, word in words.items()}
     for path, module in model.named_modules():
         if path not in styles and any(True for _ in module.parameters(recurse=False)):
             styles[path] = WholeWeights(Replicate())
@@ -95,11 +95,14 @@ def _words(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str
 
 def _split_tied_embedding(model: Any, words: dict[str, str], ties: list[list[str]]) -> None:
     """Older plans name the head alone, and not the embedding that is the same tensor."""
-    embedding = model.hf.get_input_embeddings()
-    path = next((path for path, module in model.named_modules() if module is embedding), "")
+    path = _path(model, model.hf.get_input_embeddings())
     tied = next((names for names in ties if f"{path}.weight" in names), [])
     if path not in words and any(words.get(name.rpartition(".")[0]) in HEADS for name in tied):
         words[path] = "embedding_rowwise"
+
+
+def _path(model: nn.Module, wanted: nn.Module | None) -> str:
+    return next((path for path, module in model.named_modules() if module is wanted), "")
 
 
 def _check_beside(model: Any, words: Mapping[str, str], name: str, mesh: Mesh) -> None:
@@ -125,13 +128,13 @@ def _refuse(mesh: Mesh, rule: str) -> None:
     raise ConfigError(Problem(OPTION, mesh.size(AXIS), rule, fix))
 
 
-def _style(word: str, loss_parallel: bool) -> ParallelStyle:
+def _style(word: str, stays_split: bool) -> ParallelStyle:
     if word == "colwise":
         return ColwiseParallel()
     if word == "rowwise":
         return RowwiseParallel()
     if word in HEADS:
-        return ColwiseParallel(output_layouts=Shard(-1) if loss_parallel else Replicate())
+        return ColwiseParallel(output_layouts=Shard(-1) if stays_split else Replicate())
     if word == "embedding_rowwise":
         return RowwiseParallel(input_layouts=Replicate())
     return WholeWeights(Partial() if word == "replicated_with_grad_allreduce" else Replicate())

@@ -20,6 +20,7 @@ from shardtrain import models, train
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.parallel.foreign_tensor import WORDS
 from shardtrain.resume import resume
 from shardtrain.shards import to_full
 
@@ -181,8 +182,11 @@ def test_a_plan_that_is_missing_or_not_known_is_refused(tmp_path: Path) -> None:
     degrees = {"tensor_parallel_degree": 2}
     text = run_ranks(2, refused, config_for("gpt2", tmp_path, parallelism=degrees))[0]
     assert "needs the plan of GPT2LMHeadModel, which does not exist" in text
+    model = models.build(module := models.find("transformers"), module.Config(str(folder("mixtral"))))
+    if set(model.tensor_plan.values()) <= set(WORDS):
+        return  # of versions whose experts are modules of their own
     text = run_ranks(2, refused, config_for("mixtral", tmp_path, parallelism=degrees))[0]
-    assert "needs" in text and "MixtralForCausalLM" in text
+    assert "needs the plan of MixtralForCausalLM, which has words that are not known" in text
 
 
 def copy_with(name: str, path: Path, **changes: Any) -> Path:
