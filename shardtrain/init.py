@@ -64,6 +64,8 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
 def _draw_block(shape: tuple[int, ...], draw: Draw, generator: torch.Generator, device: torch.device) -> Tensor:
     # Drawn in float32 whatever the parameter's type, so that a bfloat16 run starts from the same weights, rounded.
     values = torch.empty(shape, dtype=torch.float32, device=device)
+    if math.isnan(draw.std):  # nobody knows how it starts: what is loaded stands, and nothing else goes unnoticed
+        return values.fill_(math.nan)
     if draw.distribution == "normal":
         return values.normal_(0.0, draw.std, generator=generator)
     if draw.distribution == "uniform":

@@ -84,8 +84,8 @@ class RowFeed:
             numbers = sample_at(positions, self.num_rows, self._seed)
         return [int(number) for number in numbers]
 
-    def read(self, number: int, k: int) -> Any:
-        """A row by its number, as ``collate`` is given it at position ``k`` of the order."""
+    def read(self, k: int, number: int) -> Any:
+        """The row of a number, at position ``k`` of the order, as ``collate`` is given it."""
         return self.rows[number]
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
@@ -107,11 +107,12 @@ class RowBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
         """A batch; an error comes back as a value, so that it crosses from a worker in one line."""
         position = self._share.first_position(self._start, number)
         stop = position + self._share.local_batch_size
-        end = stop if self._end is None else min(stop, self._end)
-        numbers = self._feed.rows_at(position, end)
-        places = [*zip(numbers, range(position, end), strict=True)] or [(0, 0)]  # a filler is some row
+        places = range(position, stop if self._end is None else min(stop, self._end))
+        numbers = self._feed.rows_at(places.start, places.stop)
         try:
-            tensors = self._collate([self._feed.read(number, k) for number, k in places])
+            tensors = self._collate(
+                [self._feed.read(*at) for at in zip(places, numbers, strict=False)] or [self._feed.read(0, 0)]
+            )
             targets = self._count(tensors) if numbers else 0
         except ShardtrainError as error:
             return error

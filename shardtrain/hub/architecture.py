@@ -201,7 +201,8 @@ class _Starts(TorchDispatchMode):
         if 0 < value.numel() <= 1 << 20 and value.is_floating_point():
             low, high = value.detach().aminmax()
             if float(low) == float(high) and float(low) in (0.0, 1.0):
-                self._draws[self._key(on_meta)] = Draw("ones" if float(low) else "zeros")
+                found = Draw("ones" if float(low) else "zeros")
+                self._draws[self._key(on_meta)] = self._draws[id(on_meta), on_meta.numel()] = found
 
     def draw(self, parameter: Tensor) -> Draw:
         """How a parameter starts; nan where the architecture says it in a way that is not known here."""

@@ -59,7 +59,13 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
         if spelled:
             sources[ours] = spelled[0]
             again += [re.escape(name) for name in spelled[1:] if _same(weights, spelled[0], name)]
-    passed = [f".*(?:{pattern}).*" for pattern in getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    said = {
+        pattern
+        for module in hf.modules()
+        for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    }
+    passed = [f".*(?:{pattern}).*" for pattern in sorted(said)]
+    passed += [re.escape(form) for name in model.computed for form in _forms(name, prefix)]
     missing = [ours for ours, theirs in sources.items() if theirs not in there]
     surplus = there - set(map(str, sources.values()))
     if missing and any(".experts." in name for name in surplus):

@@ -60,8 +60,8 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
 
 def build(module: ModuleType, model_config: Any) -> nn.Module:
     """Build a model on the meta device (names and shapes, no memory) and prove that its layout covers it."""
-    if hasattr(module, "build"):  # its layout is found in the model at hand, and not promised
-        return module.build(model_config)  # type: ignore[no-any-return]
+    if getattr(module, "AS_IS", False):  # its layout is found in the model at hand, and not promised
+        return module.Model(model_config)  # type: ignore[no-any-return]
     with torch.device("meta"):
         model = module.Model(model_config)
     names = [name for name, _ in model.named_parameters()]

@@ -7,7 +7,7 @@ that it repeats, tensor parallelism by the plan that it has. Nothing that lies i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from shardtrain.targets import IGNORE
 from shardtrain.tied import tied_names
 
 AS_IS = True
-"""Weights keep the names that they have in ``transformers``."""
+"""Its layout is found and not promised, and weights keep the names that they have in ``transformers``."""
 PREFIX = "hf."
 _LAYERS = ("encoder_layers", "decoder_layers", "num_hidden_layers", "num_decoder_layers")
 
@@ -104,6 +104,9 @@ class Model(nn.Module):
         self._drops = c.dropout
         self.train()
         self._constants = _take_constants(self.hf, c)
+        paths = {module: path for path, module in self.hf.named_modules()}
+        self.computed = [f"{paths[owner]}.{name}" for owner, name in self._constants]
+        """Names of what follows from config.json, which files of older versions hold."""
         self._shared = {name for names in tied_names(self.hf) for name in names}
         if not self.blocks:
             rule = f"names {c.class_name}, in which no repeated blocks are found"
@@ -168,11 +171,6 @@ class Model(nn.Module):
                 owner.__dict__[name] = value.to(device)
 
 
-def build(c: Config) -> Model:
-    """The model, whose layout is found and not promised."""
-    return Model(c)
-
-
 def initial(c: Config) -> dict[str, Draw]:
     """How each parameter starts, by its name: as the architecture's own ``_init_weights`` says."""
     return Model(c).draws
@@ -210,5 +208,6 @@ def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
 
 
 def _tensor_plan(hf: Any) -> dict[str, str]:
-    plan: Mapping[str, str] = getattr(hf, "_tp_plan", None) or getattr(hf, "tp_plan", None) or {}
+    # in some versions the instance has the plan of its blocks alone, and the class that of the head
+    plan = {**(getattr(type(hf), "_tp_plan", None) or {}), **(getattr(hf, "_tp_plan", None) or {})}
     return {PREFIX + pattern: word for pattern, word in plan.items()}

@@ -27,13 +27,14 @@ OPTION = "parallelism.tensor_parallel_degree"
 WORDS = {
     "colwise": "linear, output features split",
     "rowwise": "linear, input features split, outputs summed",
-    "colwise_gather_output": "linear to the vocabulary, output features split",
+    "colwise_gather_output": "linear, output features split; gathered, unless the loss is split as they are",
     "colwise_rep": "older name of colwise_gather_output",
     "embedding_rowwise": "embedding, vocabulary rows split, outputs summed",
     "replicated_with_grad_allreduce": "whole weights used on a rank's own heads: the gradient is the ranks' sum",
     "replicate": "whole weights, computed with alike on every rank",
 }
 """The words of a plan that are known; a plan with any other is refused."""
+HEADS = ("colwise_gather_output", "colwise_rep")
 
 
 def apply(model: Any, mesh: Mesh, config: Config) -> None:
@@ -44,20 +45,21 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     """
     plan: Mapping[str, str] = model.tensor_plan
     name = model.config_name
-    words = {path: word for path, word in _words(model, plan)}
+    ties = tied_names(model)
+    words = dict(_words(model, plan))
+    _split_tied_embedding(model, words, ties)
     unknown = sorted({word for word in words.values() if word not in WORDS})
     if not words or unknown:
         what = f"has words that are not known ({', '.join(unknown)})" if unknown else "does not exist"
         _refuse(mesh, f"needs the plan of {name}, which {what}")
     _check_beside(model, words, name, mesh)
     loss_parallel = not config.parallelism.disable_loss_parallel
-    head = next((path for path, word in words.items() if word in ("colwise_gather_output", "colwise_rep")), None)
-    if loss_parallel and head is None:
+    head = _path(model, model.hf.get_output_embeddings())
+    if loss_parallel and words.get(head) not in HEADS:
         rule = f"splits the loss over the vocabulary, and the plan of {name} does not split its head"
         raise ConfigError(Problem("parallelism.disable_loss_parallel", False, rule, "set it to true"))
-    ties = tied_names(model)
     _check_ties(ties, words, name, mesh)
-    styles = {path: _style(word, loss_parallel) for path, word in words.items()}
+    styles = {path: _style(word, loss_parallel and path == head) for path, word in words.items()}
     for path, module in model.named_modules():
         if path not in styles and any(True for _ in module.parameters(recurse=False)):
             styles[path] = WholeWeights(Replicate())
@@ -91,6 +93,18 @@ def _words(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str
             yield path, word
 
 
+def _split_tied_embedding(model: Any, words: dict[str, str], ties: list[list[str]]) -> None:
+    """Older plans name the head alone, and not the embedding that is the same tensor."""
+    path = _path(model, model.hf.get_input_embeddings())
+    tied = next((names for names in ties if f"{path}.weight" in names), [])
+    if path not in words and any(words.get(name.rpartition(".")[0]) in HEADS for name in tied):
+        words[path] = "embedding_rowwise"
+
+
+def _path(model: nn.Module, wanted: nn.Module | None) -> str:
+    return next((path for path, module in model.named_modules() if module is wanted), "")
+
+
 def _check_beside(model: Any, words: Mapping[str, str], name: str, mesh: Mesh) -> None:
     """Within a module whose children are split, every weight needs a word: a rank may use it on its own heads."""
     split = {path.rpartition(".")[0] for path, word in words.items() if word in ("colwise", "rowwise")}
@@ -102,7 +116,7 @@ def _check_beside(model: Any, words: Mapping[str, str], name: str, mesh: Mesh) -
 
 def _check_ties(ties: list[list[str]], words: Mapping[str, str], name: str, mesh: Mesh) -> None:
     """Names of one parameter must be split in one way, over its first dimension, or not at all."""
-    by_rows = {"colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise"}
+    by_rows = {"colwise", *HEADS, "embedding_rowwise"}
     for names in ties:
         owners = [words.get(own.rpartition(".")[0], "replicate") for own in names]
         if len({word in by_rows for word in owners}) > 1 or "rowwise" in owners:
@@ -114,13 +128,13 @@ def _refuse(mesh: Mesh, rule: str) -> None:
     raise ConfigError(Problem(OPTION, mesh.size(AXIS), rule, fix))
 
 
-def _style(word: str, loss_parallel: bool) -> ParallelStyle:
+def _style(word: str, stays_split: bool) -> ParallelStyle:
     if word == "colwise":
         return ColwiseParallel()
     if word == "rowwise":
         return RowwiseParallel()
-    if word in ("colwise_gather_output", "colwise_rep"):
-        return ColwiseParallel(output_layouts=Shard(-1) if loss_parallel else Replicate())
+    if word in HEADS:
+        return ColwiseParallel(output_layouts=Shard(-1) if stays_split else Replicate())
     if word == "embedding_rowwise":
         return RowwiseParallel(input_layouts=Replicate())
     return WholeWeights(Partial() if word == "replicated_with_grad_allreduce" else Replicate())

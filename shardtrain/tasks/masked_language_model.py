@@ -154,10 +154,10 @@ class _MaskedFeed(RowFeed):
         self._task, self._epochs = task, seed is not None
         self.fingerprint = digest(self.fingerprint, task.fraction, task.mask_id)
 
-    def read(self, number: int, k: int) -> Any:
+    def read(self, k: int, number: int) -> Any:
         """See RowFeed."""
         epoch = k // self.num_rows if self._epochs else 0
-        return self._task.hide(super().read(number, k), seed_of(self._task.config.debug.seed, number, epoch))
+        return self._task.hide(self.rows[number], seed_of(self._task.config.debug.seed, number, epoch))
 
 
 Task = MaskedLanguageModel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardtrain import models, train
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.parallel.foreign_tensor import WORDS
 from shardtrain.resume import resume
 from shardtrain.shards import to_full
 
@@ -76,6 +78,10 @@ def theirs(_: int, name: str, rows: dict[int, tuple[Tensor, Tensor]]) -> tuple[f
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_loss_and_gradients_are_those_of_transformers(name: str, mesh: str, tmp_path: Path) -> None:
     """To 1e-5 of the largest gradient: two programs that add float32 numbers in another order."""
+    import transformers
+
+    if mesh == "tp" and "layers.*.self_attn.q_norm" not in transformers.Qwen3Config.base_model_tp_plan:
+        pytest.skip("this version's plan of Qwen3 leaves out norms of heads, and is refused")
     ranks, degrees = MESHES[mesh]
     found = run_ranks(ranks, first_step, config_for(name, tmp_path, parallelism=degrees))
     rows = {sample: row for _, _, own in found for sample, row in own.items()}
@@ -176,8 +182,11 @@ def test_a_plan_that_is_missing_or_not_known_is_refused(tmp_path: Path) -> None:
     degrees = {"tensor_parallel_degree": 2}
     text = run_ranks(2, refused, config_for("gpt2", tmp_path, parallelism=degrees))[0]
     assert "needs the plan of GPT2LMHeadModel, which does not exist" in text
+    model = models.build(module := models.find("transformers"), module.Config(str(folder("mixtral"))))
+    if set(model.tensor_plan.values()) <= set(WORDS):
+        return  # of versions whose experts are modules of their own
     text = run_ranks(2, refused, config_for("mixtral", tmp_path, parallelism=degrees))[0]
-    assert "has words that are not known" in text and "packed_colwise" in text
+    assert "needs the plan of MixtralForCausalLM, which has words that are not known" in text
 
 
 def copy_with(name: str, path: Path, **changes: Any) -> Path:
@@ -193,12 +202,12 @@ def copy_with(name: str, path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"auto_map": {"AutoModel": "evil.Model"}}, "asks for code or files from elsewhere (auto_map)"),
+        ({"auto_map": {"AutoModel": "evil.Model"}}, "asks for code or files from elsewhere .auto_map."),
         ({"model_type": "nobody_knows"}, "model_type 'nobody_knows', which transformers"),
         ({"architectures": ["LlamaForTokenClassification"]}, "names LlamaForTokenClassification, which is none"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 'angles of type "dynamic"'),
         ({"quantization_config": {}}, "holds quantized weights"),
-        ({"hidden_size": "wide"}, "transformers refuses it"),
+        ({"hidden_size": "wide"}, "transformers refuses it|cannot be built as LlamaForCausalLM"),
     ],
 )
 def test_a_folder_that_cannot_be_built_is_one_line(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -206,4 +215,4 @@ def test_a_folder_that_cannot_be_built_is_one_line(changes: dict[str, Any], said
     path = copy_with("llama", tmp_path / "folder", **changes)
     with pytest.raises(ConfigError) as raised:
         models.build(module, models.shape_of(module, "folder", {"path": str(path)}, "rmsnorm"))
-    assert said in str(raised.value) and "\n" not in str(raised.value)
+    assert re.search(said, str(raised.value)) and "\n" not in str(raised.value)
