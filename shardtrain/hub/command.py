@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,16 @@ def import_main(words: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument("--dtype", choices=DTYPES, default="", help="type of the weights (default: the file's)")
     parser.add_argument("--vocab_size", type=int, default=0, help="let the vocabulary grow to so many rows")
+    parser.add_argument("--legacy_bin", action="store_true", help="read pytorch_model.bin, a pickle: see docs/hub.md")
     found = parser.read(list(words))
     if found is None:
         return 0
-    from shardtrain.hub import importing
+    from shardtrain.hub import importing, legacy
 
-    model = importing.to_checkpoint(found.folder, found.to, found.dtype, found.vocab_size)
+    if found.to.exists():
+        raise ConfigError(f"{found.to} exists; give a new folder")
+    with legacy.as_safetensors(found.folder, found.to) if found.legacy_bin else nullcontext(found.folder) as folder:
+        model = importing.to_checkpoint(folder, found.to, found.dtype, found.vocab_size)
     print(f"{found.to} holds the weights of {found.folder}; train from them with\n\n{model.toml()}\n")
     print(f'[checkpoint]\nenable = true\ninitial_load_path = "{found.to}"')
     return 0

@@ -44,7 +44,11 @@ class HubWeights:
         if not path.exists():
             if not (self.folder / SINGLE).exists():
                 legacy = sorted(p.name for p in self.folder.glob("*.bin"))[:3] if self.folder.is_dir() else []
-                what = f"only {', '.join(legacy)}, a pickle, which is never opened here" if legacy else "no weights"
+                what = (
+                    f"only {', '.join(legacy)}, a pickle, which is opened by import --legacy_bin alone"
+                    if legacy
+                    else "no weights"
+                )
                 raise CheckpointError(
                     f"{self.folder} has {what}; it needs {SINGLE} or {INDEX}: save it with safe_serialization=True"
                 )

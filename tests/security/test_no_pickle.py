@@ -28,6 +28,8 @@ METHODS = {
 ALLOWED = {
     ("shardtrain/models/__init__.py", "exec_module"): "model.name of the user's own configuration names a file of his",
     ("shardtrain/data/sources/__init__.py", "exec_module"): "training.dataset names a file of the user's, likewise",
+    ("shardtrain/hub/legacy_child.py", "torch.load"): "import --legacy_bin alone, with names of tensors and no others",
+    ("shardtrain/hub/legacy_child.py", "weights_only"): "likewise: it is what restricts the names",
     ("benchmarks/checkpoint_safety.py", "dcp.load"): "measures plain DCP beside ours, on files that it just wrote",
     ("tests/checkpoint/test_folder.py", "torch.load"): "reads what it wrote, as users of exported weights do",
     ("tests/test_init.py", "all_gather_object"): "compares what its own ranks drew",
@@ -76,7 +78,11 @@ def test_the_list_of_exceptions_holds_no_more_than_there_is() -> None:
     assert not left
 
 
-def test_checkpoints_of_other_programs_have_no_reader() -> None:
-    """Reading them will be a command of its own, with no way back to it from a load that failed."""
-    text = "".join(path.read_text(encoding="utf-8") for path in PACKAGE)
+def test_checkpoints_of_other_programs_have_one_reader_that_no_load_reaches() -> None:
+    """Old weights are read by a command of its own, with no way back to it from a load that failed."""
+    texts = {name_of(path): path.read_text(encoding="utf-8") for path in PACKAGE}
+    child = "shardtrain/hub/legacy_child.py"
+    assert [name for name in texts if "legacy_child" in texts[name] and name != child] == ["shardtrain/hub/legacy.py"]
+    assert [name for name in texts if "legacy.as_safetensors" in texts[name]] == ["shardtrain/hub/command.py"]
+    text = "".join(text for name, text in texts.items() if name != child)
     assert "weights_only=" not in text and "distributed.checkpoint" not in text and "FileSystemReader" not in text
