@@ -65,7 +65,9 @@ def _dtype(device: torch.device, name: str) -> torch.dtype:
 
     if device.type == "cpu":
         return torch.float32
-    return torch.bfloat16 if peak_flops(name, "bfloat16") or torch.cuda.is_bf16_supported() else torch.float16
+    # is_bf16_supported counts emulation too; NVIDIA's units begin with 8.0, and AMD's cards report 9
+    has_units = peak_flops(name, "bfloat16") or torch.cuda.get_device_capability(device)[0] >= 8
+    return torch.bfloat16 if has_units else torch.float16
 
 
 def operands(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
