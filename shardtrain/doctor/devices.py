@@ -35,8 +35,7 @@ def collect(here: Here, facts: Facts) -> None:
     import torch
 
     device = here.torch_device()
-    facts["type"], facts["local_rank"] = here.device, here.local_rank
-    facts["visible"] = torch.cuda.device_count() if here.device == "cuda" else 0
+    facts["type"] = here.device
     facts["name"] = torch.cuda.get_device_name(device) if here.device == "cuda" else cpu_name()
     dtype = _dtype(device, facts["name"])
     facts["dtype"] = str(dtype).removeprefix("torch.")
