@@ -35,8 +35,7 @@ def collect(here: Here, facts: Facts) -> None:
     import torch
 
     device = here.torch_device()
-    facts["type"], facts["local_rank"] = here.device, here.local_rank
-    facts["visible"] = torch.cuda.device_count() if here.device == "cuda" else 0
+    facts["type"] = here.device
     facts["name"] = torch.cuda.get_device_name(device) if here.device == "cuda" else cpu_name()
     dtype = _dtype(device, facts["name"])
     facts["dtype"] = str(dtype).removeprefix("torch.")
@@ -65,7 +64,9 @@ def _dtype(device: torch.device, name: str) -> torch.dtype:
 
     if device.type == "cpu":
         return torch.float32
-    return torch.bfloat16 if peak_flops(name, "bfloat16") or torch.cuda.is_bf16_supported() else torch.float16
+    # is_bf16_supported counts emulation too; NVIDIA's units begin with 8.0, and AMD's cards report 9
+    has_units = peak_flops(name, "bfloat16") or torch.cuda.get_device_capability(device)[0] >= 8
+    return torch.bfloat16 if has_units else torch.float16
 
 
 def operands(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

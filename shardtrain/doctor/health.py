@@ -95,6 +95,8 @@ def answer(asked: Any, uuid: str) -> Facts:
         fields[place : place + 1] = [OLD_NAMES[unknown[1]]] if unknown[1] in OLD_NAMES else []
         text = _ask(_query(uuid, fields))
     found = parse(fields, text)
+    if len(fields) < len(FIELDS) or set(fields) - set(FIELDS):
+        found.pop("pcie.link.gen.current", None)  # asked again without load, when an idle link saves power
     found["nvlink"] = nvlink_rates(_ask(["nvidia-smi", "nvlink", "--status", "-i", uuid]))
     return found
 

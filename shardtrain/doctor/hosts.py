@@ -20,13 +20,11 @@ LEAST_PORTS = 2_000
 
 
 def collect(here: Here, facts: Facts) -> None:
-    """Note name, addresses, interfaces, free ports."""
+    """Note name, addresses, ports."""
     name = socket.gethostname()
     facts["hostname"] = name
     facts["architecture"] = platform.machine()
-    facts["local_rank"] = here.local_rank
     facts["local_size"] = here.local_size
-    facts["interfaces"] = [found for _, found in socket.if_nameindex()]
     facts["port_range"] = _numbers("/proc/sys/net/ipv4/ip_local_port_range")
     facts["in_job"] = "SHARDTRAIN_DOCTOR" not in os.environ and here.size > 1
     facts["port"], facts["port_busy"] = TORCHRUN_PORT, not is_free(TORCHRUN_PORT)

@@ -25,7 +25,7 @@ def collect(here: Here, facts: Facts) -> None:
     from shardtrain.launch.environment import usable_cores
 
     facts.update(ulimits())
-    facts["cores"], facts["local_size"] = usable_cores(), here.local_size
+    facts["cores"] = usable_cores()
     facts["quota"] = cpu_quota()
     facts["load"] = os.getloadavg()[0]
     facts["governor"] = _text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")

@@ -43,7 +43,10 @@ def _collective(said: Said, axis: str, name: str, divided: Sequence[dict[int, Fa
     text += f", slowest group {said.who(members[least])}" if len(rates) > 1 else ""
     latencies = [one["latency"] for group in divided for one in group.values() if "latency" in one]
     text += f"; {format_seconds(statistics.median(latencies))} for one number" if latencies else ""
-    limit, why = min((links.expected(said, members[rank], len(rates)) for rank in rates), key=lambda found: found[0])
+    expectations = [
+        links.expected(said, group, _crossing(said, group, list(members.values()))) for group in members.values()
+    ]
+    limit, why = min(expectations, key=lambda found: found[0])
     behind = [rank for first in slow(rates) for rank in members[first]]
     if limit and rates[least] < links.GOOD_SHARE * limit:
         verdict: Verdict = "fail" if rates[least] < links.BAD_SHARE * limit else "warn"
@@ -56,6 +59,13 @@ def _collective(said: Said, axis: str, name: str, divided: Sequence[dict[int, Fa
     return Finding(
         AREA, subject, "pass", text, f"{links.GOOD_SHARE:.0%} of {why} or more" if limit else "no expectation"
     )
+
+
+def _crossing(said: Said, group: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
+    """How many groups send through the network cards of a host of this group at once, at most."""
+    hosts = [{said.host(rank) for rank in one} for one in groups]
+    own = {said.host(rank) for rank in group}
+    return max(sum(host in others for others in hosts if len(others) > 1) for host in own)
 
 
 def _pairs(said: Said) -> Iterator[Finding]:

@@ -63,7 +63,9 @@ def text_of(told: dict[str, Any]) -> str:
     counts = {
         verdict: sum(row["verdict"] == verdict for row in told["findings"]) for verdict in ("pass", "warn", "fail")
     }
-    lines += [""] + [f"look at {who}: {', '.join(subjects)}" for who, subjects in told["named"].items()]
+    lines.append("")
+    for who, subjects in told["named"].items():
+        lines += textwrap.wrap(f"look at {who}: {', '.join(subjects)}", WIDTH, subsequent_indent="  ")
     totals = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     lines.append(f"{told['verdict']}: {totals}, in {told['seconds']:.1f} s")
     return "\n".join(lines)

@@ -95,7 +95,7 @@ def _write(place: Place) -> Facts:
         if isinstance(place, Path):
             _sweep(place)
             usage, inodes = shutil.disk_usage(place), os.statvfs(place)
-            told["free"], told["total"] = usage.free, usage.total
+            told["free"] = usage.free
             told["inodes"] = inodes.f_favail if inodes.f_files else -1
             told["filesystem"] = filesystem_of(place)
             told["rate"] = write_rate(place)

@@ -75,6 +75,8 @@ def _shared(said: Said, option: str) -> Iterator[Finding]:
     )
     if any(one["must_share"] for one in told.values()):
         fix = 'mount one filesystem on all hosts, or set checkpoint.storage = "first_node"'
+        if any(one["filesystem"] == "object store" for one in told.values()):
+            fix = "use a store that all hosts reach"
         yield Finding(AREA, subject, "fail", text, expected, fix, tuple(alone))
     else:
         yield Finding(AREA, subject, "pass", f"{text}: each host keeps its own", "either", "", ())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtrain.doctor import health, links, rank, report
+from shardtrain.doctor import health, links, network_judge, rank, report
 from shardtrain.doctor.finding import Said
 
 
@@ -156,6 +156,14 @@ def test_devices_of_one_host_are_expected_to_use_nvlink():
 def test_groups_that_cross_the_same_cards_share_them():
     said = patients.healthy()
     assert links.expected(said, [0, 2], 1)[0] == 2 * links.expected(said, [0, 2], 2)[0] == 100e9
+
+
+def test_groups_are_counted_at_the_hosts_that_they_cross():
+    said = patients.healthy(4, 2)
+    # two pipelines of two hosts each: of the four groups, two cross each host
+    divided = [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert [network_judge._crossing(said, group, divided) for group in divided] == [2, 2, 2, 2]
+    assert network_judge._crossing(said, [0, 1], [[0, 1], [2, 3]]) == 0
 
 
 def test_a_slow_rank_is_told_from_its_neighbours_by_its_better_pair():

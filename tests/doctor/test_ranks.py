@@ -32,6 +32,22 @@ def _loopback(rank):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
+def test_ranks_of_several_hosts_are_measured_within_and_across_them(tmp_path):
+    said = examined(6, tmp_path, ["hosts", "network"], _three_hosts)
+    found = rows(said, "hosts", "network")
+    assert set(said.hosts()) == {"host-0", "host-1", "host-2"}
+    for axis in ("dp_shard (all ranks)", "one host", "across hosts"):
+        assert "GB/s" in found[f"all_reduce {axis}"].measured and "GB/s" in found[f"all_gather {axis}"].measured
+    assert "slowest group host-" in found["all_reduce one host"].measured
+    assert {rank for rank, facts in said.of("network").items() if facts["pairs"]} == {0, 2, 4}, "the first of each host"
+    assert "neighbouring hosts" in found and "neighbours" not in found
+
+
+def _three_hosts(rank):
+    _loopback(rank)
+    socket.gethostname = lambda: f"host-{rank // 2}"
+
+
 def test_a_rank_with_another_torch_is_named(tmp_path):
     row = rows(examined(3, tmp_path, ["versions"], _older), "versions")["torch"]
     assert row.verdict == "fail" and row.ranks == (1,) and "2.11.0 on rank 1" in row.measured
@@ -117,7 +133,7 @@ def _read_only(rank):
 
 def test_a_collective_that_hangs_names_the_rank_that_did_not_arrive(tmp_path):
     started = time.monotonic()
-    said = examined(3, tmp_path, ["hosts", "network"], _hangs, limit_seconds=2.0)
+    said = examined(3, tmp_path, ["hosts", "network"], _hangs, limit_seconds=4.0)
     assert time.monotonic() - started < 60, "nobody waited for the end of the hang"
     found = [one for one in patients.judged(said, "hosts", "network") if one.area == "network"]
     assert [one.ranks for one in found] == [(2,), ()]
@@ -134,7 +150,7 @@ def _hangs(rank):
 
 def test_a_rank_that_never_comes_is_waited_for_once_and_named(tmp_path):
     started = time.monotonic()
-    said = examined(3, tmp_path, ["hosts", "clock", "storage", "network"], _absent, limit_seconds=1.0)
+    said = examined(3, tmp_path, ["hosts", "clock", "storage", "network"], _absent, limit_seconds=1.5)
     assert time.monotonic() - started < 60
     found = [one for one in patients.judged(said, "hosts", "clock", "storage", "network") if one.verdict == "fail"]
     assert found[0].area == "ranks" and found[0].ranks == (1,)
@@ -143,12 +159,12 @@ def test_a_rank_that_never_comes_is_waited_for_once_and_named(tmp_path):
 
 
 def _absent(rank):
-    line.EXTRA_SECONDS = 0.5
+    line.EXTRA_SECONDS, line.AGAIN_SECONDS = 0.5, 0.3
     return patients.ABSENT if rank == 1 else None
 
 
 def test_a_check_that_does_not_end_is_a_finding_and_the_others_go_on(tmp_path):
-    said = examined(1, tmp_path, ["versions", "storage", "limits"], _dead_server, limit_seconds=1.0)
+    said = examined(1, tmp_path, ["versions", "storage", "limits"], _dead_server, limit_seconds=3.0)
     found = rows(said, "versions", "storage", "limits")
     assert found["check"].area == "storage" and "did not end" in found["check"].measured
     assert found["open files"].area == "limits" and found["torch"].verdict == "pass"
