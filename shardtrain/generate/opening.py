@@ -20,6 +20,7 @@ from shardtrain.checkpoint import agree, files, manifest, retention
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.manifest import MANIFEST, WEIGHTS_PREFIX, Manifest
 from shardtrain.config import Config, Loaded, derived
+from shardtrain.config.check_task import OF_TEXT
 from shardtrain.config.schema import Parallelism, Training
 from shardtrain.data.opening import tokenizer_of
 from shardtrain.errors import CheckpointError, ConfigError, Problem
@@ -70,7 +71,7 @@ def open_model(
         CheckpointError: when there is no checkpoint, or it is damaged or of another model.
     """
     config = load_config(path, config_file, tokenizer_path).config
-    if config.task.name != "language_model":
+    if config.task.name not in OF_TEXT:
         rule = "predicts no next token, and there is no text to generate"
         raise ConfigError(Problem("task.name", config.task.name, rule, 'ask "shardtrain test" for its predictions'))
     found = None if is_hub_folder(path) else _find_checkpoint(path, config)
