@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain import data, init, models, optim, parallel
+from shardtrain import data, init, models, optim, parallel, tasks
 from shardtrain.config import Loaded, derived, stages
 from shardtrain.config.schema import Config
+from shardtrain.errors import ConfigError, Problem
 from shardtrain.metrics.flops import count_model
 from shardtrain.parallel import fake
 from shardtrain.run_folder import describe_model, describe_precision, versions
@@ -70,16 +71,19 @@ def build(config: Config, here: parallel.world.World) -> DryRun:
 
     Raises ConfigError where a run would.
     """
-    config = _without_compiler(config)
+    if config.task.name.endswith(".py"):
+        rule = "makes batches that are known when it reads its rows, and a dry run reads none"
+        raise ConfigError(Problem("task.name", config.task.name, rule, "start the run on one machine instead"))
+    config, task = _without_compiler(config), tasks.open_task(config)
     mesh = parallel.build(config, here)
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    model, layout = models.build(module, shape), module.LAYOUT
+    model, layout = task.adapt(models.build(module, shape), module.LAYOUT), module.LAYOUT
     num_params, flops = count_model(model, layout, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
     init.plan(names, module.initial(shape), layout, len(getattr(model, layout.layers)))
     hidden = parallel.pipeline._hidden_size(model, layout)
-    runner = parallel.parallelize(model, layout, mesh, config, shape.vocab_size)
+    runner = parallel.parallelize(model, layout, mesh, config, task.num_outputs(shape))
     held = tuple(_modules_of(part, layout) for part in runner.parts)
     with fake.materialized(runner):
         parameters = list(runner.parameters().values())

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import continuing, models, optim
+from shardtrain import continuing, models, optim, tasks
 from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, place
@@ -103,7 +103,12 @@ def _load_hub(run: Run, folder: Place) -> None:
     model, quantized = run.config.model, run.config.checkpoint.initial_load_in_hf_quantized
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    together(lambda: importing.fill(weights(run), Path(str(folder)), module, shape, quantized))
+    tensors = weights(run)
+    if tasks.open_task(run.config).num_labels:
+        head = f"model.{module.LAYOUT.last[-1]}."
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
+        logger.info(f"the head of {run.config.task.name} is not in the folder, and starts anew")
+    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized))
     logger.info(f"starting from the weights of {folder}")
 
 

@@ -37,6 +37,10 @@ SMALLER = {
     "outputs/pairs.jsonl --training.on_data_end repeat --training.steps 10 --checkpoint.enable "
     "--checkpoint.initial_load_path outputs/hub/checkpoint/step-20 --job.dump_folder outputs/preferred": TRAIN,
     "torchrun --nproc-per-node 2 -m shardtrain train configs/debug.toml": f"--training.steps 2 {TRAIN}",
+    "shardtrain train configs/debug_classification.toml --job.dump_folder outputs/classification": (
+        "--training.epochs 1 --training.local_batch_size 128 --training.device cpu"
+    ),
+    "shardtrain train examples/custom_task/config.toml --job.dump_folder outputs/custom_task": "",  # small already
     "shardtrain train configs/llama3_405b.toml --comm.mode fake_backend --nproc 512 --model.hf_assets_path bytes "
     "--training.dataset_path .": "",  # small already
     "./run_tests.sh": "--collect-only -q tests/test_docs.py",

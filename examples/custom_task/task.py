@@ -28,7 +28,7 @@ Row = tuple[float, float, int]
 
 
 class Task(RowTask):
-    # -----> Rows of "train", "validation" and "test": anything with len() and [number]. A class that reads a row when it
+    # -----> Rows of "train", "validation" or "test": anything with len() and [number]. A class that reads a row when it
     #        is asked for serves large data; give it an attribute `fingerprint`, or every row is read once at the start.
     def read_rows(self, split: str) -> list[Row]:
         c = self.config

@@ -106,7 +106,7 @@ def _check_classification(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "task.label_field", "must not be empty", "name the column of the label")
     if len(set(task.labels)) < len(task.labels) or len(task.labels) == 1:
         yield problem(loaded, "task.labels", "must hold at least two different names", "name each label once")
-    if task.labels and loaded.is_set("task.num_labels") and task.num_labels != len(task.labels):
+    if task.labels and is_changed(loaded, "task.num_labels") and task.num_labels != len(task.labels):
         yield problem(loaded, "task.num_labels", f"is not the number of task.labels, {len(task.labels)}", "remove it")
     count = len(task.labels) or task.num_labels
     if count < 2:

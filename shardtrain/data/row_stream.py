@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardtrain.config.schema import DataLoader
 from shardtrain.data import order_hash
-from shardtrain.data.feed import Moved, digest
+from shardtrain.data.feed import digest
 from shardtrain.data.loader import Made, Share, Stream
 from shardtrain.data.mix import Mixture, Stage
 from shardtrain.data.order import sample_at
@@ -76,9 +76,13 @@ class RowFeed:
         self.files: Mapping[str, str] = getattr(rows, "files", {})
         self.fingerprint = digest(getattr(rows, "fingerprint", None) or fingerprint_of(rows), seed)
 
-    def row_at(self, k: int) -> int:
-        """Number of the row at position ``k`` of the order."""
-        return k % self.num_rows if self._seed is None else int(sample_at(k, self.num_rows, self._seed))
+    def rows_at(self, start: int, stop: int) -> list[int]:
+        """Numbers of the rows at positions start..stop-1 of the order."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        numbers = positions % self.num_rows
+        if self._seed is not None and len(positions):
+            numbers = sample_at(positions, self.num_rows, self._seed)
+        return [int(number) for number in numbers]
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """See Feed; nothing to do."""
@@ -99,7 +103,7 @@ class RowBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
         """A batch; an error comes back as a value, so that it crosses from a worker in one line."""
         position = self._share.first_position(self._start, number)
         stop = position + self._share.local_batch_size
-        numbers = [self._feed.row_at(k) for k in range(position, stop if self._end is None else min(stop, self._end))]
+        numbers = self._feed.rows_at(position, stop if self._end is None else min(stop, self._end))
         try:
             tensors = self._collate([self._feed.rows[i] for i in numbers or [0]])
             targets = self._count(tensors) if numbers else 0
@@ -168,6 +172,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-__all__ = ["Moved", "RowBatch", "RowFeed", "RowStream", "Rows", "fingerprint_of"]

@@ -54,7 +54,8 @@ class Texts:
             module = find(dataset or _guess(path), "--dataset")
             if not hasattr(module, "open_source"):
                 raise ConfigError(Problem("--dataset", dataset, "holds tokens and no text", "name the text itself"))
-            request = Request(path=path, option="--input", max_row_bytes=_LONGEST_TEXT_BYTES)
+            header = not text_field.isdecimal()  # as data.text_field: a number where files have no line of names
+            request = Request(path=path, option="--input", max_row_bytes=_LONGEST_TEXT_BYTES, header=header)
             self._sources.append(module.open_source(request))
         self.documents = self.skipped = self.bytes = 0
         self.held_out: list[str] = []

@@ -116,7 +116,7 @@ def initial(c: Config) -> dict[str, Draw]:
     return {
         "*norm.weight": Draw("ones"),
         "layers.*.*_norm.weight": Draw("ones"),
-        "embed.weight": Draw("normal", std=1.0),
+        "embed.weight": Draw("normal", std=0.02),  # small, so that what is learned of a rare word outweighs its draw
         "head.weight": Draw("truncated_normal", std=c.dim**-0.5, cutoff=3.0),
         "layers.*.attn.w[qkv].weight": Draw("normal", std=c.dim**-0.5),
         "layers.*.attn.wo.weight": Draw("normal", std=c.dim**-0.5, depth="total"),

@@ -134,6 +134,7 @@ def config_of(config: Config, found: Plan, output: Path) -> Config:
         load_step=-1,
         initial_load_path=path,
         create_seed_checkpoint=False,
+        keep_best="",  # which needs a validation, and none is made
         accept_changes=[*config.checkpoint.accept_changes, "training.spike_policy"],  # see below
         **part,  # type: ignore[arg-type]
     )

@@ -80,7 +80,7 @@ class Classification(RowTask):
 
         Raises:
             ConfigError: when the dataset cannot be opened.
-            DataError: at a row that cannot be used, with file and line; of training data data.bad_rows may leave it out.
+            DataError: at a row that cannot be used, with file and line; data.bad_rows may leave those of training out.
         """
         section, named = self._named(split)
         source: Table | Shards = sources.find(named.source.dataset, option=named.dataset_option).open_source(

@@ -24,6 +24,7 @@ class LanguageModel:
     """See the module; ``loss`` None leaves it to the runner."""
 
     loss = None
+    num_labels = 0
     tokens_per_target = 1.0
 
     def __init__(self, config: Config) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardtrain.config.schema import Config, Training, Validation
@@ -158,8 +157,3 @@ def check_vocabulary(config: Config, vocab: int, shape: Any) -> None:
         rule = f"names a tokenizer with {vocab} ids, and the model has rows for {rows}"
         fix = "use the model's own tokenizer, or set model.overrides.vocab_size"
         raise ConfigError(Problem("model.hf_assets_path", config.model.hf_assets_path, rule, fix))
-
-
-def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The rows of several batches' predictions, one after the other."""
-    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}

@@ -61,7 +61,12 @@ def load(request: Request) -> Loaded:
     """The configuration that is verified; a model file alone is its smallest flavor with the default options."""
     path, overrides = request.path, list(request.overrides)
     if path is None or not path.endswith(".py"):
-        return _accepted(configs.load(path, overrides))
+        loaded = _accepted(configs.load(path, overrides))
+        if (name := loaded.config.task.name) != "language_model":
+            rule = "has a loss of its own, and verify compares that of next tokens"
+            fix = 'verify the model under task.name="language_model": the mesh is the same'
+            raise ConfigError(Problem("task.name", name, rule, fix, loaded.where("task.name")))
+        return loaded
     facts = configs.read_model_file(path)
     if not any(word.partition("=")[0] == "--model.flavor" for word in overrides):
         overrides = ["--model.flavor", smallest(facts), *overrides]

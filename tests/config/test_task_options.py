@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from shardtrain import config as configs
+from shardtrain import verify
 from shardtrain.config import task_file
 from shardtrain.config.check import check
 from shardtrain.errors import ConfigError
+from shardtrain.verify.request import read
 
+ROOT = Path(__file__).parents[2]
 CLASSIFICATION = '[task]\nname = "classification"\n'
 HELD_OUT = '[validation]\nenable = true\ndataset = "tsv"\ndataset_path = "x"\n'
 
@@ -73,3 +76,8 @@ def test_a_file_that_builds_on_a_task_has_its_metrics_and_is_never_run(tmp_path:
     file.write_text("METRICS = dict(f=max)\n")
     with pytest.raises(ConfigError, match="no literals of names"):
         task_file.read_task_file(str(file))
+
+
+def test_what_knows_next_tokens_alone_refuses_another_task() -> None:
+    with pytest.raises(ConfigError, match='task.name="classification" has a loss of its own'):
+        verify.load(read([str(ROOT / "configs" / "debug_classification.toml")]))

@@ -186,3 +186,11 @@ def test_what_cannot_be_read_is_told_apart(tmp_path):
         tool.main([*words, "--input", str(tmp_path / "absent")])
     with pytest.raises(ConfigError, match='--dataset="tokens" holds tokens and no text'):
         tool.main([*words, "--input", str(tmp_path), "--dataset", "tokens"])
+
+
+def test_a_table_without_a_line_of_names_has_its_columns_by_number(tmp_path):
+    file = tmp_path / "rows"
+    file.write_text("".join(f"{line}\t{i % 2}\n" for i, line in enumerate(lines())))
+    folder = tmp_path / "tokenizer"
+    assert run(file, folder, "--dataset", "tsv", "--text_field", "0") == 0
+    assert open_tokenizer(str(folder)).vocab_size == 300  # of the labels alone there would be nothing to merge

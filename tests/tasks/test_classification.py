@@ -37,14 +37,15 @@ def reference(model: str) -> Result:
     return run_tiny(1, one, 4)[0]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model", ["encoder", "decoder"])
-def test_meshes_change_no_number_though_batches_are_padded_differently(mesh: str, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "mesh"), [*(("encoder", mesh) for mesh in MESHES), ("decoder", "dp_shard 2, accumulation")]
+)
+def test_meshes_change_no_number_though_batches_are_padded_differently(model: str, mesh: str) -> None:
     ranks, parallelism, training = MESHES[mesh]
     sections: dict[str, Any] = {"model": DECODER} if model == "decoder" else {}
     results = run_tiny(ranks, config(parallelism=parallelism, training=training, **sections), 4)
     for result in results:
-        assert_same_numbers(result, reference(model))
+        assert_same_numbers(result, reference(model), grad_norm=1e-3)  # of norms up to 20, in float32
 
 
 def plain(rank: int, one: Config) -> float:

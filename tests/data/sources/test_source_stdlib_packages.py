@@ -1,0 +1,35 @@
+"""Lines of the standard library with their packages: the same on every rank, and no line in two splits."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardtrain.data.sources import Request, stdlib_packages
+from shardtrain.errors import ConfigError
+
+
+def rows(split: str) -> list[tuple[str, str]]:
+    source = stdlib_packages.open_source(Request(split=split))
+    return [(row["text"], row["label"]) for row in map(source.row, range(source.num_rows))]
+
+
+def test_no_line_is_in_two_splits_and_all_packages_are_in_each() -> None:
+    found = {split: rows(split) for split in stdlib_packages.SPLITS}
+    texts = [text for part in found.values() for text, _ in part]
+    assert len(set(texts)) == len(texts) > 1000
+    for part in found.values():
+        assert {label for _, label in part} == set(stdlib_packages.PACKAGES)
+    assert found["train"] == rows("train") and len(found["train"]) > 3 * len(found["test"])
+
+
+def test_a_row_is_where_it_says() -> None:
+    source = stdlib_packages.open_source(Request())
+    path, line = source.place(3).rsplit(":", 1)
+    with open(path, encoding="utf-8") as file:
+        assert file.read().splitlines()[int(line) - 1].strip() == source.row(3)["text"]
+
+
+@pytest.mark.parametrize("request_", [Request(split="dev"), Request(path="x")])
+def test_what_it_has_not_is_refused(request_: Request) -> None:
+    with pytest.raises(ConfigError, match=r"no split of stdlib_packages|has no effect"):
+        stdlib_packages.open_source(request_)

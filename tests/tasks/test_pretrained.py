@@ -1,0 +1,56 @@
+"""A pretrained decoder learns to classify: its body is the file's, its head new, its scores those of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_folders import build, save
+from ranks import run_ranks
+from reviews import config
+from tiny import make_run
+
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config.schema import Config
+from shardtrain.hub.model import recognise
+from shardtrain.resume import resume
+
+pytest.importorskip("transformers")
+
+
+def scores(rank: int, one: Config) -> Any:
+    run, checkpoints = make_run(rank, one), Checkpoints(one)
+    resume(run, checkpoints)
+    checkpoints.close()
+    batch = next(run.stream)
+    model = run.runner.parts[0]
+    with torch.no_grad():
+        outputs = run.runner.task.forward(model, batch)  # type: ignore[attr-defined]
+    return batch.tensors, outputs, dict(model.named_parameters())["head.weight"].detach().clone()
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_scores_are_those_of_transformers_whatever_the_padding(tmp_path: Path, family: str) -> None:
+    import transformers
+
+    body = build(family)
+    folder = save(body, tmp_path / "hub")
+    found = recognise(folder)
+    sizes = {k: v for k, v in dataclasses.asdict(found.config).items() if k != "norm_type"}
+    one = config(
+        model={"name": found.name, "flavor": found.flavor, "overrides": sizes},
+        checkpoint={"enable": True, "initial_load_path": str(folder), "initial_load_in_hf": True},
+        job={"dump_folder": str(tmp_path / "run")},
+    )
+    batch, outputs, head = run_ranks(1, scores, one)[0]
+    assert head.shape == (2, 32) and len(set(batch["lengths_B"].tolist())) > 1
+    body.config.num_labels = 2
+    theirs = getattr(transformers, type(body).__name__.replace("CausalLM", "SequenceClassification"))(body.config)
+    theirs.model.load_state_dict(body.model.state_dict())
+    theirs.score.weight.data.copy_(head)
+    for tokens, length, mine in zip(batch["tokens_BT"], batch["lengths_B"], outputs, strict=True):
+        logits = theirs.eval()(tokens[None, : int(length)]).logits[0]
+        torch.testing.assert_close(mine, logits, atol=1e-4, rtol=1e-4)
