@@ -44,6 +44,9 @@ SMALLER = {
     "shardtrain train configs/debug_lora.toml --training.steps 20 --lora.random_base false --checkpoint.enable "
     "--checkpoint.initial_load_path outputs/model --checkpoint.initial_load_in_hf "
     f"{CHATS} --job.dump_folder outputs/adapted": TRAIN,
+    "shardtrain train configs/debug.toml --task.name preference --training.dataset jsonl --training.dataset_path "
+    "outputs/pairs.jsonl --training.on_data_end repeat --training.steps 10 --checkpoint.enable "
+    "--checkpoint.initial_load_path outputs/hub/checkpoint/step-20 --job.dump_folder outputs/preferred": TRAIN,
     "torchrun --nproc-per-node 2 -m shardtrain train configs/debug.toml": f"--training.steps 2 {TRAIN}",
     "shardtrain train configs/debug_classification.toml --job.dump_folder outputs/classification": (
         "--training.epochs 1 --training.local_batch_size 128 --training.device cpu"
@@ -116,7 +119,8 @@ def test_each_command_of_a_page_runs_in_the_order_of_the_page(shell, tmp_path, p
         # the checkpointed pair continues one run; every other run starts anew
         folder = tmp_path / ("continued" if "--checkpoint.enable" in line else f"run-{number}")
         where = f" --job.dump_folder {folder}" if is_training and "--job.dump_folder" not in line else ""
-        inside = line.replace(" outputs/", f" {tmp_path}/outputs/")  # what is there may be of another Python's text
+        # what is there may be of another Python's text
+        inside = re.sub(r"([ =])outputs/", rf"\1{tmp_path}/outputs/", line)
         done = shell(f"{inside} {SMALLER.get(line, '')}{where}")
         assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     if (tmp_path / "continued").exists():

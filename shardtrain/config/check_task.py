@@ -12,6 +12,8 @@ from shardtrain.config.task_file import read_task_file
 from shardtrain.errors import ConfigError, Problem
 
 LANGUAGE_MODEL, CLASSIFICATION, PREFERENCE = "language_model", "classification", "preference"
+OF_TEXT = (LANGUAGE_MODEL, PREFERENCE)
+"""Tasks whose model gives the next token."""
 _DEGREES = {
     "pipeline_parallel_degree": "cuts the model, and the loss of this task is computed on a whole one",
     "context_parallel_degree": "cuts each sequence, and this task reads whole ones",

@@ -17,6 +17,7 @@ from torch import nn
 from shardtrain import config as configs
 from shardtrain import data, models, parallel
 from shardtrain.config import Config, Loaded, derived
+from shardtrain.config.check_task import OF_TEXT
 from shardtrain.config.schema import Parallelism, Training
 from shardtrain.data.opening import tokenizer_of
 from shardtrain.errors import ConfigError, Problem
@@ -66,7 +67,7 @@ def open_model(
         CheckpointError: when there is no checkpoint, or it is damaged or of another model.
     """
     config = load_config(path, config_file, tokenizer_path).config
-    if config.task.name != "language_model":
+    if config.task.name not in OF_TEXT:
         rule = "predicts no next token, and there is no text to generate"
         raise ConfigError(Problem("task.name", config.task.name, rule, 'ask "shardtrain test" for its predictions'))
     module = models.find(config.model.name)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardtrain import models
+from shardtrain import models, tasks
 from shardtrain.checkpoint import files
 from shardtrain.config.schema import Config
-from shardtrain.errors import StorageError
+from shardtrain.errors import ConfigError, Problem, StorageError
 from shardtrain.hub.exporting import SHARD_BYTES, Export, Writer, config_fields, tokenizer_files
 from shardtrain.hub.model import translation_of
 from shardtrain.log import logger
@@ -36,6 +36,10 @@ class HubSaves:
             shard_bytes=SHARD_BYTES,
             max_tokens=config.training.seq_len,
         )
+        if getattr(tasks.open_task(config), "num_labels", 0):
+            rule = "has a head of labels, which the format of a language model has no place for"
+            fix = "set checkpoint.last_save_in_hf = false and hf_interval = 0"
+            raise ConfigError(Problem("task.name", config.task.name, rule, fix))
         translation_of(module, shape, f"model.name={model.name}")
         config_fields(self._wanted)
         if not tokenizer_files(self._wanted.tokenizer):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reviews
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -153,3 +154,7 @@ def test_a_model_without_such_a_form_is_refused_before_the_first_step(tmp_path: 
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, norm_type="layernorm"))
     ended = train(config)
     assert isinstance(ended.error, ConfigError) and "norm_type" in str(ended.error) and not ended.losses
+    labels = reviews.config(checkpoint={"enable": True, "last_save_in_hf": True}, job={"dump_folder": str(tmp_path)})
+    decoder = {"overrides": {key: value for key, value in reviews.SHAPE.items() if key != "dropout"}}
+    ended = train(dataclasses.replace(labels, model=dataclasses.replace(labels.model, name="llama3", **decoder)))
+    assert isinstance(ended.error, ConfigError) and "has a head of labels" in str(ended.error) and not ended.losses
