@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import time
@@ -65,20 +66,23 @@ class Line:
         self.rank, self.size, self.limit_seconds = rank, size, limit_seconds
         self.area = self.where = "the start"
         self.place = 0
-        """Marks so far: ranks come to the same places in the same order, so that less is behind."""
-        self._was_in_vain = False
+        """Marks in this area: ranks come to the same places in the same order, so that less is behind."""
+        self.was_in_vain = False
+        """Whether this rank has waited for others that did not come."""
         self.deadline = time.monotonic() + limit_seconds
         """When what this rank does now has taken too long."""
 
     @property
     def patience_seconds(self) -> float:
         """How long to wait for other ranks, which may use up the limit of two checks before they come."""
-        return AGAIN_SECONDS if self._was_in_vain else 2 * self.limit_seconds + EXTRA_SECONDS
+        return AGAIN_SECONDS if self.was_in_vain else 2 * self.limit_seconds + EXTRA_SECONDS
 
-    def begin(self, area: str) -> None:
-        """Say that this rank begins an area."""
-        self.area = area
-        self.mark(area)
+    def begin(self, area: str) -> Line:
+        """Say that this rank begins an area; gives the line for it, which a check that is left behind may keep."""
+        line = copy.copy(self)
+        line.area, line.place = area, 0
+        line.mark(area)
+        return line
 
     def give_up(self) -> None:
         """Say that this rank will come to no more meetings of the area, so that others need not wait for it."""
@@ -102,7 +106,7 @@ class Line:
             if self._store.check([f"gave-up-{self.area}"]):
                 rank, where = json.loads(self._store.get(f"gave-up-{self.area}"))
                 raise PeerError(f"rank {rank} did not come past {where}")
-            self._was_in_vain = True
+            self.was_in_vain = True
             absent = [rank for rank in range(self.size) if not self._store.check([f"meet-{name}-{rank}"])]
             ranks = ", ".join(map(str, absent[:8])) + ("" if len(absent) < 9 else f" and {len(absent) - 8} more")
             raise PeerError(f"rank {ranks} has not come")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardtrain.doctor import (
     clock,
@@ -69,23 +69,23 @@ def _limited(here: Here, area: Area) -> Facts:
 
     def collect() -> None:
         try:
-            area.collect(here, noted)
+            area.collect(replace(here, line=line), noted)
         except PeerError as error:
             noted[ERROR], noted["is_peer"] = str(error), True
         except Exception as error:
             text = str(error).strip().splitlines() or [""]
             noted[ERROR] = redact(f"{type(error).__name__}: {text[0]}"[:300])
 
-    here.line.begin(area.name)
+    line = here.line.begin(area.name)
     thread = threading.Thread(target=collect, name=f"doctor-{area.name}", daemon=True)
     thread.start()
-    while thread.is_alive() and time.monotonic() < here.line.deadline:
-        thread.join(timeout=min(0.2, max(0.01, here.line.deadline - time.monotonic())))
-    if thread.is_alive():
-        noted = {STOPPED: here.line.where, "place": here.line.place}
-    if (STOPPED in noted or ERROR in noted) and not noted.get("is_peer"):
-        here.line.give_up()
-    return noted
+    while thread.is_alive() and time.monotonic() < line.deadline:
+        thread.join(timeout=min(0.2, max(0.01, line.deadline - time.monotonic())))
+    told = {STOPPED: line.where, "place": line.place} if thread.is_alive() else noted
+    if (STOPPED in told or ERROR in told) and not told.get("is_peer"):
+        line.give_up()
+    here.line.was_in_vain = line.was_in_vain
+    return told
 
 
 def gather(here: Here, own: dict[str, Facts], areas: Iterable[Area] = AREAS) -> Said:
