@@ -78,7 +78,9 @@ def run_verb(verb: str, words: Sequence[str], config: Config, nproc: int | None)
 def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) -> int:
     """Start ``ranks`` ranks of ``command`` here, when enough nodes have come; gives the status of this node."""
     # until ranks run there is nothing to save, and PyTorch's wait for the rendezvous would hear no handler of Python's
-    before = {name: signal.signal(getattr(signal, name), signal.SIG_DFL) for name in SIGNALS}
+    # (but the first process of a container dies of no signal that it does not handle)
+    end = signal.SIG_DFL if os.getpid() != 1 else lambda *_: os._exit(NOT_SAVED)
+    before = {name: signal.signal(getattr(signal, name), end) for name in SIGNALS}
     if nodes.hosts_meeting:
         _refuse_taken(nodes.endpoint)
     elif nodes.hosts_meeting is False:

@@ -85,7 +85,6 @@ def test_pyxis_gets_the_same_as_options_of_srun():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (['--launch.mounts=["/a:/b"]'], "launch.mounts"),
         (["--launch.slurm.container=apptainer"], "launch.image"),
         (["--launch.secrets.HF_TOKEN=hf/token"], "launch.forward_env"),
         (["--launch.nodes=2", "--launch.min_nodes=1"], "launch.min_nodes"),
