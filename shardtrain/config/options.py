@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from shardtrain.config import data_schema, launch_schema, lora_schema, safety_schema, schema, task_schema
+from shardtrain.config import data_schema, launch_schema, lora_schema, safety_schema, schema, task_schema, watch_schema
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import Kind, Value
 from shardtrain.errors import ConfigError, Problem
@@ -85,7 +85,7 @@ def sections() -> Mapping[str, type]:
 def _help_texts() -> Mapping[str, Mapping[str, str]]:
     """Read the docstring below each field of the schema's classes: class name -> field -> text on one line."""
     found: dict[str, dict[str, str]] = {}
-    parts = (schema, data_schema, launch_schema, lora_schema, safety_schema, task_schema)
+    parts = (schema, data_schema, launch_schema, lora_schema, safety_schema, task_schema, watch_schema)
     sources = [ast.parse(inspect.getsource(module)) for module in parts]
     for node in [node for source in sources for node in source.body]:
         if not isinstance(node, ast.ClassDef):

@@ -27,6 +27,7 @@ METHODS = {
 
 ALLOWED = {
     ("shardtrain/models/__init__.py", "exec_module"): "model.name of the user's own configuration names a file of his",
+    ("shardtrain/tasks/__init__.py", "exec_module"): "task.name names a file of the user's, likewise",
     ("shardtrain/data/sources/__init__.py", "exec_module"): "training.dataset names a file of the user's, likewise",
     ("shardtrain/hub/legacy_child.py", "torch.load"): "import --legacy_bin alone, with names of tensors and no others",
     ("shardtrain/hub/legacy_child.py", "weights_only"): "likewise: it is what restricts the names",
