@@ -8,6 +8,7 @@ data are known by, so that a run continues with no other reference than its own.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
+from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError
 from shardtrain.hub import importing
@@ -31,9 +33,8 @@ _SAMPLE_BYTES = 2**20
 
 def start_of(config: Config) -> Place | None:
     """Where the run's first weights lie; None where they are drawn."""
-    options = config.checkpoint
-    named = options.initial_load_path or (config.model.hf_assets_path if options.initial_load_in_hf else None)
-    return place(str(named)) if options.enable and named is not None else None
+    named = derived.initial_weights(config)
+    return place(named) if config.checkpoint.enable and named is not None else None
 
 
 def identity(config: Config) -> str:
@@ -72,7 +73,8 @@ def hold(task: Any, config: Config, mesh: Mesh) -> None:
         return
     from shardtrain.building import build_model  # which holds one for every run that needs it
 
-    built = build_model(config, mesh)
+    # adapters begin by adding nothing, so what they are beside is what the run began with
+    built = build_model(replace(config, lora=replace(config.lora, enable=False)), mesh)
     start = start_of(config)
     if start is not None:
         _fill(built, config, start)
@@ -86,7 +88,8 @@ def _fill(built: Built, config: Config, start: Place) -> None:
     named = {**built.runner.parameters(), **built.runner.buffers()}
     weights = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in named.items()}
     if config.checkpoint.initial_load_in_hf:
-        together(lambda: importing.fill(weights, Path(str(start)), built.module, built.shape))
+        quantized = config.checkpoint.initial_load_in_hf_quantized
+        together(lambda: importing.fill(weights, Path(str(start)), built.module, built.shape, quantized))
         return
 
     def verify() -> None:

@@ -23,6 +23,7 @@ def check_lora(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "lora.dropout", "must be at least 0 and below 1", "use 0 to 0.1")
     if lora.enable:
         yield from _base(loaded)
+        yield from _task(loaded)
         yield from _sizes(loaded)
         yield from _mesh(loaded)
         yield from _low_bits(loaded)
@@ -44,6 +45,24 @@ def _base(loaded: Loaded) -> Iterator[Problem]:
     if not checkpoint.initial_load_model_only and lora.initial_load_path is None:
         rule = "would take an optimizer's state for weights that are frozen"
         yield problem(loaded, "checkpoint.initial_load_model_only", rule, "remove it")
+
+
+def _task(loaded: Loaded) -> Iterator[Problem]:
+    lora, task, model = loaded.config.lora, loaded.config.task, loaded.config.model
+    if model.name == "transformers":
+        rule = 'needs the layout of a model file, and model.name="transformers" has none'
+        yield problem(
+            loaded, "lora.enable", rule, "use the file of the family (llama3, qwen3, ...), or train all weights"
+        )
+    if task.name == "classification":
+        rule = 'would freeze the head, which starts anew with task.name="classification"'
+        yield problem(loaded, "lora.enable", rule, "train all weights")
+    if task.name == "preference" and lora.initial_load_path is not None:
+        rule = 'begins with adapters, which the frozen reference of task.name="preference" would not have'
+        yield problem(loaded, "lora.initial_load_path", rule, "merge them first (shardtrain merge)")
+    if task.name == "preference" and lora.base_dtype != "training":
+        rule = 'rounds the weights, and the frozen reference of task.name="preference" is not rounded'
+        yield problem(loaded, "lora.base_dtype", rule, 'use "training"')
 
 
 def _sizes(loaded: Loaded) -> Iterator[Problem]:

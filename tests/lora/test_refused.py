@@ -42,6 +42,12 @@ ON = {"enable": True, "random_base": True}
         ),
         ({"lora": {**ON, "initial_load_path": "x"}}, ["lora.initial_load_path", "checkpoint.enable = true"]),
         (
+            {"lora": {**ON, "initial_load_path": "x"}, "checkpoint": {"enable": True}, "task": {"name": "preference"}},
+            ["merge"],
+        ),
+        ({"lora": {**ON, "base_dtype": "nf4"}, "task": {"name": "preference"}}, ["lora.base_dtype", "reference"]),
+        ({"lora": ON, "task": {"name": "classification"}}, ["lora.enable", "head", "all weights"]),
+        (
             {"lora": ON, "checkpoint": {"initial_load_model_only": False}},
             ["checkpoint.initial_load_model_only", "frozen"],
         ),

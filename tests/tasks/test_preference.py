@@ -135,6 +135,20 @@ def test_a_continued_run_has_the_reference_that_it_began_with(file: Path, tmp_pa
     assert isinstance(other.error, ConfigError) and "reference weights differ" in str(other.error)
 
 
+def test_adapters_are_compared_with_the_weights_beside_them(file: Path, tmp_path: Path) -> None:
+    seed = config(file, tmp_path / "start", checkpoint={"enable": True}, training={"steps": 2})
+    train(seed)
+    one = config(
+        file,
+        tmp_path / "adapters",
+        checkpoint={"enable": True, "initial_load_path": str(tmp_path / "start/checkpoint/step-2")},
+        lora={"enable": True, "rank": 4},
+    )
+    losses = train(one).losses
+    assert losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), "adapters begin by adding nothing"
+    assert losses[-1] != losses[0]
+
+
 def test_it_learns_and_measures_rewards(file: Path, tmp_path: Path) -> None:
     validation = {"enable": True, "freq": 10, "dataset": "jsonl", "dataset_path": str(file), "seq_len": SEQ_LEN}
     one = config(file, tmp_path, training={"steps": 10}, validation={**validation, "local_batch_size": 3})

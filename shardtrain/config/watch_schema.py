@@ -1,0 +1,59 @@
+"""The options of watching a run: part of ``schema.py``, whose rules hold here too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """Traces of the PyTorch profiler and snapshots of device memory."""
+
+    enable_profiling: bool = False
+    """Write a profiler trace per rank every profile_freq steps."""
+    save_traces_folder: str = "profile_traces"
+    """Folder of the traces, below job.dump_folder."""
+    profile_freq: int = 10
+    """Steps from one trace to the next."""
+    profiler_active: int = 1
+    """Steps recorded in each trace."""
+    profiler_warmup: int = 3
+    """Steps before each trace in which the profiler runs but does not record."""
+    enable_memory_snapshot: bool = False
+    """Write a snapshot of the CUDA allocator every profile_freq steps, and when memory runs out."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots, below job.dump_folder."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is measured, how often, and where it is written. ``metrics.jsonl`` is always written."""
+
+    log_freq: int = 10
+    """Steps between two lines of metrics; step 1 is always logged."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard event files."""
+    disable_color_printing: bool = False
+    """Plain console lines; colours are off anyway when the output is no terminal or SLURM_JOB_ID is set."""
+    save_tb_folder: str = "tb"
+    """Folder of TensorBoard files, below job.dump_folder."""
+    save_for_all_ranks: bool = False
+    """Write TensorBoard and W&B from every rank, not from the first alone."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases (the wandb extra); WANDB_MODE=offline works without an account."""
+    peak_flops: float | None = None
+    """Dense peak of one device in FLOP/s for the MFU, where the device is not in the table (shardtrain)."""
+    legacy_tags: bool = False
+    """Also write the 2024 tag ``wps`` beside ``throughput(tps)`` (shardtrain)."""
+    save_log_file: str = "logs/rank-{rank}.log"
+    """Log file of each rank below job.dump_folder; ``{rank}`` is the global rank (shardtrain)."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimation:
+    """torchtitan's estimator; see ``shardtrain plan``."""
+
+    enable: bool = False
+    """Not available."""
+    disable_fake_mode: bool = False
+    """Not available."""
