@@ -68,7 +68,8 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
     # until ranks run there is nothing to save, and PyTorch's wait for the rendezvous would hear no handler of Python's
     # (but the first process of a container dies of no signal that it does not handle)
     end = signal.SIG_DFL if os.getpid() != 1 else lambda *_: os._exit(NOT_SAVED)
-    before = {name: signal.signal(getattr(signal, name), end) for name in SIGNALS}
+    heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]  # nohup's
+    before = {name: signal.signal(getattr(signal, name), end) for name in heard}
     if nodes.hosts_meeting:
         _refuse_taken(nodes.endpoint)
     elif nodes.hosts_meeting is False:
@@ -77,7 +78,7 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is told by its rank
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(SIGNALS)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     with tempfile.TemporaryDirectory(prefix="shardtrain-") as records:
         try:
             agent = _agent(nodes, ranks, command, grace_seconds, records)
