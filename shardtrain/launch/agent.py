@@ -80,7 +80,8 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
     # until ranks run there is nothing to save, and PyTorch's wait for the rendezvous would hear no handler of Python's
     # (but the first process of a container dies of no signal that it does not handle)
     end = signal.SIG_DFL if os.getpid() != 1 else lambda *_: os._exit(NOT_SAVED)
-    before = {name: signal.signal(getattr(signal, name), end) for name in SIGNALS}
+    heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]  # nohup's
+    before = {name: signal.signal(getattr(signal, name), end) for name in heard}
     if nodes.hosts_meeting:
         _refuse_taken(nodes.endpoint)
     elif nodes.hosts_meeting is False:
@@ -89,7 +90,7 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is told by its rank
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(SIGNALS)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     if nodes.least < nodes.most:
         # or the first round alone publishes where its store is, and a node that joins a later one waits in vain
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -52,6 +52,9 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     Raises:
         ConfigError: a variable is no number, or nothing says where the nodes meet.
     """
+    if arguments.nnodes and "TORCHELASTIC_RUN_ID" in names:
+        rule = "is for one process a node, and torchrun has started this one as a rank"
+        raise ConfigError(Problem("--nnodes", arguments.nnodes, rule, "leave out torchrun or --nnodes", "command line"))
     name, text = _count(arguments, names)
     if not text:
         return None
@@ -66,10 +69,13 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         rank = int(names["JOB_COMPLETION_INDEX"])
     if rank is not None and rank >= most:
         raise ConfigError(Problem(name, text, f"is the number of nodes, and this is node {rank}", "count from 0"))
+    endpoint = _endpoint(arguments, names, name, text)
+    if not re.fullmatch(r".+:[0-9]{1,5}", endpoint):
+        raise ConfigError(Problem("rendezvous", endpoint, "has no port that is a number", "write HOST:PORT"))
     return Nodes(
         least=least,
         most=most,
-        endpoint=_endpoint(arguments, names, name, text),
+        endpoint=endpoint,
         # an elastic platform counts anew when pods change
         node_rank=rank if least == most or "SHARDTRAIN_NODE_RANK" in names or arguments.node_rank else None,
         run_id=next((names[one] for one in RUN_ID if names.get(one)), "shardtrain"),

@@ -84,6 +84,7 @@ def test_a_node_is_no_rank_and_a_rank_that_its_agent_starts_is_one(names):
         ({"PET_NNODES": "two"}, "no number of nodes"),
         ({"PET_NNODES": "4:2", "MASTER_ADDR": "a"}, "no number of nodes"),
         ({"PET_NNODES": "2"}, "nothing says where they meet"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "no port"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "PET_NODE_RANK": "2"}, "count from 0"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "RANK": "x"}, "whole number"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MAX_RESTARTS": "-1"}, "whole number"),
@@ -95,6 +96,11 @@ def test_what_cannot_be_is_told_in_one_line(names, told):
     with pytest.raises(ConfigError, match=told) as error:
         nodes.find(NOTHING, names)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_rank_of_torchrun_cannot_be_a_node_too():
+    with pytest.raises(ConfigError, match="--nnodes"):
+        nodes.find(split(["--nnodes", "2"]), {"TORCHELASTIC_RUN_ID": "x"})
 
 
 def test_restarts_and_patience_are_read_too():
