@@ -19,7 +19,7 @@ _DEGREES = {
     "context_parallel_degree": "cuts each sequence, and this task reads whole ones",
     "tensor_parallel_degree": "splits each layer, and this task does not say that it can do with parts",
 }
-_OF_DOCUMENTS = (
+OF_DOCUMENTS = (
     "data.mode",
     "data.readers",
     "data.format",
@@ -75,7 +75,7 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _check_rows(loaded: Loaded) -> Iterator[Problem]:
-    for option in _OF_DOCUMENTS:
+    for option in OF_DOCUMENTS:
         if is_changed(loaded, option):
             rule = "is about documents, which a task of rows has not"
             yield problem(loaded, option, rule, "remove it")

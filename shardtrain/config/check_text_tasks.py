@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardtrain.config.check_data import is_changed
+from shardtrain.config.check_task import OF_DOCUMENTS
 from shardtrain.config.check_values import problem
 from shardtrain.config.load import Loaded
 from shardtrain.errors import Problem
 
 MASKED, SEQUENCES = "masked_language_model", "sequence_to_sequence"
 _LABELS = ("task.labels", "task.num_labels", "task.label_field", "task.pair_field")
-_DOCUMENTS = (
-    "data.mode",
-    "data.readers",
-    "data.format",
-    "data.packing",
-    "data.long_documents",
-    "data.document_mask",
-    "data.stages",
-)
 _COLUMNS = {MASKED: ("data.prompt_field", "data.completion_field"), SEQUENCES: ("data.text_field",)}
 
 
@@ -28,7 +20,7 @@ def check_text_tasks(loaded: Loaded) -> Iterator[Problem]:
     task = loaded.config.task
     if task.name not in _COLUMNS:
         return
-    for option in (*_LABELS, *_DOCUMENTS, *_COLUMNS[task.name]):
+    for option in (*_LABELS, *OF_DOCUMENTS, *_COLUMNS[task.name]):
         if is_changed(loaded, option):
             yield problem(loaded, option, f"has no effect with task.name={task.name}", "remove it")
     known = ("mask_fraction", "mask_token_id") if task.name == MASKED else ()

@@ -25,7 +25,9 @@ class TaskFacts:
 
 def task_names() -> list[str]:
     """Return the tasks of this package: files of the tasks folder."""
-    return sorted(file.stem for file in TASKS_FOLDER.glob("*.py") if file.stem not in ("__init__", "task"))
+    return sorted(
+        file.stem for file in TASKS_FOLDER.glob("*.py") if not file.stem.startswith("_") and file.stem != "task"
+    )
 
 
 def read_task_file(name: str) -> TaskFacts:

@@ -7,7 +7,7 @@ does: Lewis et al. 2020, section 3.1). A batch is as wide as its longest row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain import models
-from shardtrain.config.schema import Config, DataSource, Training, Validation
-from shardtrain.data import columns, sources
+from shardtrain.config.schema import Config
+from shardtrain.data import columns
 from shardtrain.data.columns import Unusable
 from shardtrain.data.feed import digest
-from shardtrain.data.opening import Named, request_for, tokenizer_of
-from shardtrain.data.reading import BadRows, Tally, chunks
+from shardtrain.data.opening import tokenizer_of
 from shardtrain.data.row_stream import RowBatch
-from shardtrain.data.sources import BadRow, Shards, Table, every_row, place_of
-from shardtrain.errors import ConfigError, DataError, Problem
+from shardtrain.data.sources import BadRow, every_row
+from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
 from shardtrain.log import logger
 from shardtrain.loss import cross_entropy_sum
 from shardtrain.targets import IGNORE
+from shardtrain.tasks import _files
 from shardtrain.tasks.task import RowTask
 
 METRICS = {"accuracy": "max", "macro_f1": "max"}
@@ -43,13 +43,6 @@ class Example:
 
     tokens: npt.NDArray[np.int32]
     label: int
-
-
-class Examples(list[Example]):
-    """Rows of a set with what tells them from others; see ``data.row_stream.Rows``."""
-
-    fingerprint: str = ""
-    files: Mapping[str, str]
 
 
 class Classification(RowTask):
@@ -78,24 +71,11 @@ class Classification(RowTask):
     def _is_causal(self) -> bool:
         return bool(getattr(models.find(self.config.model.name), "CAUSAL", True))
 
-    def read_rows(self, split: str) -> Examples:
-        """Read the files of a split.
-
-        Raises:
-            ConfigError: when the dataset cannot be opened.
-            DataError: at a row that cannot be used, with file and line; data.bad_rows may leave those of training out.
-        """
-        section, named = self._named(split)
-        source: Table | Shards = sources.find(named.source.dataset, option=named.dataset_option).open_source(
-            request_for(self.config, named)
-        )
-        policy, tally = BadRows.of(self.config.data), Tally()
-        found = Examples(self._examples(source, split, section.seq_len, policy, tally))
-        if tally.num_bad:
-            policy.judge(tally, f"dataset {named.name}")
-            for reason in tally.reasons():
-                logger.warning(f"dataset {named.name}: left out {reason}")
-        found.files = source.files()
+    def read_rows(self, split: str) -> _files.FileRows[Example]:
+        """Read the files of a split; raises what ``_files.read`` does."""
+        section, _ = _files.section_of(self.config, split)
+        labelled = self.is_labelled(split)
+        found = _files.read(self.config, split, lambda rows: self._examples(rows, labelled, section.seq_len))
         task = self.config.task
         facts = (self.tokenizer.fingerprint, section.seq_len, self.labels, task.label_field, task.pair_field)
         rows = (part for row in found for part in (row.tokens.tobytes(), row.label))
@@ -123,9 +103,7 @@ class Classification(RowTask):
         """Whether the rows of a split have a label: those of a test set by the first of them that can be read."""
         if split != "test":
             return True
-        _, named = self._named(split)
-        source = sources.find(named.source.dataset).open_source(request_for(self.config, named))
-        rows = (row for _, row in every_row(source) if not isinstance(row, BadRow))
+        rows = (row for _, row in every_row(_files.open_files(self.config, split)) if not isinstance(row, BadRow))
         first = next(rows, None)
         return first is None or columns.find(first, self.config.task.label_field) is not None
 
@@ -186,39 +164,14 @@ class Classification(RowTask):
         """The label of the prediction as the rows spell it."""
         return self.labels[int(row["prediction"])]
 
-    def _named(self, split: str) -> tuple[Training | Validation, Named]:
-        c = self.config
-        if split == "train":
-            source = DataSource(c.training.dataset, c.training.dataset_path)
-            return c.training, Named(c.training.dataset, source, "training.dataset", "training.dataset_path")
-        v = c.validation
-        if split == "validation":
-            source = DataSource(v.dataset, v.dataset_path, split=v.split)
-            return v, Named(v.dataset, source, "validation.dataset", "validation.dataset_path")
-        source = DataSource(v.dataset, c.task.test_dataset_path, split=c.task.test_split)
-        return v, Named(v.dataset, source, "validation.dataset", "task.test_dataset_path")
-
     def _examples(
-        self, source: Table | Shards, split: str, seq_len: int, policy: BadRows, tally: Tally
-    ) -> Iterator[Example]:
-        labelled = self.is_labelled(split)
-        for chunk in chunks(every_row(source)):
-            read = [self._read(row, labelled) for _, row in chunk]
-            good = [one for one in read if not isinstance(one, BadRow)]
-            batch = iter(self.tokenizer.encode_batch([text for texts, _ in good for text in texts]))
-            for (key, _), one in zip(chunk, read, strict=True):
-                result = (
-                    one if isinstance(one, BadRow) else self._example([next(batch) for _ in one[0]], one[1], seq_len)
-                )
-                if isinstance(result, BadRow):
-                    place = place_of(source, key)
-                    tally.add_bad(result, place)
-                    if split != "train":
-                        raise DataError(f"{place}: {result}; correct it: each row of a held-out set is predicted")
-                    policy.meet(result, place)
-                else:
-                    tally.documents, tally.rows = tally.documents + 1, tally.rows + 1
-                    yield result
+        self, rows: Sequence[Mapping[str, Any] | BadRow], labelled: bool, seq_len: int
+    ) -> Iterator[Example | BadRow]:
+        read = [self._read(row, labelled) for row in rows]
+        good = [one for one in read if not isinstance(one, BadRow)]
+        batch = iter(self.tokenizer.encode_batch([text for texts, _ in good for text in texts]))
+        for one in read:
+            yield one if isinstance(one, BadRow) else self._example([next(batch) for _ in one[0]], one[1], seq_len)
 
     def _read(self, row: Mapping[str, Any] | BadRow, labelled: bool) -> tuple[list[str], int] | BadRow:
         """The texts of a row and the number of its label."""

@@ -13,7 +13,7 @@ of the weights on the same mesh (``reference.py``), so it costs their memory onc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -26,19 +26,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardtrain import reference
-from shardtrain.config.schema import Config, DataSource, Training, Validation
-from shardtrain.data import sources
+from shardtrain.config.schema import Config
 from shardtrain.data.document import Document
 from shardtrain.data.encode import PromptEncoder
 from shardtrain.data.feed import digest
 from shardtrain.data.loader import Stream
-from shardtrain.data.opening import Named, request_for, tokenizer_of
-from shardtrain.data.reading import BadRows, Tally, chunks
+from shardtrain.data.opening import tokenizer_of
 from shardtrain.data.row_stream import RowBatch
-from shardtrain.data.sources import BadRow, Shards, Table, every_row, place_of
-from shardtrain.errors import ConfigError, DataError, Problem
+from shardtrain.data.sources import BadRow
+from shardtrain.errors import ConfigError, Problem
 from shardtrain.log import logger
 from shardtrain.targets import IGNORE
+from shardtrain.tasks import _files
 from shardtrain.tasks.task import RowTask
 
 METRICS = {"reward_accuracy": "max", "reward_margin": "max"}
@@ -51,13 +50,6 @@ class Pair:
 
     chosen: tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
     rejected: tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
-
-
-class Pairs(list[Pair]):
-    """Rows of a set with what tells them from others; see ``data.row_stream.Rows``."""
-
-    fingerprint: str = ""
-    files: Mapping[str, str]
 
 
 class Preference(RowTask):
@@ -87,25 +79,12 @@ class Preference(RowTask):
             rule = "sees the tokens that it would have to predict, and gives no log-probability of an answer"
             raise ConfigError(Problem("model.name", self.config.model.name, rule, "use a causal model"))
 
-    def read_rows(self, split: str) -> Pairs:
-        """Read the files of a split.
-
-        Raises:
-            ConfigError: when the dataset cannot be opened.
-            DataError: at a row that cannot be used, with file and line; data.bad_rows may leave those of training out.
-        """
-        section, named = self._named(split)
-        source: Table | Shards = sources.find(named.source.dataset, option=named.dataset_option).open_source(
-            request_for(self.config, named)
-        )
-        policy, tally = BadRows.of(self.config.data), Tally()
-        found = Pairs(self._pairs(source, split, section.seq_len, policy, tally))
-        if tally.num_bad:
-            policy.judge(tally, f"dataset {named.name}")
-            for reason in tally.reasons():
-                logger.warning(f"dataset {named.name}: left out {reason}")
+    def read_rows(self, split: str) -> _files.FileRows[Pair]:
+        """Read the files of a split; raises what ``_files.read`` does."""
+        section, _ = _files.section_of(self.config, split)
+        found = _files.read(self.config, split, lambda rows: self._pairs(rows, section.seq_len))
         start = reference.identity(self.config)
-        found.files = {**source.files(), "reference weights": start}
+        found.files = {**found.files, "reference weights": start}
         encoders = [encoder.fingerprint for encoder in self._encoders]
         rows = (part for row in found for side in (row.chosen, row.rejected) for part in (s.tobytes() for s in side))
         found.fingerprint = digest(*encoders, section.seq_len, start, digest(*rows))
@@ -161,31 +140,11 @@ class Preference(RowTask):
         )
         return chosen, rejected
 
-    def _named(self, split: str) -> tuple[Training | Validation, Named]:
-        c, v = self.config, self.config.validation
-        if split == "train":
-            source = DataSource(c.training.dataset, c.training.dataset_path)
-            return c.training, Named(c.training.dataset, source, "training.dataset", "training.dataset_path")
-        path, part, option = v.dataset_path, v.split, "validation.dataset_path"
-        if split == "test":
-            path, part, option = c.task.test_dataset_path, c.task.test_split, "task.test_dataset_path"
-        return v, Named(v.dataset, DataSource(v.dataset, path, split=part), "validation.dataset", option)
-
-    def _pairs(self, source: Table | Shards, split: str, seq_len: int, policy: BadRows, tally: Tally) -> Iterator[Pair]:
-        for chunk in chunks(every_row(source)):
-            good = [row for _, row in chunk if not isinstance(row, BadRow)]
-            chosen, rejected = (iter(encoder.encode(good)) for encoder in self._encoders)
-            for key, row in chunk:
-                pair = row if isinstance(row, BadRow) else _pair(next(chosen), next(rejected), seq_len)
-                if not isinstance(pair, BadRow):
-                    tally.documents, tally.rows = tally.documents + 1, tally.rows + 1
-                    yield pair
-                    continue
-                place = place_of(source, key)
-                tally.add_bad(pair, place)
-                if split != "train":
-                    raise DataError(f"{place}: {pair}; correct it: each row of a held-out set is measured")
-                policy.meet(pair, place)
+    def _pairs(self, rows: Sequence[Mapping[str, Any] | BadRow], seq_len: int) -> Iterator[Pair | BadRow]:
+        good = [row for row in rows if not isinstance(row, BadRow)]
+        chosen, rejected = (iter(encoder.encode(good)) for encoder in self._encoders)
+        for row in rows:
+            yield row if isinstance(row, BadRow) else _pair(next(chosen), next(rejected), seq_len)
 
 
 def log_probabilities(model: nn.Module, batch: RowBatch) -> Tensor:

@@ -1,0 +1,76 @@
+"""Rows of a task from the files that the configuration names: opened, read in chunks, and bad ones told or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
+
+from shardtrain.config.schema import Config, DataSource, Training, Validation
+from shardtrain.data import sources
+from shardtrain.data.opening import Named, request_for
+from shardtrain.data.reading import BadRows, Tally, chunks
+from shardtrain.data.sources import BadRow, Row, Shards, Table, every_row, place_of
+from shardtrain.errors import DataError
+from shardtrain.log import logger
+
+T = TypeVar("T")
+Make = Callable[[Sequence[Row | BadRow]], Iterable[T | BadRow]]
+"""What a task makes of some rows, one after the other; a row that cannot be used comes back as a BadRow."""
+
+
+class FileRows(list[T], Generic[T]):
+    """Rows of a set with what tells them from others; see ``data.row_stream.Rows``."""
+
+    fingerprint: str = ""
+    files: Mapping[str, str]
+
+
+def section_of(config: Config, split: str) -> tuple[Training | Validation, Named]:
+    """The options that name a split's files: "train", "validation" or "test"."""
+    training, v = config.training, config.validation
+    if split == "train":
+        source = DataSource(training.dataset, training.dataset_path)
+        return training, Named(training.dataset, source, "training.dataset", "training.dataset_path")
+    path, part, option = v.dataset_path, v.split, "validation.dataset_path"
+    if split == "test":
+        path, part, option = config.task.test_dataset_path, config.task.test_split, "task.test_dataset_path"
+    return v, Named(v.dataset, DataSource(v.dataset, path, split=part), "validation.dataset", option)
+
+
+def open_files(config: Config, split: str) -> Table | Shards:
+    """The rows of a split as they lie in its files; raises ConfigError when they cannot be opened."""
+    _, named = section_of(config, split)
+    return sources.find(named.source.dataset, option=named.dataset_option).open_source(request_for(config, named))
+
+
+def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
+    """All rows of a split; its ``fingerprint`` is left to the task, which knows what the rows hang on.
+
+    Raises:
+        ConfigError: when the dataset cannot be opened.
+        DataError: at a row that cannot be used, with file and line; data.bad_rows may leave those of training out.
+    """
+    source, (_, named) = open_files(config, split), section_of(config, split)
+    policy, tally = BadRows.of(config.data), Tally()
+    found = FileRows(_good_rows(source, split, make, policy, tally))
+    if tally.num_bad:
+        policy.judge(tally, f"dataset {named.name}")
+        for reason in tally.reasons():
+            logger.warning(f"dataset {named.name}: left out {reason}")
+    found.files = source.files()
+    return found
+
+
+def _good_rows(source: Table | Shards, split: str, make: Make[T], policy: BadRows, tally: Tally) -> Iterator[T]:
+    for chunk in chunks(every_row(source)):
+        made = make([row for _, row in chunk])
+        for (key, _), one in zip(chunk, made, strict=True):
+            if not isinstance(one, BadRow):
+                tally.documents, tally.rows = tally.documents + 1, tally.rows + 1
+                yield one
+                continue
+            place = place_of(source, key)
+            tally.add_bad(one, place)
+            if split != "train":
+                raise DataError(f"{place}: {one}; correct it: each row of a held-out set counts")
+            policy.meet(one, place)
