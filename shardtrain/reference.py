@@ -1,13 +1,12 @@
 """The weights that a run began with, frozen beside those that learn: what a task of preferences compares with.
 
 They are read again at every start, from ``checkpoint.initial_load_path``, or drawn again from the seed, and sharded as
-the model is. So they are no part of a checkpoint, and any mesh can continue a run; ``identity`` is part of what the
-data are known by, so that a run continues with no other reference than its own.
+the model is. So they are no part of a checkpoint, and any mesh can continue a run. What ``first_weights.identity`` says
+is part of what the data are known by, so that a run continues with no other reference than its own.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,51 +15,16 @@ from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
-from shardtrain.checkpoint.storage import Place, place
-from shardtrain.config import derived
+from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError
+from shardtrain.first_weights import start_of
 from shardtrain.hub import importing
-from shardtrain.hub.opening import is_hub_folder
 from shardtrain.log import logger
 from shardtrain.parallel import Mesh
 
 if TYPE_CHECKING:
     from shardtrain.building import Built
-
-_SAMPLE_BYTES = 2**20
-
-
-def start_of(config: Config) -> Place | None:
-    """Where the run's first weights lie; None where they are drawn."""
-    named = derived.initial_weights(config)
-    return place(named) if config.checkpoint.enable and named is not None else None
-
-
-def identity(config: Config) -> str:
-    """What the first weights are known by, wherever they lie.
-
-    A checkpoint's manifest holds the hashes of all its bytes; of a Hugging Face folder names, sizes and both ends of
-    each file are taken.
-
-    Raises:
-        CheckpointError: when there is nothing to read.
-    """
-    start = start_of(config)
-    if start is None:
-        return f"seed {config.debug.seed}"
-    if not config.checkpoint.initial_load_in_hf:
-        return hashlib.sha256(manifest.read_bytes(start)).hexdigest()
-    folder, digest = Path(str(start)), hashlib.sha256()
-    if not is_hub_folder(folder):
-        raise CheckpointError(f"{folder} holds no config.json; the run's first weights, its reference, are needed")
-    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            digest.update(f"{path.name}:{size}:".encode() + file.read(_SAMPLE_BYTES))
-            file.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def hold(task: Any, config: Config, mesh: Mesh) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain import reference
+from shardtrain import first_weights
 from shardtrain.config.schema import Config
 from shardtrain.data.document import Document
 from shardtrain.data.encode import PromptEncoder
@@ -83,7 +83,7 @@ class Preference(RowTask):
         """Read the files of a split; raises what ``_files.read`` does."""
         section, _ = _files.section_of(self.config, split)
         found = _files.read(self.config, split, lambda rows: self._pairs(rows, section.seq_len))
-        start = reference.identity(self.config)
+        start = first_weights.identity(self.config)
         found.files = {**found.files, "reference weights": start}
         encoders = [encoder.fingerprint for encoder in self._encoders]
         rows = (part for row in found for side in (row.chosen, row.rejected) for part in (s.tobytes() for s in side))

@@ -109,7 +109,7 @@ def errors_of_many_cuts(rank: int) -> dict[str, float]:
 def test_split_attention_within_documents_equals_attention_written_out(num_ranks: int) -> None:
     for worst in run_ranks(num_ranks, errors_of_many_cuts):
         assert len(worst) >= 4
-        assert max(worst.values()) < 2e-6, worst  # as without documents
+        assert max(worst.values()) < 4e-6, worst  # the worst of 23 cuts, where one without documents is below 2e-6
 
 
 def errors_of_many_windows(rank: int) -> dict[str, float]:

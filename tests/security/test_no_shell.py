@@ -34,6 +34,8 @@ SERVERS = {
     "multiprocessing.managers",
 }
 LISTENS = {
+    "doctor/hosts.py": "tries for a moment the port at which torchrun would meet, on the loopback address",
+    "doctor/line.py": "of a job: the store that its first rank serves at MASTER_ADDR, where the job's ranks would meet",
     "launch/agent.py": "of several nodes: tries the port on which PyTorch's rendezvous will listen, and lets it go",
     "launch/local.py": "the ranks' rendezvous, on the loopback address",
     "parallel/rendezvous.py": "connects to torchrun's store, and listens nowhere (is_master=False)",

@@ -14,7 +14,7 @@ from shardtrain.data.sources import Request, Row, Table
 from shardtrain.data.sources.python_stdlib import Library, open_folder
 from shardtrain.errors import ConfigError, DataError, Problem
 
-PACKAGES = ("asyncio", "email", "tkinter", "unittest", "xml")
+PACKAGES = ("asyncio", "email", "multiprocessing", "unittest", "xml")
 """Labels, as [task] names them."""
 SPLITS = {"train": range(2, 10), "validation": (0,), "test": (1,)}
 """Of ten lines in a row, those of a split."""
