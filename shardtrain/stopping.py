@@ -88,9 +88,10 @@ class Stop:
 
     @property
     def margin_seconds(self) -> float:
-        """How long before the end of the job a save has to begin: two saves and a step, as 95 of 100 took."""
+        """How long before the end of the job to stop: two saves and a step, as 95 of 100 took, once all know of it."""
         save = self.saves.p95()
-        return 2 * (self.assumed_save_seconds if save is None else save) + (self.steps.p95() or 0.0)
+        work = 2 * (self.assumed_save_seconds if save is None else save) + (self.steps.p95() or 0.0)
+        return LOOK_SECONDS + work
 
     def asked(self) -> bool:
         """Whether a request has come; the end of the job is one when ``margin_seconds`` are left."""
