@@ -13,6 +13,7 @@ from torch import Tensor
 from shardtrain import continuing, models, optim, tasks
 from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config import derived
 from shardtrain.errors import CheckpointError
@@ -120,7 +121,7 @@ def _load_hub(run: Run, folder: Place) -> None:
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
     tensors = weights(run)
     if tasks.open_task(run.config).num_labels:
-        head = f"model.{module.LAYOUT.last[-1]}."
+        head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
         logger.info(f"the head of {run.config.task.name} is not in the folder, and starts anew")
     together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized))
@@ -141,7 +142,7 @@ def everything(run: Run) -> dict[str, Tensor]:
 def weights_of(runner: Runner) -> dict[str, Tensor]:
     """The same of a model outside a run."""
     tensors: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
-    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+    return {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
 def optimizer_state(run: Run) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardtrain import models
 from shardtrain.checkpoint.agree import exchange, together
 from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
@@ -37,7 +38,7 @@ def load(run: Run, checkpoints: Checkpoints) -> None:
     """
     config = run.config
     held: dict[str, Tensor] = {**run.runner.parameters(), **run.runner.buffers()}
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in held.items() if not is_adapter(name)}
+    tensors = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in held.items() if not is_adapter(name)}
     if config.lora.base_dtype != lowbit.WHOLE:
         lowbit.load(run, tensors)
         tensors = {}

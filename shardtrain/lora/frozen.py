@@ -14,6 +14,7 @@ from torch import Tensor
 from shardtrain import init, models
 from shardtrain.checkpoint import agree, files, manifest
 from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError, ConfigError, Problem
@@ -23,8 +24,6 @@ from shardtrain.hub.model import check_same, recognise, translation_of
 from shardtrain.lora import base, lowbit, spec
 from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
 from shardtrain.shards import local_slices, local_tensor
-
-PREFIX = "model."
 
 
 class Frozen:
@@ -63,9 +62,11 @@ class Frozen:
             if spec.FACT in self._stored.facts:
                 raise CheckpointError(f"checkpoint {path} holds adapters, and not the weights beside which they are")
             _refuse_damage(path, self._stored)
-            whole = {PREFIX + name: tensor for name, tensor in named.items()}
+            whole = {WEIGHTS_PREFIX + name: tensor for name, tensor in named.items()}
             tensor_files.check_names(whole, self._stored, path)
-            self.dtype = next((t.dtype for n, t in self._stored.tensors.items() if n.startswith(PREFIX)), "float32")
+            self.dtype = next(
+                (t.dtype for n, t in self._stored.tensors.items() if n.startswith(WEIGHTS_PREFIX)), "float32"
+            )
         else:
             self._translation = translation_of(module, shape, str(path))
             recognised = recognise(path)
@@ -84,7 +85,7 @@ class Frozen:
 
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
         if self._stored is not None:
-            held = {PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
+            held = {WEIGHTS_PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
             tensor_files.read(held, self._stored, self.path)  # type: ignore[arg-type]
         elif self._weights is not None:
             mapping.fill(tensors, self._translation, self._weights)

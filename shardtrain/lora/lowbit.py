@@ -103,7 +103,8 @@ def load(run: Run, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         ConfigError, CheckpointError: as ``frozen.Frozen`` does.
     """
-    from shardtrain.lora.frozen import PREFIX, Frozen
+    from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+    from shardtrain.lora.frozen import Frozen
 
     config = run.config
     model = config.model
@@ -112,7 +113,7 @@ def load(run: Run, tensors: Mapping[str, Tensor]) -> None:
     path = None if config.lora.random_base else Path(str(config.checkpoint.initial_load_path))
     held = whole = 0
     with Frozen(path, module, shape, config) as weights:
-        weights.fill({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
+        weights.fill({name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()})
         for part in run.runner.parts:
             for name, linear in part.named_modules():
                 if isinstance(linear, FrozenLinear) and linear.weight is None:

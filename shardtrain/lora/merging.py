@@ -14,8 +14,9 @@ from torch import Tensor
 
 from shardtrain.checkpoint import files, manifest, whole
 from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.errors import CheckpointError
-from shardtrain.lora.frozen import PREFIX, Frozen
+from shardtrain.lora.frozen import Frozen
 from shardtrain.lora.linear import merged
 from shardtrain.lora.spec import Spec, read_facts
 from shardtrain.state import TrainState
@@ -40,12 +41,12 @@ class Adapters:
                 raise CheckpointError(f"checkpoint {checkpoint} holds no adapter of rank {spec.rank} for {path}")
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        stored = self.stored.tensors.get(PREFIX + name)
+        stored = self.stored.tensors.get(WEIGHTS_PREFIX + name)
         return stored.shape if stored is not None else ()
 
     def read(self, name: str) -> Tensor:
         """One factor, whole, on the CPU."""
-        return tensor_files.read_whole(self.stored, self._folder, PREFIX + name)
+        return tensor_files.read_whole(self.stored, self._folder, WEIGHTS_PREFIX + name)
 
 
 def merge(
@@ -73,7 +74,7 @@ def merge(
         raise CheckpointError(f"the adapters are for {missing[0]}, which {frozen.path} has not; use their own model")
 
     def read(name: str) -> Tensor:
-        name = name.removeprefix(PREFIX)
+        name = name.removeprefix(WEIGHTS_PREFIX)
         weight = frozen.read(name)
         if name not in adapted:
             return weight
@@ -84,4 +85,4 @@ def merge(
         return merged(weight, a_RI, b_OR, spec.scale)
 
     facts = {"state": TrainState().to_dict(), "model": model}
-    whole.write(output, {PREFIX + name: shape for name, shape in frozen.shapes.items()}, dtype, read, facts)
+    whole.write(output, {WEIGHTS_PREFIX + name: shape for name, shape in frozen.shapes.items()}, dtype, read, facts)

@@ -7,13 +7,11 @@ does: Lewis et al. 2020, section 3.1). A batch is as wide as its longest row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -21,31 +19,20 @@ from shardtrain import models
 from shardtrain.config.schema import Config
 from shardtrain.data import columns
 from shardtrain.data.columns import Unusable
-from shardtrain.data.feed import digest
-from shardtrain.data.opening import tokenizer_of
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow, every_row
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
-from shardtrain.log import logger
 from shardtrain.loss import cross_entropy_sum
 from shardtrain.targets import IGNORE
 from shardtrain.tasks import _files
-from shardtrain.tasks.task import RowTask
+from shardtrain.tasks.text_task import Example, ExampleTask
 
 METRICS = {"accuracy": "max", "macro_f1": "max"}
 DEGREES = ("tensor_parallel_degree",)
 
 
-@dataclass(frozen=True)
-class Example:
-    """One row: its tokens with bos and eos, and the number of its label; IGNORE where it has none."""
-
-    tokens: npt.NDArray[np.int32]
-    label: int
-
-
-class Classification(RowTask):
+class Classification(ExampleTask):
     """See the module. ``read_rows`` alone is to be overridden for rows from elsewhere."""
 
     kind = "classification"
@@ -58,35 +45,8 @@ class Classification(RowTask):
         self._width = config.parallelism.tensor_parallel_degree  # which deals equal parts of a row
 
     @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer that the config names."""
-        return tokenizer_of(self.config)
-
-    @property
-    def vocab(self) -> int:  # type: ignore[override]
-        """Ids of the tokenizer."""
-        return int(self.tokenizer.vocab_size)
-
-    @cached_property
     def _is_causal(self) -> bool:
         return bool(getattr(models.find(self.config.model.name), "CAUSAL", True))
-
-    def read_rows(self, split: str) -> _files.FileRows[Example]:
-        """Read the files of a split; raises what ``_files.read`` does."""
-        section, _ = _files.section_of(self.config, split)
-        labelled = self.is_labelled(split)
-        found = _files.read(self.config, split, lambda rows: self._examples(rows, labelled, section.seq_len))
-        task = self.config.task
-        facts = (self.tokenizer.fingerprint, section.seq_len, self.labels, task.label_field, task.pair_field)
-        rows = (part for row in found for part in (row.tokens.tobytes(), row.label))
-        found.fingerprint = digest(*facts, digest(*rows))
-        cut = sum(len(row.tokens) == section.seq_len for row in found)
-        logger.info(
-            f"{split}: {len(found)} rows of {sum(len(r.tokens) for r in found)} tokens, {cut} as long as seq_len"
-        )
-        if split == "train" and found:
-            self.tokens_per_target = sum(len(row.tokens) for row in found) / len(found)
-        return found
 
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
         """See RowTask; a network of ``transformers`` has the labels of its config."""
@@ -164,15 +124,6 @@ class Classification(RowTask):
         """The label of the prediction as the rows spell it."""
         return self.labels[int(row["prediction"])]
 
-    def _examples(
-        self, rows: Sequence[Mapping[str, Any] | BadRow], labelled: bool, seq_len: int
-    ) -> Iterator[Example | BadRow]:
-        read = [self._read(row, labelled) for row in rows]
-        good = [one for one in read if not isinstance(one, BadRow)]
-        batch = iter(self.tokenizer.encode_batch([text for texts, _ in good for text in texts]))
-        for one in read:
-            yield one if isinstance(one, BadRow) else self._example([next(batch) for _ in one[0]], one[1], seq_len)
-
     def _read(self, row: Mapping[str, Any] | BadRow, labelled: bool) -> tuple[list[str], int] | BadRow:
         """The texts of a row and the number of its label."""
         if isinstance(row, BadRow):
@@ -190,17 +141,6 @@ class Classification(RowTask):
             known = ", ".join(self.labels[:8]) + (", ..." if self.num_labels > 8 else "")
             raise Unusable(f"label {str(value)[:40]!r} in column {self.config.task.label_field!r} is none of {known}")
         return self._numbers[name]
-
-    def _example(self, texts: list[npt.NDArray[np.int32]], label: int, seq_len: int) -> Example | BadRow:
-        bos, eos = ([] if end is None else [end] for end in (self.tokenizer.bos_id, self.tokenizer.eos_id))
-        tokens = list(bos)
-        for ids in texts:  # each text ends in eos
-            tokens += [*ids.tolist(), *eos]
-        if not tokens:
-            return BadRow("the text is empty, and the tokenizer has neither bos nor eos to stand for it")
-        if len(tokens) > seq_len:
-            tokens = tokens[: seq_len - len(eos)] + eos
-        return Example(np.array(tokens, dtype=np.int32), label)
 
 
 Task = Classification

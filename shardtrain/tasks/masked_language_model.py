@@ -29,23 +29,22 @@ from shardtrain.errors import ConfigError, Problem
 from shardtrain.loss import cross_entropy_sum
 from shardtrain.seeding import seed_of
 from shardtrain.targets import IGNORE
-from shardtrain.tasks.classification import Classification, Example
-from shardtrain.tasks.task import RowTask
+from shardtrain.tasks.text_task import Example, ExampleTask
 
 METRICS = {"accuracy": "max"}
 DEGREES = ()
 _MASKED, _RANDOM = 0.8, 0.1
 
 
-class MaskedLanguageModel(Classification):
+class MaskedLanguageModel(ExampleTask):
     """See the module; the options are those of ``task.options``: mask_fraction and mask_token_id."""
 
     kind = "masked"
     num_labels = 0
 
     def __init__(self, config: Config) -> None:
-        RowTask.__init__(self, config)
-        self.labels, self._width = [], 1
+        super().__init__(config)
+        self.labels = []
         self.fraction = float(config.task.options.get("mask_fraction", 0.15))
 
     @cached_property
@@ -64,10 +63,6 @@ class MaskedLanguageModel(Classification):
     def feed(self, rows: Rows, seed: int | None, passes: int | None) -> RowFeed:
         """Rows masked by the epoch in which they come."""
         return _MaskedFeed(self, rows, seed, passes)
-
-    def is_labelled(self, split: str) -> bool:
-        """Every row holds what is to be predicted."""
-        return True
 
     def collate(self, rows: list[Any]) -> dict[str, Tensor]:
         """Tokens as they are shown and targets (B, T), lengths (B,); T is that of the longest row."""

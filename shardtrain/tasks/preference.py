@@ -31,14 +31,13 @@ from shardtrain.data.document import Document
 from shardtrain.data.encode import PromptEncoder
 from shardtrain.data.feed import digest
 from shardtrain.data.loader import Stream
-from shardtrain.data.opening import tokenizer_of
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.log import logger
 from shardtrain.targets import IGNORE
 from shardtrain.tasks import _files
-from shardtrain.tasks.task import RowTask
+from shardtrain.tasks.text_task import TextTask
 
 METRICS = {"reward_accuracy": "max", "reward_margin": "max"}
 DEGREES = ("tensor_parallel_degree",)
@@ -52,7 +51,7 @@ class Pair:
     rejected: tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
 
 
-class Preference(RowTask):
+class Preference(TextTask):
     """See the module; ``reference`` is the frozen model, put there before the first step."""
 
     needs_reference = True
@@ -61,16 +60,6 @@ class Preference(RowTask):
         super().__init__(config)
         self.reference: nn.Module | None = None
         self._width = config.parallelism.tensor_parallel_degree  # which deals equal parts of a row
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer that the config names."""
-        return tokenizer_of(self.config)
-
-    @property
-    def vocab(self) -> int:  # type: ignore[override]
-        """Ids of the tokenizer."""
-        return int(self.tokenizer.vocab_size)
 
     def check(self, stream: Stream, module: ModuleType, shape: Any) -> None:
         """See RowTask; the model must be causal, since what fills up rows comes after them."""

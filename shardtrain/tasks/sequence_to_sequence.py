@@ -23,22 +23,21 @@ from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
 from shardtrain.loss import cross_entropy_sum
 from shardtrain.targets import IGNORE
-from shardtrain.tasks.classification import Classification, Example
-from shardtrain.tasks.task import RowTask
+from shardtrain.tasks.text_task import Example, ExampleTask
 
 METRICS = {"accuracy": "max"}
 DEGREES = ()
 
 
-class SequenceToSequence(Classification):
+class SequenceToSequence(ExampleTask):
     """See the module. An Example holds source and target one after the other; its label is where the target begins."""
 
     kind = "sequence_to_sequence"
     num_labels = 0
 
     def __init__(self, config: Config) -> None:
-        RowTask.__init__(self, config)
-        self.labels, self._width = [], 1
+        super().__init__(config)
+        self.labels = []
 
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
         """The model as it is; raises ConfigError for one without a decoder of its own."""
@@ -46,10 +45,6 @@ class SequenceToSequence(Classification):
             rule = "has no encoder beside its decoder"
             raise ConfigError(Problem("model.name", self.config.model.name, rule, 'use "transformers"'))
         return super().adapt(model, layout)
-
-    def is_labelled(self, split: str) -> bool:
-        """Every row holds what is to be predicted."""
-        return True
 
     def collate(self, rows: list[Any]) -> dict[str, Tensor]:
         """Sources (B, T) with their lengths (B,), and targets (B, S)."""

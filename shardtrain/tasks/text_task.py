@@ -1,0 +1,94 @@
+"""Tasks whose rows are texts: what they share between the files and a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.feed import digest
+from shardtrain.data.opening import tokenizer_of
+from shardtrain.data.sources import BadRow
+from shardtrain.log import logger
+from shardtrain.tasks import _files
+from shardtrain.tasks.task import RowTask
+
+
+class TextTask(RowTask):
+    """A task that needs a tokenizer: the one that the config names."""
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the config names."""
+        return tokenizer_of(self.config)
+
+    @property
+    def vocab(self) -> int:  # type: ignore[override]
+        """Ids of the tokenizer."""
+        return int(self.tokenizer.vocab_size)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row: its tokens with bos and eos, and a number, as that of its label; IGNORE where it has none."""
+
+    tokens: npt.NDArray[np.int32]
+    label: int
+
+
+class ExampleTask(TextTask):
+    """Rows are examples: one text or several, one after the other, each ended by eos, cut at seq_len with eos kept.
+
+    A subclass has ``_read``, which finds a row's texts and number.
+    """
+
+    labels: list[str]
+
+    def read_rows(self, split: str) -> _files.FileRows[Example]:
+        """Read the files of a split; raises what ``_files.read`` does."""
+        section, _ = _files.section_of(self.config, split)
+        labelled = self.is_labelled(split)
+        found = _files.read(self.config, split, lambda rows: self._examples(rows, labelled, section.seq_len))
+        task = self.config.task
+        facts = (self.tokenizer.fingerprint, section.seq_len, self.labels, task.label_field, task.pair_field)
+        rows = (part for row in found for part in (row.tokens.tobytes(), row.label))
+        found.fingerprint = digest(*facts, digest(*rows))
+        cut = sum(len(row.tokens) == section.seq_len for row in found)
+        logger.info(
+            f"{split}: {len(found)} rows of {sum(len(r.tokens) for r in found)} tokens, {cut} as long as seq_len"
+        )
+        if split == "train" and found:
+            self.tokens_per_target = sum(len(row.tokens) for row in found) / len(found)
+        return found
+
+    def is_labelled(self, split: str) -> bool:
+        """Whether the rows of a split hold what is to be predicted; they all do unless overridden."""
+        return True
+
+    def _examples(
+        self, rows: Sequence[Mapping[str, Any] | BadRow], labelled: bool, seq_len: int
+    ) -> Iterator[Example | BadRow]:
+        read = [self._read(row, labelled) for row in rows]
+        good = [one for one in read if not isinstance(one, BadRow)]
+        batch = iter(self.tokenizer.encode_batch([text for texts, _ in good for text in texts]))
+        for one in read:
+            yield one if isinstance(one, BadRow) else self._example([next(batch) for _ in one[0]], one[1], seq_len)
+
+    def _read(self, row: Mapping[str, Any] | BadRow, labelled: bool) -> tuple[list[str], int] | BadRow:
+        """The texts of a row and its number."""
+        raise self._lacks("_read")
+
+    def _example(self, texts: list[Any], label: int, seq_len: int) -> Example | BadRow:
+        bos, eos = ([] if end is None else [end] for end in (self.tokenizer.bos_id, self.tokenizer.eos_id))
+        tokens = list(bos)
+        for ids in texts:  # each text ends in eos
+            tokens += [*ids.tolist(), *eos]
+        if not tokens:
+            return BadRow("the text is empty, and the tokenizer has neither bos nor eos to stand for it")
+        if len(tokens) > seq_len:
+            tokens = tokens[: seq_len - len(eos)] + eos
+        return Example(np.array(tokens, dtype=np.int32), label)
