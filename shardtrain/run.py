@@ -12,7 +12,7 @@ from shardtrain import data, optim, stopping
 from shardtrain.checkpoint.background import Saving
 from shardtrain.config.schema import Config
 from shardtrain.goodput.ledger import Ledger
-from shardtrain.guard import Guard
+from shardtrain.guards.guard import Guard
 from shardtrain.parallel import Mesh, Runner
 from shardtrain.phases import Phases
 from shardtrain.state import TrainState

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardtrain import agreement, data, ending, heartbeat, log, moving, nonfinite, optim, profiling, schedule, spikes
+from shardtrain import agreement, data, ending, heartbeat, log, moving, optim, profiling, schedule
 from shardtrain import config as configs
 from shardtrain.building import build
 from shardtrain.checkpoint.folder import Checkpoints
@@ -23,13 +23,14 @@ from shardtrain.config import Loaded
 from shardtrain.data import order_hash
 from shardtrain.evaluate import Validator
 from shardtrain.goodput.ledger import Ledger
+from shardtrain.guards import nonfinite, spikes
+from shardtrain.guards.replicas import Replicas
 from shardtrain.log import logger
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
 from shardtrain.parallel import BATCH_AXES, LOSS_AXES, clip, world
 from shardtrain.parallel.world import World
 from shardtrain.phases import Phases
-from shardtrain.replicas import Replicas
 from shardtrain.resume import resume
 from shardtrain.run import Outcome, Run
 from shardtrain.run_facts import ReduceOverMesh, run_facts

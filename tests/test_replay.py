@@ -20,7 +20,7 @@ from tiny import tiny_config, train_whole
 from shardtrain import cli
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError
-from shardtrain.guard import Guard
+from shardtrain.guards.guard import Guard
 from shardtrain.replay import plan
 
 

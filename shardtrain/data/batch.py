@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardtrain import documents
+from shardtrain.attention import documents
 from shardtrain.targets import IGNORE
 
 

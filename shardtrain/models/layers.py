@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain import documents
+from shardtrain.attention import documents
 
 
 def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:

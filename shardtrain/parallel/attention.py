@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardtrain import documents
-from shardtrain.flash import attend, attend_backward
+from shardtrain.attention import documents
+from shardtrain.attention.flash import attend, attend_backward
+from shardtrain.attention.window import queries_at_once
 from shardtrain.parallel.pieces import Piece, Window, prefix_pieces, ring_pieces
-from shardtrain.window import queries_at_once
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The first is the name since torch 2.13, which warns of the second."""

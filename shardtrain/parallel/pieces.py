@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardtrain import documents
-from shardtrain.documents import shifted
-from shardtrain.window import Band, blocks
+from shardtrain.attention import documents
+from shardtrain.attention.documents import shifted
+from shardtrain.attention.window import Band, blocks
 
 
 class Window(NamedTuple):

@@ -17,7 +17,7 @@ from shardtrain.checkpoint.agree import exchange
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.errors import CheckpointError, DataError, NumericalError
-from shardtrain.guard import Rewind
+from shardtrain.guards.guard import Rewind
 from shardtrain.metrics.sinks.jsonl import read_records
 from shardtrain.parallel import LOSS_AXES, world
 from shardtrain.replay import Plan

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from shardtrain import window as windows
+from shardtrain.attention import window as windows
 from shardtrain.parallel import attention, pieces
 
 B, T, N, K, H = 2, 48, 4, 2, 8

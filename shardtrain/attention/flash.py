@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardtrain.attention.window import Band, mask
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.window import Band, mask
 
 
 def attend(

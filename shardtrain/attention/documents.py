@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardtrain import flash
-from shardtrain.window import blocks, queries_at_once
+from shardtrain.attention import flash
+from shardtrain.attention.window import blocks, queries_at_once
 
 _QUERIES_AT_ONCE = 1024
 """Queries that share a mask where a device has no kernel for documents: it is (B, 1, this, T), not (B, 1, T, T)."""

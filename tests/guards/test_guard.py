@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from shardtrain.errors import CheckpointError
-from shardtrain.guard import RECENT_STEPS, Guard, Rewind
+from shardtrain.guards.guard import RECENT_STEPS, Guard, Rewind
 
 
 def test_a_spike_is_so_many_standard_deviations_above_the_mean_of_the_window() -> None:

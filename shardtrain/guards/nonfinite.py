@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardtrain import culprit, data
+from shardtrain import data
 from shardtrain.errors import NumericalError
-from shardtrain.guard import RECENT_STEPS
+from shardtrain.guards import culprit
+from shardtrain.guards.guard import RECENT_STEPS
 from shardtrain.log import logger
 from shardtrain.parallel import world
 

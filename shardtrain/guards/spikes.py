@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shardtrain import resume
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.errors import NumericalError
-from shardtrain.guard import Rewind
+from shardtrain.guards.guard import Rewind
 from shardtrain.log import logger
 from shardtrain.parallel import world
 

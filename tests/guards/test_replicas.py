@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardtrain import train
 from shardtrain.errors import NumericalError
-from shardtrain.replicas import Replicas, _checksum
+from shardtrain.guards.replicas import Replicas, _checksum
 from shardtrain.shards import local_tensor
 
 FLIPS = int(os.environ.get("SHARDTRAIN_REPLICA_FLIPS", "12"))

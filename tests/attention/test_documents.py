@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardtrain import documents
+from shardtrain.attention import documents
 from shardtrain.data.batch import Batch
 
 B, T, N, K, H = 2, 24, 4, 2, 8

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardtrain import documents, window
+from shardtrain.attention import documents, window
 from shardtrain.models.layers import AttentionCore
 
 B, T, N, K, H = 2, 24, 4, 2, 8
@@ -126,7 +126,7 @@ def test_blocks_hold_each_pair_within_the_window_once_and_no_query_without_keys(
 
 def test_no_mask_grows_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     made, mask = [], window.mask
-    monkeypatch.setattr("shardtrain.flash.mask", lambda q, s, *rest: made.append(q * s) or mask(q, s, *rest))
+    monkeypatch.setattr("shardtrain.attention.flash.mask", lambda q, s, *rest: made.append(q * s) or mask(q, s, *rest))
     *parts, _ = inputs(tokens=2000)
     documents.attention(*parts, None, 50)
     assert len(made) == 16 and max(made) <= 128 * (128 + 49)
