@@ -46,12 +46,13 @@ node_selector = ["gpu=h100"]
 [launch.runai]
 project = "team"
 """
-# an interpreter in which torch, numpy and transformers cannot be imported
+# an interpreter in which nothing but the standard library, PyYAML and this package can be imported
 BARE = """
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "numpy", "transformers", "safetensors"):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names and top not in ("shardtrain", "yaml", "_yaml", "sitecustomize"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 from shardtrain.cli import main
