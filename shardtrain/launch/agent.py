@@ -16,13 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardtrain import __version__, config
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, PeerError, Problem
-from shardtrain.launch import environment
+from shardtrain.launch import addresses, environment
 from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED
 from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes
@@ -86,6 +87,7 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
         _refuse_taken(nodes.endpoint)
     elif nodes.hosts_meeting is False:
         _await_host(nodes)
+    nodes = _with_address(nodes)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -108,6 +110,22 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
         finally:
             for name, handler in before.items():
                 signal.signal(getattr(signal, name), handler)
+
+
+def _with_address(nodes: Nodes) -> Nodes:
+    """Say how the others reach this node, where nobody has: PyTorch would tell them a name, which they may not resolve.
+
+    Ranks that talk by gloo are told the interface of that address; it would look up the same name.
+    """
+    address = nodes.local_address
+    if address is None:
+        address = addresses.toward(nodes.endpoint.rpartition(":")[0])
+        if address is None or addresses.is_loopback(address):
+            return nodes  # the others may be elsewhere: only this node knows itself by that
+    interface = addresses.interface_of(address)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return replace(nodes, local_address=address)
 
 
 def _refuse_taken(endpoint: str) -> None:

@@ -12,7 +12,7 @@ from shardtrain import config
 from shardtrain.config.command_line import split
 from shardtrain.config.machine import mesh_notes
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.launch import hosts, jobs, kubernetes, runai, slurm, ssh
+from shardtrain.launch import connections, hosts, jobs, kubernetes, runai, slurm, ssh
 from shardtrain.launch.job import Job, to_job, without
 
 HELP = """\
@@ -163,7 +163,7 @@ def _ssh(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:
         return 0
     folder = jobs.open_folder(os.getpid())
     print(f"ssh/{os.getpid()}", flush=True)
-    return ssh.Run(plans, launch.ssh.connect_timeout_seconds, folder)()
+    return connections.Run(plans, launch.ssh, folder)()
 
 
 def _slurm(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:

@@ -26,6 +26,11 @@ class Host:
         """What ssh is told: USER@HOST or HOST."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
+    @property
+    def label(self) -> str:
+        """What it is called before the lines that come from it: HOST:PORT or HOST."""
+        return f"{self.name}:{self.port}" if self.port else self.name
+
 
 def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
     """The hosts of a launch, in order; ``asked_nodes`` takes the first so many.

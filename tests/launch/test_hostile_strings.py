@@ -20,7 +20,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardtrain import config
+from shardtrain import __version__, config
 from shardtrain.config.launch_schema import Launch, LaunchKubernetes, LaunchSlurm
 from shardtrain.errors import ConfigError
 from shardtrain.launch import kubernetes, runai, slurm, ssh
@@ -164,12 +164,13 @@ def test_a_host_starts_the_command_with_exactly_these_texts():
     code = "import json,os,sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
     job = {"command": [sys.executable, "-c", code, *kept], "grace_seconds": 5,
            "environment": {f"V{number}": one for number, one in enumerate(kept)}}  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
     host = subprocess.Popen([sys.executable, "-m", "shardtrain.launch.host"], stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, cwd=ROOT)  # fmt: skip
+                            stdout=subprocess.PIPE, cwd=ROOT, env=env)  # fmt: skip
     assert host.stdin is not None and host.stdout is not None
     host.stdin.write(json.dumps(job).encode() + b"\n")
     host.stdin.flush()
-    assert host.stdout.readline() == b"shardtrain host ready\n"
+    assert host.stdout.readline().decode() == f"shardtrain host ready {__version__} -\n"
     argv, names = json.loads(host.stdout.readline())
     assert argv == kept and {key: names[key] for key in job["environment"]} == job["environment"]
     assert host.wait(30) == 0

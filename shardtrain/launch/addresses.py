@@ -1,0 +1,88 @@
+"""By which address other machines reach this one: that of the way to where the nodes meet.
+
+A name is no answer: many hosts do not resolve their own, and Debian resolves it to 127.0.1.1.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+
+
+def toward(host: str, port: int = 1) -> str | None:
+    """The address of this machine on its way to ``host``, as the kernel would choose it; None where there is no way.
+
+    Nothing is sent: connecting a datagram socket only looks up the route.
+    """
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError):
+        return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means the machine that reads it. A name is none.
+
+    >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("10.0.0.1"), is_loopback("node1")
+    (True, True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def meeting(reached: Sequence[str | None]) -> str | None:
+    """Where the others reach the first host, from the addresses at which the hosts took their connections.
+
+    The first host's own, unless that is a loopback address: then it is this machine, and the way from here to another
+    host tells. None where nothing is known.
+
+    >>> meeting(["10.0.0.1", "10.0.0.2"]), meeting(["127.0.0.1", "127.0.0.2"]), meeting([None, "10.0.0.2"])
+    ('10.0.0.1', '127.0.0.1', None)
+    """
+    first = reached[0]
+    if first is None or not is_loopback(first):
+        return first
+    if None in reached:
+        return None
+    others = [one for one in reached[1:] if one and not is_loopback(one)]
+    return toward(others[0]) if others else first
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address; None where that cannot be told (it can on Linux)."""
+    if sys.platform != "linux":
+        return None
+    if is_loopback(address):
+        return "lo"
+    if ":" in address:
+        return _interface_of_v6(ipaddress.ip_address(address).exploded.replace(":", ""))
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()))
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def _interface_of_v6(digits: str) -> str | None:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((line.split()[-1] for line in lines if line.startswith(digits)), None)
