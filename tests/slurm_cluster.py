@@ -15,6 +15,7 @@ from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+START_SECONDS = 60
 
 
 def missing() -> str:
@@ -37,7 +38,8 @@ def _free_ports() -> tuple[int, int]:
         return controller, first
 
 
-def _configuration(folder: Path, munge: Path) -> str:
+def _configuration(folder: Path, socket_of_munge: Path) -> str:
+    """Two nodes; beside ``debug`` a partition that is small, one for another account, and a closed one."""
     controller, first = _free_ports()
     name = socket.gethostname().split(".")[0]
     # the first node by the alphabet has the name of this machine, which can be looked up: there the nodes meet
@@ -49,7 +51,7 @@ SlurmctldPort={controller}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={munge},cred_expire=5
+AuthInfo=socket={socket_of_munge},cred_expire=5
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -68,62 +70,84 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 {nodes} CPUs=2 RealMemory=1000 State=UNKNOWN
 PartitionName=debug Nodes={name},z{name} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+PartitionName=small Nodes={name},z{name} MaxTime=1 MaxNodes=1 OverSubscribe=FORCE:4
+PartitionName=theirs Nodes={name} AllowAccounts=others
+PartitionName=closed Nodes={name} State=DOWN
 """
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Start the daemons; gives the variables with which Slurm's commands find them."""
-    (folder / "state").mkdir(parents=True)
+def munged(folder: Path) -> Iterator[Path]:
+    """Serve credentials of a key of its own; gives the socket."""
     user = pwd.getpwnam("munge").pw_uid
-    munge = folder / "munge"
-    munge.mkdir(mode=0o755)
-    (munge / "key").write_bytes(os.urandom(1024))
-    (munge / "key").chmod(0o600)
-    for path in (munge, munge / "key"):
+    folder.mkdir(mode=0o755)
+    (folder / "key").write_bytes(os.urandom(1024))
+    (folder / "key").chmod(0o600)
+    for path in (folder, folder / "key"):
         os.chown(path, user, -1)
-    (folder / "slurm.conf").write_text(_configuration(folder, munge / "socket"))
-    names = {**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
-    files = [
-        f"--{what}={munge}/{what.split('-')[0]}" for what in ("key-file", "socket", "pid-file", "log-file", "seed-file")
-    ]
-    daemons = [
-        # --force: the folder of the tests may be writable by a group, which munge takes ill
-        subprocess.Popen(
-            ["munged", "--foreground", "--force", *files], env=names, user=user, stderr=subprocess.DEVNULL
-        ),
-    ]
+    names = ("key-file", "socket", "pid-file", "log-file", "seed-file")
+    files = [f"--{name}={folder}/{name.split('-')[0]}" for name in names]
+    # --force: the folder of the tests may be writable by a group, which munge takes ill
+    command = ["munged", "--foreground", "--force", *files]
+    daemon = subprocess.Popen(command, env={**os.environ, "PATH": PATH}, user=user, stderr=subprocess.DEVNULL)
     try:
-        _wait(lambda: (munge / "socket").exists(), 20)
-        name = socket.gethostname().split(".")[0]
-        for command in (["slurmctld", "-D"], ["slurmd", "-D", "-N", name], ["slurmd", "-D", "-N", f"z{name}"]):
-            quiet = subprocess.DEVNULL
-            daemons.append(subprocess.Popen(command, env=names, stdout=quiet, stderr=quiet))
-        _wait(lambda: _idle(names) == 2, 20)
-        yield names
+        _wait(lambda: (folder / "socket").exists(), START_SECONDS)
+        yield folder / "socket"
     finally:
-        # jobs first: their steps are children of nobody, and would outlive the daemons
-        subprocess.run(["scancel", "--full", "--signal=KILL", "--user=root"], env=names, check=False, timeout=20)
-        subprocess.run(["scancel", "--user=root"], env=names, check=False, timeout=20)
-        with contextlib.suppress(AssertionError):
-            _wait(lambda: not _jobs(names), 40)
-        for daemon in reversed(daemons):
-            daemon.terminate()
-        for daemon in daemons:
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+        _end([daemon])
+
+
+@contextmanager
+def cluster(folder: Path, unseen: Path | None = None) -> Iterator[dict[str, str]]:
+    """Start the daemons; gives the variables with which Slurm's commands find them.
+
+    The second node does not see what is in the folder ``unseen``, as one where a file system is not mounted.
+    """
+    (folder / "state").mkdir(parents=True)
+    with munged(folder / "munge") as munge:
+        (folder / "slurm.conf").write_text(_configuration(folder, munge))
+        names = {**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+        name = socket.gethostname().split(".")[0]
+        commands = [["slurmctld", "-D"], ["slurmd", "-D", "-N", name], ["slurmd", "-D", "-N", f"z{name}"]]
+        if unseen:
+            hide = 'mount -t tmpfs none "$0" && exec "$@"'
+            commands[-1] = ["unshare", "--mount", "sh", "-c", hide, str(unseen), *commands[-1]]
+        quiet = subprocess.DEVNULL
+        daemons = [subprocess.Popen(command, env=names, stdout=quiet, stderr=quiet) for command in commands]
+        try:
+            _wait(lambda: _idle(names) == 2, START_SECONDS)
+            yield names
+        finally:
+            _cancel_all(names)
+            _end(daemons)
+
+
+def _cancel_all(names: dict[str, str]) -> None:
+    """Jobs first: their steps are children of nobody, and would outlive the daemons."""
+    subprocess.run(["scancel", "--full", "--signal=KILL", "--user=root"], env=names, check=False, timeout=30)
+    subprocess.run(["scancel", "--user=root"], env=names, check=False, timeout=30)
+    with contextlib.suppress(AssertionError):
+        _wait(lambda: not _jobs(names), 40)
+
+
+def _end(daemons: list[subprocess.Popen[bytes]]) -> None:
+    for daemon in reversed(daemons):
+        daemon.terminate()
+    for daemon in daemons:
+        try:
+            daemon.wait(10)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
 
 
 def _jobs(names: dict[str, str]) -> list[str]:
-    done = subprocess.run(["squeue", "-h", "-o", "%i"], env=names, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["squeue", "-h", "-o", "%i"], env=names, capture_output=True, text=True, timeout=30)
     return done.stdout.split()
 
 
 def _idle(names: dict[str, str]) -> int:
-    done = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=names, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=names, capture_output=True, text=True, timeout=30)
     return done.stdout.split().count("idle")
 
 

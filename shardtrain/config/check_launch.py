@@ -29,6 +29,7 @@ FORMS: dict[str, tuple[str, str]] = {
     "launch.slurm.partition": (_WORD, "one word"),
     "launch.slurm.account": (_WORD, "one word"),
     "launch.slurm.qos": (_WORD, "one word"),
+    "launch.slurm.host_suffix": (r"[A-Za-z0-9.-]*", "letters, digits, dots and dashes"),
     "launch.slurm.directives": (r"--[a-z][a-z-]*(=[A-Za-z0-9._,:/@+*&|\[\]-]+)?", 'like "--exclusive" or "--mem=64G"'),
     "launch.kubernetes.namespace": (NAME.replace("46", "61"), "small letters, digits and dashes"),
     "launch.kubernetes.queue": (_DNS, "a name of Kubernetes"),

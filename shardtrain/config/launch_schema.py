@@ -42,6 +42,9 @@ class LaunchSlurm:
     """Queue the job again when it was asked to stop and has saved (exit code 75) (shardtrain)."""
     container: Literal["none", "apptainer", "singularity", "pyxis"] = "none"
     """What runs launch.image on the nodes; pyxis is enroot's plugin for srun (shardtrain)."""
+    host_suffix: str = ""
+    """Added to a node's name to reach it by another network, as "i" or "-ib0" where sites name IP over InfiniBand so
+    (shardtrain)."""
     directives: list[str] = field(default_factory=list)
     """More options of sbatch, one each: ["--exclusive", "--constraint=h100"] (shardtrain)."""
     setup: list[str] = field(default_factory=list)

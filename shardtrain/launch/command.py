@@ -12,7 +12,7 @@ from shardtrain import config
 from shardtrain.config.command_line import split
 from shardtrain.config.machine import mesh_notes
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.launch import connections, hosts, jobs, kubernetes, runai, slurm, ssh
+from shardtrain.launch import connections, hosts, jobs, kubernetes, runai, slurm, slurm_queue, ssh
 from shardtrain.launch.job import Job, to_job, without
 
 HELP = """\
@@ -170,7 +170,11 @@ def _slurm(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> in
     job = to_job(loaded, overrides)
     text = slurm.render(job, loaded.config.launch)
     _forwarded(job)
-    print(text if dry_run else f"slurm/{slurm.submit(text)}", end="" if dry_run else "\n")
+    if dry_run:
+        print(text, end="")
+        return 0
+    slurm.note_missing(job, loaded.config.launch)
+    print(f"slurm/{slurm_queue.submit(text)}")
     return 0
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.launch import slurm_queue
 from shardtrain.launch.job import Job
-from shardtrain.launch.slurm import ask
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._@+-]*"
 _SELECTORS = {
@@ -60,23 +60,13 @@ def _run(name: str, verb: str) -> int:
         raise ConfigError(Problem("id", name, "is no id of a job", "use what launch printed, as slurm/1234"))
     if platform == "ssh":
         return _ssh(int(parts[0]), verb)
-    words = {"slurm": _slurm, "kubernetes": _kubernetes, "runai": _runai}[platform](parts, verb)
+    if platform == "slurm":
+        return {"status": slurm_queue.status, "logs": slurm_queue.logs, "stop": slurm_queue.stop}[verb](parts[0])
+    words = {"kubernetes": _kubernetes, "runai": _runai}[platform](parts, verb)
     try:
         return subprocess.run(words, check=False).returncode
     except FileNotFoundError:
         raise ConfigError(Problem(words[0], None, "is not on this machine", "ask where the job was launched")) from None
-
-
-def _slurm(parts: list[str], verb: str) -> list[str]:
-    if verb == "stop":
-        return ["scancel", parts[0]]
-    if verb == "status":
-        return ["scontrol", "--oneliner", "show", "job", parts[0]]
-    told = ask(["scontrol", "--oneliner", "show", "job", parts[0]])
-    paths = re.findall(r"StdOut=(\S+)", told)
-    if not paths or not Path(paths[0]).exists():
-        raise ConfigError(Problem("id", f"slurm/{parts[0]}", "has no log yet", "ask for its status"))
-    return ["cat", "--", *paths]
 
 
 def _kubernetes(parts: list[str], verb: str) -> list[str]:

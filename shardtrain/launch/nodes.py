@@ -79,7 +79,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         # an elastic platform counts anew when pods change
         node_rank=rank if least == most or "SHARDTRAIN_NODE_RANK" in names or arguments.node_rank else None,
         run_id=next((names[one] for one in RUN_ID if names.get(one)), "shardtrain"),
-        local_address=names.get("SHARDTRAIN_LOCAL_ADDR") or names.get("PET_LOCAL_ADDR"),
+        local_address=names.get("SHARDTRAIN_LOCAL_ADDR") or names.get("PET_LOCAL_ADDR") or _by_suffix(names),
         max_restarts=arguments.max_restarts or _number("", None, RESTARTS, names, least=0) or 0,
         join_seconds=_number("", None, ("RDZV_TIMEOUT",), names, least=1) or JOIN_SECONDS,
         reason=f"{name}={text}",
@@ -122,6 +122,16 @@ def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: 
         return f"{names['SKYPILOT_NODE_IPS'].split()[0]}:{DEFAULT_PORT}"
     rule = "says that this is one of several nodes, and nothing says where they meet"
     raise ConfigError(Problem(why, text, rule, "give --rdzv_endpoint HOST:PORT, or set MASTER_ADDR", _at(why)))
+
+
+def _by_suffix(names: Mapping[str, str]) -> str | None:
+    """This node's name on another network (launch.slurm.host_suffix); None where it has the same on all.
+
+    >>> _by_suffix({"SHARDTRAIN_HOST_SUFFIX": "i", "SLURMD_NODENAME": "jwb0001"}), _by_suffix({})
+    ('jwb0001i', None)
+    """
+    suffix, name = names.get("SHARDTRAIN_HOST_SUFFIX"), names.get("SLURMD_NODENAME")
+    return f"{name}{suffix}" if suffix and name else None
 
 
 def _number(

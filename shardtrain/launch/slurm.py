@@ -5,29 +5,64 @@ Slurm's signal (``--signal``) goes to the ranks, which save and leave with 75; t
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.launch.job import Job, header, require, require_nothing_lost, without
 
-SUBMIT = ("sbatch", "--parsable")
 WAIT_SECONDS = 60
+
+TOLD = """\
+told() { # one line with the name of the node; what is wrong, and the fix
+    printf 'error[2]: %s: %s\\n' "${SLURMD_NODENAME:-$HOSTNAME}" "$1" >&2
+}
+"""
 
 MEETING = """\
 # where the nodes meet: everything comes from Slurm
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+port=$((20000 + SLURM_JOB_ID % 10000))
+# taken by another program: the next one
+while (: <"/dev/tcp/${hosts[0]}/$port") 2>/dev/null; do port=$((port + 1)); done
 export SHARDTRAIN_NNODES="$SLURM_JOB_NUM_NODES"
-export SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}:$((20000 + SLURM_JOB_ID % 10000))"
+export SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}:$port"
 export SHARDTRAIN_RDZV_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 """
+
+LOOK = """\
+import importlib.util, os, sys
+folder, file = sys.argv[1:]
+wrong = ""
+if folder and os.path.realpath(folder) != os.path.realpath("."):
+    wrong = f"{folder} is not on this node; use a folder that all nodes see, or launch.workdir"
+elif file and not os.path.isfile(file):
+    wrong = f"no configuration {os.path.abspath(file)} here; use a folder that all nodes see, or launch.workdir"
+for name in ("torch", "shardtrain"):
+    if not wrong and not importlib.util.find_spec(name):
+        wrong = f"{sys.executable} has no package {name}; install it there, or correct launch.python"
+sys.exit("error[2]: " + wrong if wrong else 0)
+"""
+"""What Python looks at on each node, in the container where there is one; it imports nothing of ours."""
+
+LOOK_ON_NODE = """\
+said=$("$@" 2>&1) && exit
+what=${said##*error\\[2\\]: }
+[[ "$said" == *"error[2]: "* ]] || what="$0 does not start: ${said##*$'\\n'}; correct launch.python or launch.image"
+echo "error[2]: ${SLURMD_NODENAME:-$HOSTNAME}: $what" >&2
+exit 2
+"""
+"""Runs that look, and says what it said, or why it did not start, with the name of the node."""
 
 AGAIN = """\
 if ((code == 75)); then
     # asked to stop, and saved: the same job goes on from there
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$SLURM_JOB_ID" || told "saved, and Slurm does not queue it again; submit it again to go on"
 fi
 """
 
@@ -40,11 +75,16 @@ def render(job: Job, launch: Launch) -> str:
     """
     _require(job, launch)
     slurm = launch.slurm
-    lines = ["#!/bin/bash", f"# {header('sbatch FILE')}", *_directives(job, launch), "set -euo pipefail"]
-    lines += [f"cd -- {shlex.quote(job.workdir)}"] if job.workdir and slurm.container == "none" else []
+    lines = ["#!/bin/bash", f"# {header('sbatch FILE')}", *_directives(job, launch), "set -euo pipefail", TOLD.rstrip()]
+    if job.workdir and slurm.container == "none":
+        rule = f"launch.workdir={job.workdir} is no folder here; use one that all nodes see"
+        lines.append(f"cd -- {shlex.quote(job.workdir)} 2>/dev/null || {{ told {shlex.quote(rule)}; exit 2; }}")
     lines += slurm.setup
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
-    lines += ["", MEETING.rstrip(), "", *_command(job, launch)]
+    suffix = f'${{hosts[0]}}{slurm.host_suffix}:$port"'
+    lines += ["", MEETING.rstrip().replace('${hosts[0]}:$port"', suffix)]
+    lines += [f"export SHARDTRAIN_HOST_SUFFIX={slurm.host_suffix}"] if slurm.host_suffix else []
+    lines += ["", *_command(job, launch), *_look(job, launch)]
     step = ["srun", "--ntasks-per-node=1"]
     # an agent that ends early must not take the others with it while they save
     step += ["--kill-on-bad-exit=0", f"--wait={job.grace_seconds + 60}", "--export=ALL"]
@@ -52,6 +92,29 @@ def render(job: Job, launch: Launch) -> str:
     lines += ["code=0", " ".join([*step, *map(shlex.quote, container), '"${command[@]}"', "|| code=$?"])]
     lines += [AGAIN.rstrip()] if slurm.requeue else []
     return "\n".join([*lines, 'exit "$code"', ""])
+
+
+def _look(job: Job, launch: Launch) -> list[str]:
+    """A step before the run: every node says on one line why it could not begin, and the job ends at once."""
+    python, *words = job.command
+    file = words[3] if len(words) > 3 and not words[3].startswith("-") else ""
+    # a container's folder is of its own; Slurm goes on in /tmp where a node has not that of the job
+    folder = '"$PWD"' if launch.slurm.container == "none" else "''"
+    container = _container(job, launch)
+    options = [word for word in container if launch.slurm.container == "pyxis"]
+    inside = [word for word in container if launch.slurm.container != "pyxis"]
+    name = job.image if inside else python
+    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--export=ALL", *map(shlex.quote, options)]
+    step += ["bash", "-c", '"$on_node"', shlex.quote(name or python), *map(shlex.quote, inside)]
+    step += [shlex.quote(python), "-c", '"$look"', folder, shlex.quote(file)]
+    return [
+        "",
+        "# before any begins, each node looks whether it can",
+        f"look={shlex.quote(LOOK)}",
+        f"on_node={shlex.quote(LOOK_ON_NODE)}",
+        f"{' '.join(step)} || exit",
+        "",
+    ]
 
 
 def _require(job: Job, launch: Launch) -> None:
@@ -113,18 +176,19 @@ def _container(job: Job, launch: Launch) -> list[str]:
     return []
 
 
-def submit(text: str) -> str:
-    """Give the script to sbatch; gives the job's number.
+def note_missing(job: Job, launch: Launch) -> None:
+    """Tell what is not on this machine, though it may be on the nodes: the image of a container, and the folder."""
+    image = job.image or ""
+    named = [("launch.workdir", job.workdir)] if job.workdir and launch.slurm.container == "none" else []
+    if launch.slurm.container in ("apptainer", "singularity") and "://" not in image:
+        named.append(("launch.image", image))
+    for option, path in named:
+        if path and not Path(path).exists():
+            print(f"note: {option}={path} is not on this machine; all nodes must have it", file=sys.stderr)
 
-    Raises:
-        ConfigError: sbatch is missing, or refuses the script.
-    """
-    answer = ask([*SUBMIT], text, "is slurm's client installed here? launch from a login node, or use --dry-run")
-    return answer.strip().partition(";")[0]
 
-
-def ask(command: Sequence[str], text: str = "", fix: str = "") -> str:
-    """Run a command of a scheduler; gives its output.
+def ask(command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[str, str] | None = None) -> str:
+    """Run a command of a scheduler; gives its output. ``fixes`` are what it may say (a pattern), and what to do then.
 
     Raises:
         ConfigError: it is missing, fails, or does not answer; one line with its own words.
@@ -137,6 +201,11 @@ def ask(command: Sequence[str], text: str = "", fix: str = "") -> str:
         rule = f"did not answer within {WAIT_SECONDS} s"
         raise ConfigError(Problem(command[0], None, rule, "is the cluster up? try again later")) from None
     if done.returncode:
-        words = " ".join((done.stderr or done.stdout).split())[-500:] or f"exit status {done.returncode}"
-        raise ConfigError(Problem(command[0], None, f"refused: {words}", "correct [launch], or ask the cluster"))
+        said = [
+            re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in (done.stderr or done.stdout).splitlines()
+        ]
+        words = "; ".join(filter(None, said))[-500:] or f"exit status {done.returncode}"
+        known = (advice for pattern, advice in (fixes or {}).items() if re.search(pattern, words))
+        advice = next(known, "correct [launch], or ask the cluster")
+        raise ConfigError(Problem(command[0], None, f"refused: {words}", advice))
     return done.stdout
