@@ -146,7 +146,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
-    restarts = arguments.max_restarts
+    restarts = arguments.max_restarts or 0
     if choice.count == 1 and not restarts:
         local.prepare(Path(loaded.config.job.dump_folder))
         return local.run_rank(loaded, _trainer())

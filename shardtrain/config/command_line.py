@@ -17,7 +17,7 @@ class CommandLine:
     nproc: int | None
     overrides: tuple[str, ...]
     help: bool = False
-    max_restarts: int = 0
+    max_restarts: int | None = None
     nnodes: str | None = None
     node_rank: int | None = None
     rdzv_endpoint: str | None = None

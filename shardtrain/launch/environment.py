@@ -20,6 +20,7 @@ from shardtrain.goodput import ledger
 
 LOCAL_ADDRESS = "127.0.0.1"
 PORTS_FROM_JOB_ID = 10_000
+RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,11 @@ def is_rank(environment: Mapping[str, str]) -> bool:
     >>> is_rank({"RANK": "0", "WORLD_SIZE": "2"}), is_rank({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     (False, True)
     """
-    if "TORCHELASTIC_RUN_ID" in environment:
-        return True
-    return all(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")) or is_slurm_rank(environment)
+    return _was_launched(environment) or is_slurm_rank(environment)
+
+
+def _was_launched(environment: Mapping[str, str]) -> bool:
+    return "TORCHELASTIC_RUN_ID" in environment or all(environment.get(name) for name in RANK_NAMES)
 
 
 def is_slurm_rank(environment: Mapping[str, str]) -> bool:
@@ -56,7 +59,7 @@ def is_slurm_rank(environment: Mapping[str, str]) -> bool:
     """
     if environment.get("SHARDTRAIN_NNODES") or is_slurm_node(environment):
         return False
-    return "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    return "SLURM_PROCID" in environment and _number(environment, "SLURM_STEP_NUM_TASKS", "1", least=1) > 1
 
 
 def is_slurm_node(environment: Mapping[str, str]) -> bool:
@@ -72,23 +75,62 @@ def is_slurm_node(environment: Mapping[str, str]) -> bool:
 
 
 def adopt_slurm(environment: MutableMapping[str, str]) -> None:
-    """Give a task of srun the names that PyTorch reads: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+    """Give a task of srun the names that PyTorch reads, and stop where the names of any launcher's rank cannot be.
 
-    The port follows from the job id, so that two jobs on one node do not meet; all names already set are kept.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; the port follows from the job id, so that two jobs on one
+    node do not meet. What is set already is kept, unless Slurm says something else.
+
+    Raises:
+        ConfigError: a name is missing, is no number, or contradicts another.
     """
-    if not is_slurm_rank(environment) or "RANK" in environment:
-        return
-    job = int(environment.get("SLURM_JOB_ID", "0"))
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    names = {
-        "RANK": environment["SLURM_PROCID"],
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-        "MASTER_ADDR": first_host(nodes) or LOCAL_ADDRESS,
-        "MASTER_PORT": str(20_000 + job % PORTS_FROM_JOB_ID),
-    }
-    for name, value in names.items():
-        environment.setdefault(name, value)
+    if is_slurm_rank(environment) and not _was_launched(environment):
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+        names = {
+            "RANK": environment["SLURM_PROCID"],
+            "LOCAL_RANK": environment.get("SLURM_LOCALID") or "0",
+            "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+            "MASTER_ADDR": first_host(nodes) or LOCAL_ADDRESS,
+            "MASTER_PORT": str(slurm_port(environment)),
+        }
+        environment.update({name: value for name, value in names.items() if not environment.get(name)})
+        for name, source in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
+            if environment[name] != names[name]:
+                rule = f"is not {source}={names[name]}, which srun has set"
+                raise ConfigError(Problem(name, environment[name], rule, f"unset {name}", "environment"))
+    if not environment.get("LOCAL_WORLD_SIZE"):
+        environment.pop("LOCAL_WORLD_SIZE", None)
+    _require_rank(environment)
+
+
+def slurm_port(environment: Mapping[str, str]) -> int:
+    """The port at which the tasks of a job meet."""
+    return 20_000 + _number(environment, "SLURM_JOB_ID", "0") % PORTS_FROM_JOB_ID
+
+
+def _require_rank(environment: Mapping[str, str]) -> None:
+    """Stop at a rank that cannot be: of leftovers of another launcher, or of an environment made by hand."""
+    rank, size, _ = (_number(environment, name, "", least=int(name == "WORLD_SIZE")) for name in RANK_NAMES)
+    _number(environment, "LOCAL_WORLD_SIZE", "1", least=1)
+    if rank >= size:
+        rule, fix = f"is no rank of WORLD_SIZE={size}", f"use 0 to {size - 1}"
+        raise ConfigError(Problem("RANK", rank, rule, fix, "environment"))
+    if size > 1:
+        port = _number(environment, "MASTER_PORT", "", least=1)
+        if port > 65_535 or not environment.get("MASTER_ADDR"):
+            name, rule = ("MASTER_PORT", "is no port") if port > 65_535 else ("MASTER_ADDR", "is not set")
+            fix = "set MASTER_ADDR and MASTER_PORT to where the first rank listens, as torchrun does"
+            raise ConfigError(Problem(name, environment.get(name) or None, rule, fix, "environment"))
+
+
+def _number(environment: Mapping[str, str], name: str, default: str, least: int = 0) -> int:
+    text = environment.get(name) or default
+    if not text:
+        fix = "unset what is left of another launcher (env | grep -E 'RANK|WORLD|TORCHELASTIC'), or set all of its names"
+        raise ConfigError(Problem(name, None, "is not set, and a launcher has set others", fix, "environment"))
+    if not text.isdecimal() or int(text) < least:
+        rule = f"must be a whole number from {least} on"
+        raise ConfigError(Problem(name, text, rule, "correct it, or unset it", "environment"))
+    return int(text)
 
 
 def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
@@ -237,7 +279,8 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
 
     Ranks share the cores evenly, and leave C++ traces of a broken connection out of the terminal (the rank's own
     exception says the same in one line). With ``alone`` all ranks are on this machine and talk over its loopback
-    interface, so that nothing of the run can be reached from outside.
+    interface, so that nothing of the run can be reached from outside; and what a platform says of ranks, or another
+    launcher has left, is taken away: a single rank would wait for the others.
     """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // local_ranks)),
@@ -247,6 +290,8 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
     if alone:
         loopback = "lo" if sys.platform == "linux" else "lo0"
         defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+        for name in RANK_NAMES:
+            environment.pop(name, None)
     for name, value in defaults.items():
         environment.setdefault(name, value)
 

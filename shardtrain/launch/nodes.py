@@ -20,7 +20,14 @@ DEFAULT_PORT = 29500
 JOIN_SECONDS = 600
 
 NNODES = ("SHARDTRAIN_NNODES", "OVERRIDE_PET_NNODES", "PET_NNODES")
-NODE_RANK = ("SHARDTRAIN_NODE_RANK", "PET_NODE_RANK", "RANK", "SLURM_NODEID", "SKYPILOT_NODE_RANK")
+NODE_RANK = (
+    "SHARDTRAIN_NODE_RANK",
+    "PET_NODE_RANK",
+    "RANK",
+    "SLURM_NODEID",
+    "SKYPILOT_NODE_RANK",
+    "JOB_COMPLETION_INDEX",
+)
 RUN_ID = ("SHARDTRAIN_RDZV_ID", "PET_RDZV_ID", "RUNAI_JOB_UUID", "SLURM_JOB_ID", "RUNAI_JOB_NAME")
 RESTARTS = ("MAX_RESTARTS", "PET_MAX_RESTARTS")
 _RUNAI = ("RUNAI_JOB_NAME", "RUNAI_JOB_UUID", "RUNAI_PROJECT", "RUNAI_NUM_OF_GPUS")
@@ -57,21 +64,24 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         raise ConfigError(Problem("--nnodes", arguments.nnodes, rule, "leave out torchrun or --nnodes", "command line"))
     name, text = _count(arguments, names)
     if not text:
+        _refuse_half(arguments, names)
         return None
     found = re.fullmatch(r"(?:([1-9][0-9]{0,5}):)?([1-9][0-9]{0,5})", text)
     if not found or int(found[1] or 1) > int(found[2]):
         raise ConfigError(Problem(name, text, "is no number of nodes", "write 2, or 1:4 for an elastic run", _at(name)))
     least, most = int(found[1] or found[2]), int(found[2])
-    if most == 1:
-        return None
-    rank = _number("--node_rank", arguments.node_rank, NODE_RANK, names, least=0)
-    if rank is None and "JOB_COMPLETION_INDEX" in names:
-        rank = int(names["JOB_COMPLETION_INDEX"])
+    # a platform may say 1 and mean it, whatever others number; but not where it numbers nodes itself
+    own = (name.replace("NNODES", "NODE_RANK"),)
+    rank = _number("--node_rank", arguments.node_rank, NODE_RANK if most > 1 else own, names, least=0)
     if rank is not None and rank >= most:
         raise ConfigError(Problem(name, text, f"is the number of nodes, and this is node {rank}", "count from 0"))
+    _refuse_several_tasks(name, text, names)
+    if most == 1:
+        return None
     endpoint = _endpoint(arguments, names, name, text)
-    if not re.fullmatch(r".+:[0-9]{1,5}", endpoint):
-        raise ConfigError(Problem("rendezvous", endpoint, "has no port that is a number", "write HOST:PORT"))
+    where = re.fullmatch(r"[^\s/]+:([0-9]{1,5})", endpoint)
+    if not where or not 0 < int(where[1]) < 65_536:
+        raise ConfigError(Problem("rendezvous", endpoint, "is no host with a port that is a number", "write HOST:PORT"))
     return Nodes(
         least=least,
         most=most,
@@ -80,7 +90,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         node_rank=rank if least == most or "SHARDTRAIN_NODE_RANK" in names or arguments.node_rank else None,
         run_id=next((names[one] for one in RUN_ID if names.get(one)), "shardtrain"),
         local_address=names.get("SHARDTRAIN_LOCAL_ADDR") or names.get("PET_LOCAL_ADDR") or _by_suffix(names),
-        max_restarts=arguments.max_restarts or _number("", None, RESTARTS, names, least=0) or 0,
+        max_restarts=_number("--max_restarts", arguments.max_restarts, RESTARTS, names, least=0) or 0,
         join_seconds=_number("", None, ("RDZV_TIMEOUT",), names, least=1) or JOIN_SECONDS,
         reason=f"{name}={text}",
     )
@@ -94,10 +104,11 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
         if names.get(name):
             return name, names[name]
     world = names.get("WORLD_SIZE", "")
-    if world.isdecimal() and int(world) > 1 and "RANK" in names and "LOCAL_RANK" not in names:
+    if world not in ("", "1") and not environment.is_rank(names):
         if any(name in names for name in _RUNAI):
             return "WORLD_SIZE", world
-        rule = "is set without LOCAL_RANK: platforms mean nodes by it, or ranks"
+        missing = " and ".join(one for one in ("RANK", "LOCAL_RANK") if not names.get(one))
+        rule = f"is set without {missing}: platforms mean nodes by it, or ranks"
         fix = "say which: SHARDTRAIN_NNODES for nodes, or start ranks with torchrun or srun"
         raise ConfigError(Problem("WORLD_SIZE", world, rule, fix, "environment"))
     if environment.is_slurm_node(names):
@@ -105,6 +116,26 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
     if names.get("SKYPILOT_NUM_NODES"):
         return "SKYPILOT_NUM_NODES", names["SKYPILOT_NUM_NODES"]
     return "", ""
+
+
+def _refuse_half(arguments: CommandLine, names: Mapping[str, str]) -> None:
+    """Stop where something says that there are other nodes, and nothing says how many: alone it would train less."""
+    flag = "--rdzv_endpoint" if arguments.rdzv_endpoint else "--node_rank"
+    given = arguments.rdzv_endpoint or arguments.node_rank
+    ranks = {name: names[name] for name in NODE_RANK[:2] if names.get(name, "0") not in ("", "0")}
+    name, value = next(iter(ranks.items()), ("", "")) if given is None else (flag, str(given))
+    if name:
+        rule = "is for one of several nodes, and nothing says how many there are"
+        fix = "give --nnodes or set PET_NNODES" if given is not None else f"set PET_NNODES, or unset {name}"
+        raise ConfigError(Problem(name, value, rule, fix, _at(name)))
+
+
+def _refuse_several_tasks(name: str, text: str, names: Mapping[str, str]) -> None:
+    """Stop where srun has started several tasks on a node, each of which would start all ranks of it."""
+    tasks, hosts = names.get("SLURM_STEP_NUM_TASKS", ""), names.get("SLURM_STEP_NUM_NODES", "")
+    if name == "SHARDTRAIN_NNODES" and tasks.isdecimal() and hosts.isdecimal() and int(tasks) > int(hosts):
+        rule = f"is for one task a node, and srun has started {tasks} on {hosts}"
+        raise ConfigError(Problem(name, text, rule, "srun --ntasks-per-node=1, or unset it", "environment"))
 
 
 def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: str) -> str:
@@ -117,7 +148,7 @@ def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: 
             return f"{names[address]}:{names.get(port) or DEFAULT_PORT}"
     first = environment.first_host(names.get("SLURM_STEP_NODELIST") or names.get("SLURM_JOB_NODELIST", ""))
     if first and environment.is_slurm_node(names):
-        return f"{first}:{20_000 + int(names.get('SLURM_JOB_ID', '0')) % environment.PORTS_FROM_JOB_ID}"
+        return f"{first}:{environment.slurm_port(names)}"
     if names.get("SKYPILOT_NODE_IPS"):
         return f"{names['SKYPILOT_NODE_IPS'].split()[0]}:{DEFAULT_PORT}"
     rule = "says that this is one of several nodes, and nothing says where they meet"

@@ -51,9 +51,52 @@ def test_names_that_are_set_already_are_kept():
     names = {**SRUN, "MASTER_PORT": "1"}
     environment.adopt_slurm(names)
     assert names["MASTER_PORT"] == "1"
-    ranked = {**SRUN, "RANK": "0"}
+    ranked = {**SRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # by another launcher, below srun
     environment.adopt_slurm(ranked)
-    assert ranked == {**SRUN, "RANK": "0"}
+    assert ranked == {**SRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    script = {**SRUN, "RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu08"}  # exported by hand, without LOCAL_RANK
+    environment.adopt_slurm(script)
+    assert (script["LOCAL_RANK"], script["MASTER_ADDR"]) == ("1", "gpu08")
+
+
+RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+LEFT = {"TORCHELASTIC_RUN_ID": "x"}
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (LEFT, "RANK"),  # what another torchrun has left in a shell
+        ({**LEFT, "RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
+        ({**RANK, "RANK": "2"}, "no rank of WORLD_SIZE=2"),
+        ({**RANK, "RANK": "-1"}, "RANK=.*whole number from 0"),
+        ({**RANK, "WORLD_SIZE": "auto"}, "WORLD_SIZE=.*whole number from 1"),
+        ({**RANK, "WORLD_SIZE": "0"}, "WORLD_SIZE=.*whole number from 1"),
+        ({**RANK, "WORLD_SIZE": " 2"}, "WORLD_SIZE"),
+        ({**RANK, "LOCAL_RANK": "1.5"}, "LOCAL_RANK"),
+        ({**RANK, "LOCAL_WORLD_SIZE": "all"}, "LOCAL_WORLD_SIZE"),
+        ({**RANK, "MASTER_ADDR": ""}, "MASTER_ADDR"),
+        ({**RANK, "MASTER_PORT": ""}, "MASTER_PORT"),
+        ({**RANK, "MASTER_PORT": "99999"}, "MASTER_PORT.*no port"),
+        ({**SRUN, "RANK": "0"}, "RANK=.*SLURM_PROCID=5"),  # one value for all tasks: they would wait for the others
+        ({**SRUN, "WORLD_SIZE": "16"}, "WORLD_SIZE=.*SLURM_STEP_NUM_TASKS=8"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS"),
+        ({**SRUN, "SLURM_PROCID": "x"}, "RANK"),
+        ({**SRUN, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_told_in_one_line(names, told):
+    with pytest.raises(ConfigError, match=told) as error:
+        assert environment.is_rank(names)
+        environment.adopt_slurm(dict(names))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_names_that_are_empty_make_no_rank_and_none_are_left_to_a_run_alone():
+    assert not environment.is_rank({"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""})
+    names = {"RANK": "1", "WORLD_SIZE": "2"}
+    environment.set_process_defaults(names, 1, 8, alone=True)
+    assert "RANK" not in names and "WORLD_SIZE" not in names
 
 
 @pytest.mark.parametrize(

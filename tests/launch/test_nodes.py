@@ -49,6 +49,9 @@ def found(names, *flags):
         ({"RUNAI_JOB_NAME": "job", "RUNAI_NUM_OF_GPUS": "8"}, [], None),
         ({"PET_NNODES": "1", "MASTER_ADDR": "localhost", "RANK": "0", "WORLD_SIZE": "1"}, [], None),
         ({"PET_NNODES": ""}, [], None),  # the original's script left it empty, and torchrun died of it
+        ({"PET_NNODES": "", "PET_NODE_RANK": "", "RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": ""}, [], None),
+        ({"PET_NNODES": "1:1", "MASTER_ADDR": "a"}, [], None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ["--nnodes", "1", "--node_rank", "0", "--rdzv_endpoint", "a:1"], None),
         (PYTORCHJOB, [], (2, 2, 1, "job-master-0:23456", "shardtrain")),
         (RUNAI, [], (2, 2, 1, "job-master-0:23456", "u-1")),
         ({k: v for k, v in RUNAI.items() if "PET" not in k}, [], (2, 2, 1, "job-master-0:23456", "u-1")),
@@ -84,17 +87,52 @@ def test_a_node_is_no_rank_and_a_rank_that_its_agent_starts_is_one(names):
         ({"PET_NNODES": "two"}, "no number of nodes"),
         ({"PET_NNODES": "4:2", "MASTER_ADDR": "a"}, "no number of nodes"),
         ({"PET_NNODES": "2"}, "nothing says where they meet"),
-        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "no port"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "no host with a port"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "PET_NODE_RANK": "2"}, "count from 0"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "RANK": "x"}, "whole number"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MAX_RESTARTS": "-1"}, "whole number"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "RDZV_TIMEOUT": "0"}, "whole number"),
         ({"MASTER_ADDR": "a", "RANK": "0", "WORLD_SIZE": "2"}, "SHARDTRAIN_NNODES"),  # nodes or ranks? nobody knows
+        ({"MASTER_ADDR": "a", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "without RANK:"),
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "without LOCAL_RANK:"),
+        ({"WORLD_SIZE": " 2 "}, "without RANK and LOCAL_RANK:"),
+        ({"PET_NNODES": " 2"}, "no number of nodes"),
+        ({"PET_NNODES": "-2"}, "no number of nodes"),
+        ({"PET_NNODES": "auto"}, "no number of nodes"),
+        ({"PET_NNODES": "0:2"}, "no number of nodes"),
+        ({"PET_NNODES": "10000000"}, "no number of nodes"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "PET_NODE_RANK": "-1"}, "whole number"),
+        ({"PET_NNODES": "1", "PET_NODE_RANK": "1"}, "count from 0"),
+        ({"PET_NNODES": "", "PET_NODE_RANK": "1", "MASTER_ADDR": "a"}, "nothing says how many"),
+        ({"SHARDTRAIN_NODE_RANK": "3"}, "nothing says how many"),
+        ({"SHARDTRAIN_NNODES": "2", "JOB_COMPLETION_INDEX": "x", "SHARDTRAIN_RDZV_ENDPOINT": "a"}, "whole number"),
+        ({"SHARDTRAIN_NNODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}, "ntasks-per-node=1"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "no host with a port"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "0"}, "no host with a port"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a b"}, "no host with a port"),
+        ({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "http://a"}, "no host with a port"),
+        ({**SLURM, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(names, told):
     with pytest.raises(ConfigError, match=told) as error:
         nodes.find(NOTHING, names)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--node_rank", "1"], "--node_rank.*nothing says how many"),
+        (["--rdzv_endpoint", "a:1"], "--rdzv_endpoint.*nothing says how many"),
+        (["--nnodes", "1", "--node_rank", "1"], "count from 0"),
+        (["--nnodes", "many"], "no number of nodes"),
+        (["--nnodes", "2", "--rdzv_endpoint", ":1"], "no host with a port"),
+    ],
+)
+def test_options_of_a_node_that_cannot_take_effect_are_refused(flags, told):
+    with pytest.raises(ConfigError, match=told) as error:
+        nodes.find(split(flags), {})
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -108,6 +146,8 @@ def test_restarts_and_patience_are_read_too():
     assert it is not None and (it.max_restarts, it.join_seconds) == (3, 30)
     it = nodes.find(split(["--max_restarts", "1"]), {**RUNAI, "MAX_RESTARTS": "3"})
     assert it is not None and (it.max_restarts, it.join_seconds) == (1, 600)
+    it = nodes.find(split(["--max_restarts", "0"]), {**RUNAI, "MAX_RESTARTS": "3"})
+    assert it is not None and it.max_restarts == 0
 
 
 @pytest.mark.parametrize(
