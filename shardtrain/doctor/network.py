@@ -100,7 +100,8 @@ def all_gather(here: Here, group: dist.ProcessGroup) -> Facts:
     size = group.size()
     part = torch.full((BYTES[here.device] // 4 // size,), float(group.rank() + 1), device=here.torch_device())
     whole = part.new_empty(size * part.numel())
-    gather = getattr(dist, "all_gather_into_tensor")  # noqa: B009
+    # the first is the name since torch 2.13, which warns of the second
+    gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
     gather(whole, part, group=group)
     wanted = torch.arange(1, size + 1, device=whole.device, dtype=whole.dtype)
     right = bool((whole.view(size, -1) == wanted[:, None]).all())

@@ -7,19 +7,23 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from shardtrain import config
 from shardtrain.config.command_line import split
+from shardtrain.config.launch_schema import Launch
 from shardtrain.config.machine import mesh_notes
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.launch import connections, hosts, jobs, kubernetes, runai, slurm, slurm_queue, ssh
 from shardtrain.launch.job import Job, to_job, without
 
 HELP = """\
-usage: shardtrain launch {local,ssh,slurm,kubernetes,runai} [CONFIG.toml] [--dry-run] [--section.key VALUE ...]
+usage: shardtrain launch {local,ssh,slurm,kubernetes,runai} [CONFIG.toml] [--dry-run] [--doctor]
+                        [--section.key VALUE ...]
        shardtrain launch {status,logs,stop} ID
 
-Start a training where it belongs. --dry-run prints what would be submitted, and submits nothing.
+Start a training where it belongs. --dry-run prints what would be submitted, and submits nothing. --doctor submits
+`shardtrain doctor` in place of the training, on the same nodes in the same way.
 
   --name NAME            launch.name            --nodes N              launch.nodes; MIN:MAX is an elastic run
   --image IMAGE          launch.image           --nproc N              launch.nproc_per_node
@@ -47,7 +51,28 @@ FOLLOW: dict[str, Follow] = {"status": jobs.status, "logs": jobs.logs, "stop": j
 
 
 _DRY_RUN = frozenset({"--dry-run", "--dry_run"})
+_DOCTOR = "--doctor"
 _OF_CONTAINERS = ("image", "mounts", "shared_memory_gib", "device_resource")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a platform is asked for: a configuration with its overrides, to be shown or submitted."""
+
+    loaded: config.Loaded
+    overrides: Sequence[str]
+    dry_run: bool
+    verb: str
+
+    @property
+    def launch(self) -> Launch:
+        """The options of launch; a doctor is no sweep."""
+        launch = self.loaded.config.launch
+        return launch if self.verb == "train" else replace(launch, slurm=replace(launch.slurm, sweep=[]))
+
+    def job(self, path: str | None = None) -> Job:
+        """See ``to_job``."""
+        return to_job(self.loaded, self.overrides, path, self.verb)
 
 
 def main(words: list[str]) -> int:
@@ -63,9 +88,10 @@ def main(words: list[str]) -> int:
     if action not in PLATFORMS:
         fix = f"use one of {', '.join([*PLATFORMS, *FOLLOW])}"
         raise ConfigError(Problem("shardtrain launch", action or None, "needs a platform", fix, "command line"))
-    loaded, overrides, dry_run = *_load([word for word in rest if word not in _DRY_RUN]), not _DRY_RUN.isdisjoint(rest)
+    loaded, overrides = _load([word for word in rest if word not in _DRY_RUN and word != _DOCTOR])
     _note_unused(action, loaded)
-    return PLATFORMS[action](loaded, overrides, dry_run)
+    verb = "doctor" if _DOCTOR in rest else "train"
+    return PLATFORMS[action](Asked(loaded, overrides, not _DRY_RUN.isdisjoint(rest), verb))
 
 
 def _note_unused(platform: str, loaded: config.Loaded) -> None:
@@ -138,13 +164,13 @@ def _forwarded(job: Job) -> None:
         raise ConfigError(Problem("launch.forward_env", list(job.forwarded), f"names {missing[0]}, not set here", fix))
 
 
-def _local(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:
-    job = to_job(loaded, overrides)
+def _local(asked: Asked) -> int:
+    job = asked.job()
     if job.nodes > 1:
         raise ConfigError(Problem("launch.nodes", job.nodes, "is more than this machine", "launch ssh, or --nodes 1"))
     # the interpreter and the folder are this shell's: launch.python and launch.workdir are those of other machines
     command = [sys.executable, *job.command[1:]]
-    if dry_run:
+    if asked.dry_run:
         _print_lines([*(f"export {k}={shlex.quote(v)}" for k, v in job.environment.items()), shlex.join(command)])
         return 0
     if importlib.util.find_spec("torch") is None:
@@ -153,12 +179,12 @@ def _local(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> in
     os.execve(sys.executable, command, {**os.environ, **job.environment})
 
 
-def _ssh(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:
-    job, launch = to_job(loaded, overrides), loaded.config.launch
-    chosen = hosts.chosen(launch, launch.nodes if loaded.is_set("launch.nodes") else None)
+def _ssh(asked: Asked) -> int:
+    job, launch = asked.job(), asked.launch
+    chosen = hosts.chosen(launch, launch.nodes if asked.loaded.is_set("launch.nodes") else None)
     _forwarded(job)
     plans = ssh.render(job, launch, chosen, ssh.address_of(chosen[0], launch), ssh.new_run_id())
-    if dry_run:
+    if asked.dry_run:
         print(ssh.text(plans), end="")
         return 0
     folder = jobs.open_folder(os.getpid())
@@ -166,23 +192,23 @@ def _ssh(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:
     return connections.Run(plans, launch.ssh, folder)()
 
 
-def _slurm(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:
-    job = to_job(loaded, overrides)
-    text = slurm.render(job, loaded.config.launch)
+def _slurm(asked: Asked) -> int:
+    job = asked.job()
+    text = slurm.render(job, asked.launch)
     _forwarded(job)
-    if dry_run:
+    if asked.dry_run:
         print(text, end="")
         return 0
-    slurm.note_missing(job, loaded.config.launch)
+    slurm.note_missing(job, asked.launch)
     print(f"slurm/{slurm_queue.submit(text)}")
     return 0
 
 
-def _kubernetes(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:
-    launch = loaded.config.launch
-    job = to_job(loaded, overrides, kubernetes.CONFIG_PATH if loaded.path else None)
+def _kubernetes(asked: Asked) -> int:
+    launch = asked.launch
+    job = asked.job(kubernetes.CONFIG_PATH if asked.loaded.path else None)
     text = kubernetes.render(job, launch)
-    if dry_run:
+    if asked.dry_run:
         print(text, end="")
         return 0
     kubernetes.submit(text)
@@ -190,10 +216,10 @@ def _kubernetes(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) 
     return 0
 
 
-def _runai(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) -> int:
-    job, launch = to_job(loaded, overrides), loaded.config.launch
+def _runai(asked: Asked) -> int:
+    job, launch = asked.job(), asked.launch
     words = runai.render(job, launch)
-    if dry_run:
+    if asked.dry_run:
         print(shlex.join(words))
         return 0
     runai.submit(words)
@@ -205,7 +231,7 @@ def _print_lines(lines: Sequence[str]) -> None:
     print(*lines, sep="\n")
 
 
-PLATFORMS: dict[str, Callable[[config.Loaded, Sequence[str], bool], int]] = {
+PLATFORMS: dict[str, Callable[[Asked], int]] = {
     "local": _local,
     "ssh": _ssh,
     "slurm": _slurm,

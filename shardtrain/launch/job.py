@@ -18,6 +18,9 @@ from shardtrain.masking import redact
 NOTICE_SECONDS = 10
 """Added to ``checkpoint.grace_seconds``: from the last moment of the trainer's own end to that of the platform."""
 
+RETRIES = 6
+"""Times that a platform starts lost pods again: the default of Kubernetes' own jobs."""
+
 FABRICS: Mapping[str, Mapping[str, str]] = {
     "none": {},
     # AWS's libfabric provider; NCCL finds it by its plugin in the image
@@ -27,6 +30,10 @@ FABRICS: Mapping[str, Mapping[str, str]] = {
     # local ack timeout cannot hold (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)
     "infiniband": {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "10", "UCX_RC_TIMEOUT": "4s"},
 }
+
+
+_NAME_LETTERS = 48
+"""Longest name of a job: platforms make names of pods from it, which have 63 letters."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ class Job:
     forwarded: tuple[str, ...] = ()
     secrets: tuple[Secret, ...] = ()
     max_restarts: int = 0
+    retries: int = RETRIES
     grace_seconds: int = 30
     """Seconds from the request to stop to the last moment at which the platform may kill."""
     dump_folder: str = "./outputs"
@@ -79,20 +87,24 @@ class Job:
         return self.min_nodes < self.nodes
 
 
-def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None) -> Job:
+def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, verb: str = "train") -> Job:
     """The job of a configuration; ``overrides`` are those of its command line, ``path`` is the file as nodes see it.
+
+    ``verb`` is "train", or "doctor", which runs once on all nodes and is tried no second time.
 
     Raises:
         ConfigError: an argument could not be handed on as it is, or would show a secret.
     """
     launch = loaded.config.launch
-    words = [launch.python, "-m", "shardtrain", "train"]
+    words = [launch.python, "-m", "shardtrain", verb]
     where = path or (str(loaded.path) if loaded.path else None)
     words += [where] if where else []
     words += without(overrides, "launch.", "job.config_file")
     ranks = launch.nproc_per_node or launch.devices_per_node
     words += ["--nproc", str(ranks)] if ranks else []
-    words += ["--max_restarts", str(launch.max_restarts)] if launch.max_restarts else []
+    once = verb != "train"
+    max_restarts = 0 if once else launch.max_restarts
+    words += ["--max_restarts", str(max_restarts)] if max_restarts else []
     environment = {**FABRICS[launch.fabric], **launch.env}
     refuse_unsafe([*words, *environment.values()])
     text = loaded.path.read_text(encoding="utf-8") if loaded.path else None
@@ -100,10 +112,10 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None) ->
         rule = "holds a secret, perhaps in a comment"
         raise ConfigError(Problem("the configuration file", str(loaded.path), rule, "take it out"))
     return Job(
-        name=launch.name,
+        name=f"{launch.name[: _NAME_LETTERS - len(verb) - 1].rstrip('-')}-{verb}" if once else launch.name,
         command=tuple(words),
         nodes=launch.nodes,
-        min_nodes=launch.min_nodes or launch.nodes,
+        min_nodes=launch.nodes if once else launch.min_nodes or launch.nodes,
         devices=launch.devices_per_node,
         device_resource=launch.device_resource,
         cpus=launch.cpus_per_node,
@@ -115,7 +127,8 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None) ->
         environment=MappingProxyType(environment),
         forwarded=tuple(launch.forward_env),
         secrets=tuple(Secret(name, *text.split("/", 1)) for name, text in launch.secrets.items()),
-        max_restarts=launch.max_restarts,
+        max_restarts=max_restarts,
+        retries=0 if once else RETRIES,
         grace_seconds=loaded.config.checkpoint.grace_seconds + NOTICE_SECONDS,
         dump_folder=loaded.config.job.dump_folder,
         config_text=text,

@@ -20,8 +20,6 @@ from shardtrain.launch.slurm import ask
 
 CONFIG_PATH = "/etc/shardtrain/config.toml"
 RENDEZVOUS_PORT = 29500
-RETRIES = 6
-"""Times that a platform starts lost pods again: the default of Kubernetes' own jobs."""
 APPLY = ("kubectl", "create", "--filename", "-")
 
 Manifest = dict[str, Any]
@@ -153,7 +151,7 @@ def _pod(
 def _pytorchjob(job: Job, launch: Launch) -> list[Manifest]:
     """Of the training operator (kubeflow.org/v1), which Run:ai has below it too; the container is ``pytorch``."""
     template = _pod(job, launch, "pytorch")  # the operator sets its restartPolicy
-    spec: Manifest = {"runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": RETRIES}}
+    spec: Manifest = {"runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.retries}}
     if job.is_elastic:
         # without a master: the operator sets the rendezvous at worker 0, and may then take any other worker away
         spec["elasticPolicy"] = {
@@ -166,7 +164,7 @@ def _pytorchjob(job: Job, launch: Launch) -> list[Manifest]:
     else:
         replicas = {"Master": 1, **({"Worker": job.nodes - 1} if job.nodes > 1 else {})}
     spec["pytorchReplicaSpecs"] = {
-        role: {"replicas": count, "restartPolicy": "OnFailure", "template": template}
+        role: {"replicas": count, "restartPolicy": "OnFailure" if job.retries else "Never", "template": template}
         for role, count in replicas.items()
     }
     metadata = _metadata(job, launch, queued=True)
@@ -180,7 +178,7 @@ def _trainjob(job: Job, launch: Launch) -> list[Manifest]:
     node = {"name": "node", "template": {"metadata": {"labels": step}, "spec": {"backoffLimit": 0, "template": pod}}}
     metadata = _metadata(job, launch)
     metadata["labels"]["trainer.kubeflow.org/framework"] = "torch"
-    jobs = {"failurePolicy": {"maxRestarts": RETRIES}, "replicatedJobs": [node]}
+    jobs = {"failurePolicy": {"maxRestarts": job.retries}, "replicatedJobs": [node]}
     runtime = {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": jobs}}
     trainer: Manifest = {"numNodes": job.nodes}
     queued = _metadata(job, launch, queued=True)
@@ -215,7 +213,7 @@ def _jobset(job: Job, launch: Launch) -> list[Manifest]:
     }
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": job.name},
-        "failurePolicy": {"maxRestarts": RETRIES},
+        "failurePolicy": {"maxRestarts": job.retries},
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": indexed}}],
     }
     metadata = _metadata(job, launch, queued=True)
