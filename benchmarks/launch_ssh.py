@@ -110,22 +110,30 @@ def _has_step(path: Path) -> bool:
         return False
 
 
-def measure(rounds: int) -> dict[str, object]:
+def measure(rounds: int, output: Path | None) -> None:
+    """Measure round by round; what is known so far is in ``output`` after each."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     loads = []
-    with tempfile.TemporaryDirectory() as name:
-        with sshd.server(Path(name) / "sshd", {"host-a": ADDRESS, "host-b": "127.0.0.2"}) as config:
-            for number in range(rounds + 1):
-                ways = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
-                for way in ways:
-                    seconds = seconds_to_first_step(way, config)
-                    if number:  # the first round warms the file cache
-                        found[way].append(round(seconds, 3))
-                if number:
-                    loads.append(round(os.getloadavg()[0], 2))
-                print(number, {way: values[-1:] for way, values in found.items()}, loads[-1:], flush=True)
+    hosts = {"host-a": ADDRESS, "host-b": "127.0.0.2"}
+    with tempfile.TemporaryDirectory() as name, sshd.server(Path(name) / "sshd", hosts) as config:
+        for number in range(rounds + 1):
+            ways = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
+            for way in ways:
+                seconds = seconds_to_first_step(way, config)
+                if number:  # the first round warms the file cache
+                    found[way].append(round(seconds, 3))
+            if number:
+                loads.append(round(os.getloadavg()[0], 2))
+                text = json.dumps(summary(found, loads), indent=1)
+                print(text, flush=True)
+                if output:
+                    output.write_text(text + "\n")
+
+
+def summary(found: dict[str, list[float]], loads: list[float]) -> dict[str, object]:
     ssh = found["launch ssh"]
     return {
+        "rounds": len(ssh),
         "median_seconds": {way: statistics.median(values) for way, values in found.items()},
         "median_ratio_of_launch_ssh_to": {
             way: round(statistics.median(a / b for a, b in zip(ssh, found[way], strict=True)), 3)
@@ -133,6 +141,9 @@ def measure(rounds: int) -> dict[str, object]:
         },
         "seconds": found,
         "load_1min_after_each_round": loads,
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
     }
 
 
@@ -143,12 +154,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if sshd.missing():
         raise SystemExit(sshd.missing())
-    result = {"rounds": arguments.rounds, **measure(arguments.rounds), "cores": os.cpu_count(),
-              "machine": platform.machine(), "python": platform.python_version()}  # fmt: skip
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    measure(arguments.rounds, arguments.output)
 
 
 if __name__ == "__main__":
