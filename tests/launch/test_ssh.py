@@ -52,7 +52,7 @@ def command(config: Path, folder: Path, *more: str, hosts: str = "host-a,host-b"
         sys.executable, "-m", "shardtrain", "launch", "ssh", "--hosts", hosts, f"--launch.ssh.config_file={config}",
         f"--launch.ssh.rendezvous_port={free_port()}", f"--launch.python={sys.executable}",
         f"--launch.workdir={ROOT}", "--nproc", "1", "--launch.env.OMP_NUM_THREADS=1",
-        "--launch.env.GLOO_SOCKET_IFNAME=lo", f"--launch.env.MARK={folder}", f"--job.dump_folder={folder}",
+        f"--launch.env.MARK={folder}", f"--job.dump_folder={folder}",
         *SMALL, *more,
     ]  # fmt: skip
 
