@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,12 +26,40 @@ def missing() -> str:
 @contextmanager
 def server(folder: Path, hosts: dict[str, str]) -> Iterator[Path]:
     """Serve ``hosts`` (alias -> loopback address); gives the file for ``ssh -F`` that knows them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = prepare(folder, hosts, port)
+    with daemon(folder) as process:
+        end = time.monotonic() + 20
+        for address in hosts.values():
+            while True:
+                try:
+                    socket.create_connection((address, port), timeout=1).close()
+                    break
+                except OSError:
+                    assert time.monotonic() < end and process.poll() is None, "sshd does not listen"
+                    time.sleep(0.05)
+        yield config
+
+
+@contextmanager
+def daemon(folder: Path, inside: Sequence[str] = ()) -> Iterator[subprocess.Popen]:
+    """Run sshd as ``prepare`` has configured it; ``inside`` are the words that enter another machine."""
+    words = [*inside, str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def prepare(folder: Path, hosts: dict[str, str], port: int) -> Path:
+    """Make keys and the files of both sides; sshd listens on those of ``hosts`` that its machine has."""
     folder.mkdir(mode=0o700, exist_ok=True)
     for name in ("host", "user"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
         subprocess.run(command, check=True, timeout=20)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     settings = {
         "HostKey": folder / "host",
         "AuthorizedKeysFile": folder / "user.pub",
@@ -43,29 +71,15 @@ def server(folder: Path, hosts: dict[str, str]) -> Iterator[Path]:
     lines = [f"{name} {value}" for name, value in settings.items()]
     lines += [f"ListenAddress {address}:{port}" for address in dict.fromkeys(hosts.values())]
     (folder / "sshd_config").write_text("\n".join(lines) + "\n")
-    daemon = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")], stderr=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + 20
-        for address in hosts.values():
-            while True:
-                try:
-                    socket.create_connection((address, port), timeout=1).close()
-                    break
-                except OSError:
-                    assert time.monotonic() < end and daemon.poll() is None, "sshd does not listen"
-                    time.sleep(0.05)
-        known = [f"Host {alias}\n  HostName {address}" for alias, address in hosts.items()]
-        common = {
-            "Port": port,
-            "IdentityFile": folder / "user",
-            "IdentitiesOnly": "yes",
-            "UserKnownHostsFile": folder / "known",
-            "StrictHostKeyChecking": "no",
-            "LogLevel": "ERROR",
-        }
-        known.append("Host *\n" + "\n".join(f"  {name} {value}" for name, value in common.items()))
-        (folder / "ssh_config").write_text("\n".join(known) + "\n")
-        yield folder / "ssh_config"
-    finally:
-        daemon.terminate()
-        daemon.wait(20)
+    known = [f"Host {alias}\n  HostName {address}" for alias, address in hosts.items()]
+    common = {
+        "Port": port,
+        "IdentityFile": folder / "user",
+        "IdentitiesOnly": "yes",
+        "UserKnownHostsFile": folder / "known",
+        "StrictHostKeyChecking": "no",
+        "LogLevel": "ERROR",
+    }
+    known.append("Host *\n" + "\n".join(f"  {name} {value}" for name, value in common.items()))
+    (folder / "ssh_config").write_text("\n".join(known) + "\n")
+    return folder / "ssh_config"

@@ -20,6 +20,8 @@ class LaunchSSH:
     """Hosts of the hostfile, or devices of them, to leave out: "node1:0@node3" (shardtrain)."""
     config_file: str | None = None
     """A file in place of ~/.ssh/config: keys, users, ports and jump hosts belong there (shardtrain)."""
+    via: Literal["ssh", "pdsh"] = "ssh"
+    """What starts the connections: this program, or pdsh, which then runs its ssh for each host (shardtrain)."""
     connect_timeout_seconds: int = 10
     """Seconds after which a host that does not answer is named, and the launch is given up (shardtrain)."""
     rendezvous_port: int = 29500

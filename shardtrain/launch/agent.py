@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardtrain.config import Loaded
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.1
 
 
 def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes) -> int:
@@ -85,12 +85,12 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
     before = {name: signal.signal(getattr(signal, name), end) for name in heard}
     if nodes.hosts_meeting:
         _refuse_taken(nodes.endpoint)
-    elif nodes.hosts_meeting is False:
-        _await_host(nodes)
-    nodes = _with_address(nodes)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+    if nodes.hosts_meeting is False:  # after the import, which the host of the meeting does at the same time
+        _await_host(nodes)
+    nodes = _with_address(nodes)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is told by its rank
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     if nodes.least < nodes.most:
@@ -146,7 +146,7 @@ def _await_host(nodes: Nodes) -> None:
     end, why = time.monotonic() + nodes.join_seconds, ""
     while time.monotonic() < end:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=LOOK_SECONDS * 10).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             return
         except (OSError, ValueError) as error:
             why = str(error)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -19,7 +19,7 @@ from typing import IO
 from shardtrain import __version__
 from shardtrain.config.launch_schema import LaunchSSH
 from shardtrain.errors import ConfigError, PeerError, Problem
-from shardtrain.launch import addresses
+from shardtrain.launch import addresses, pdsh
 from shardtrain.launch import host as remote
 from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED
@@ -44,7 +44,7 @@ HINTS = (
 @dataclass
 class _Connection:
     plan: Plan
-    process: subprocess.Popen[bytes]
+    process: pdsh.Reached | subprocess.Popen[bytes]
     ready: bool = False
     address: str | None = None
     last: str = ""
@@ -69,6 +69,7 @@ class Run:
         self._plans, self._options, self._folder = plans, options, folder
         self._open: list[_Connection] = []
         self._lines: queue.Queue[tuple[_Connection, bytes | None]] = queue.Queue()
+        self._fan: pdsh.Fan | None = None
         self._requests, self._kill_at = 0, float("inf")
         self._ended = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
@@ -98,17 +99,7 @@ class Run:
 
     def _connect(self) -> None:
         """Open all connections; no host gets its command before all have answered."""
-        for plan in self._plans:
-            try:
-                process = subprocess.Popen(
-                    plan.ssh,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is for the launcher, which asks the hosts to stop
-                )
-            except FileNotFoundError:
-                raise ConfigError(Problem("ssh", None, "is not on this machine", "install OpenSSH's client")) from None
+        for plan, process in zip(self._plans, self._start(), strict=True):
             one = _Connection(plan, process, log=(self._folder / f"{plan.host.label}.log").open("ab"))
             self._open.append(one)
             threading.Thread(target=self._read, args=(one,), daemon=True).start()
@@ -124,6 +115,24 @@ class Run:
             self._take()
             if ended and self._lines.empty():
                 raise self._lost(ended[0]) if ended[0].ready else self._not_started(ended[0])
+
+    def _start(self) -> Iterator[pdsh.Reached | subprocess.Popen[bytes]]:
+        """Start what reaches each host."""
+        if self._options.via == "pdsh":
+            self._fan = pdsh.Fan(self._plans)
+            yield from self._fan.channels
+            return
+        for plan in self._plans:
+            try:
+                yield subprocess.Popen(
+                    plan.ssh,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for the launcher, which asks the hosts to stop
+                )
+            except FileNotFoundError:
+                raise ConfigError(Problem("ssh", None, "is not on this machine", "install OpenSSH's client")) from None
 
     def _not_started(self, one: _Connection) -> ConfigError:
         code, said = one.process.wait(), one.last or "nothing was said"
@@ -246,5 +255,7 @@ class Run:
                 one.process.wait()
             if one.log:
                 one.log.close()
+        if self._fan:
+            self._fan.close()
         if self._beats.is_alive():
             self._beats.join(END_SECONDS)

@@ -106,9 +106,21 @@ def open_folder(pid: int) -> Path:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in the words of ps; empty where it is gone."""
-    done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    """What tells a process from every other that had or will have its number; empty where it is gone.
+
+    On Linux the boot and the kernel's own count since then: the clock time that ps makes of it depends on the zone and
+    the language of who asks, and moves when the clock is set.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else f"{boot} {fields[19]}"
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return ""
+    words = ["ps", "-o", "lstart=", "-p", str(pid)]
+    names = {**os.environ, "TZ": "UTC", "LC_ALL": "C"}
+    return subprocess.run(words, capture_output=True, text=True, check=False, env=names).stdout.strip()
 
 
 def _ssh(pid: int, verb: str) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import sys
 from dataclasses import replace
 
 import pytest
 
 from shardtrain.config.launch_schema import Launch, LaunchSSH
 from shardtrain.errors import ConfigError
-from shardtrain.launch import ssh
+from shardtrain.launch import addresses, jobs, pdsh, ssh
 from shardtrain.launch.hosts import Host, chosen, read_hostfile, select
 from shardtrain.launch.job import Job
 
@@ -113,3 +116,43 @@ def test_one_host_is_no_node_of_several():
 def test_an_elastic_run_is_refused():
     with pytest.raises(ConfigError, match=re.escape("launch.min_nodes")):
         ssh.render(replace(JOB, nodes=2, min_nodes=1), Launch(), [Host("a")], "a", "id")
+
+
+def test_what_pdsh_cannot_do_is_refused(monkeypatch):
+    plans = ssh.render(JOB, Launch(), [Host("a", port=1), Host("a", port=2)], "a", "id")
+    with pytest.raises(ConfigError, match="two have the same"):
+        pdsh.Fan(plans)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="needs pdsh, which is not here"):
+        pdsh.Fan(plans[:1])
+
+
+def test_the_user_s_own_place_of_meeting_comes_before_what_the_launcher_finds():
+    own = replace(JOB, environment={ssh.ENDPOINT: "fabric-1:1"})
+    for job, place in ((JOB, "10.0.0.1:29500"), (own, "fabric-1:1")):
+        plan = ssh.render(job, Launch(), [Host("a"), Host("b")], "a", "id")[0]
+        assert json.loads(plan.message({}, {ssh.ENDPOINT: "10.0.0.1:29500"}))["environment"][ssh.ENDPOINT] == place
+
+
+def test_a_first_host_that_is_this_machine_is_met_on_the_way_to_the_others():
+    assert addresses.meeting(["127.0.1.1", "127.0.0.2"]) == "127.0.1.1"  # all are this machine
+    assert addresses.meeting(["10.0.0.1", "127.0.0.1"]) == "10.0.0.1"
+    assert addresses.meeting(["127.0.1.1", None]) is None
+    assert addresses.toward("127.0.0.1") == "127.0.0.1" and addresses.interface_of("127.0.0.9") == "lo"
+    assert addresses.toward("nowhere.invalid") is None and addresses.interface_of("192.0.2.1") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ps tells it")
+def test_a_number_that_another_process_has_now_is_no_launch(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = jobs.open_folder(os.getpid())
+    jobs.status(f"ssh/{os.getpid()}")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    jobs.status(f"ssh/{os.getpid()}")
+    boot, ticks = (folder / "started").read_text().split()
+    for other in (f"{boot[::-1]} {ticks}", f"{boot} {int(ticks) + 1}"):  # after a reboot; a later process of this one
+        (folder / "started").write_text(other)
+        jobs.stop(f"ssh/{os.getpid()}")
+    assert capsys.readouterr().out.split("\n") == ["running", "running", "ended already", "ended already", ""]
+    with pytest.raises(ConfigError, match="no launch of this user"):
+        jobs.status("ssh/1")

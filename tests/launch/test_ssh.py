@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +35,13 @@ def ssh_config(tmp_path_factory):
         yield config
 
 
+@pytest.fixture(params=["ssh", "pdsh"])
+def via(request):
+    if request.param == "pdsh" and not shutil.which("pdsh"):
+        pytest.skip("no pdsh here: apt-get install pdsh (.ci/components.sh does)")
+    return f"--launch.ssh.via={request.param}"
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
@@ -44,7 +52,7 @@ def command(config: Path, folder: Path, *more: str, hosts: str = "host-a,host-b"
         sys.executable, "-m", "shardtrain", "launch", "ssh", "--hosts", hosts, f"--launch.ssh.config_file={config}",
         f"--launch.ssh.rendezvous_port={free_port()}", f"--launch.python={sys.executable}",
         f"--launch.workdir={ROOT}", "--nproc", "1", "--launch.env.OMP_NUM_THREADS=1",
-        "--launch.env.GLOO_SOCKET_IFNAME=lo", f"--launch.env.MARK={folder}", f"--job.dump_folder={folder}",
+        f"--launch.env.MARK={folder}", f"--job.dump_folder={folder}",
         *SMALL, *more,
     ]  # fmt: skip
 
@@ -83,11 +91,11 @@ def start(words: list[str], state: Path) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on(tmp_path, ssh_config):
+def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on(tmp_path, ssh_config, via):
     folder = tmp_path / "run"
     hostile = 'it\'s $HOME `id` "x" ; %j \\ é'
     words = [
-        *command(ssh_config, folder, "--training.steps=100000", "--checkpoint.enable"),
+        *command(ssh_config, folder, "--training.steps=100000", "--checkpoint.enable", via),
         f"--job.description={hostile}", f"--launch.env.HOSTILE={hostile}", "--launch.forward_env=HF_TOKEN",
     ]  # fmt: skip
     launcher = start(words, tmp_path)
@@ -120,13 +128,14 @@ def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on(tmp_path, ssh_co
     assert not marked(folder)
 
 
-def test_a_killed_launcher_leaves_nothing_on_the_hosts(tmp_path, ssh_config):
-    launcher = start(command(ssh_config, tmp_path / "run", "--training.steps=100000"), tmp_path)
+def test_a_killed_launcher_leaves_nothing_on_the_hosts(tmp_path, ssh_config, via):
+    launcher = start(command(ssh_config, tmp_path / "run", "--training.steps=100000", via), tmp_path)
     wait_for(lambda: len(marked(tmp_path / "run")) >= 2)
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
     # the connections of ssh are processes of their own, and notice that their input has ended
     wait_for(lambda: not marked(tmp_path / "run"), 60)
+    assert not marked(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -137,21 +146,23 @@ def test_a_killed_launcher_leaves_nothing_on_the_hosts(tmp_path, ssh_config):
         (["--launch.workdir=/"], "host-a", "No module named"),
     ],
 )
-def test_a_host_that_cannot_start_is_named_in_one_line_and_no_other_starts(tmp_path, ssh_config, more, hosts, told):
+def test_a_host_that_cannot_start_is_named_in_one_line_and_no_other_starts(
+    tmp_path, ssh_config, via, more, hosts, told
+):
     folder = tmp_path / "run"
     before = time.monotonic()
     given = {one.partition("=")[0] for one in more}
     words = [w for w in command(ssh_config, folder, hosts=hosts) if w.partition("=")[0] not in given]
     if any("workdir" in one for one in more):  # a Python that finds no package
         words = [w if not w.startswith("--launch.python") else "--launch.python=/usr/bin/python3" for w in words]
-    done = run([*words, *more], tmp_path)
+    done = run([*words, *more, via], tmp_path)
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert len(lines) == 1 and told in lines[0] and "Traceback" not in done.stderr
     assert time.monotonic() - before < 40 and not folder.exists() and not marked(folder)
 
 
-def test_a_refused_key_is_told_with_the_host(tmp_path, ssh_config):
+def test_a_refused_key_is_told_with_the_host(tmp_path, ssh_config, via):
     other = tmp_path / "other"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, timeout=20)
     config = tmp_path / "config"
@@ -159,15 +170,15 @@ def test_a_refused_key_is_told_with_the_host(tmp_path, ssh_config):
         f"  IdentityFile {other}" if "IdentityFile" in line else line for line in ssh_config.read_text().splitlines()
     ]
     config.write_text("\n".join(lines) + "\n")
-    done = run(command(config, tmp_path / "run", hosts="host-a"), tmp_path)
+    done = run(command(config, tmp_path / "run", via, hosts="host-a"), tmp_path)
     assert done.returncode == 2
     assert 'host="host-a" cannot be reached by ssh' in done.stderr and "Permission denied" in done.stderr
 
 
-def test_a_busy_port_ends_all_hosts_with_one_line(tmp_path, ssh_config):
+def test_a_busy_port_ends_all_hosts_with_one_line(tmp_path, ssh_config, via):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        words = [w for w in command(ssh_config, tmp_path / "run") if "rendezvous_port" not in w]
+        words = [w for w in command(ssh_config, tmp_path / "run", via) if "rendezvous_port" not in w]
         done = run([*words, f"--launch.ssh.rendezvous_port={port}"], tmp_path)
     assert done.returncode == 2, done.stderr
     assert f"127.0.0.1:{port}" in done.stderr and "Address already in use" in done.stderr

@@ -1,0 +1,301 @@
+"""Laws of ``launch ssh`` between machines with networks of their own: addresses, lost cables, files that differ.
+
+The machines are Linux namespaces with real sshds: see ``machines``. After every law nothing runs on any of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import machines
+import pytest
+from launched import losses, wait_for
+from tiny import text_file
+
+from shardtrain import __version__
+from shardtrain.launch.host import SILENCE_SECONDS
+
+ROOT = Path(__file__).parents[2]
+TELLS_SECONDS, ALIVE_SECONDS = 10.0, 15.0
+"""Within what a failure is told, and after what ssh takes a silent host for lost (ServerAliveInterval 5, 3 times)."""
+MACHINE_SECONDS = 10.0
+"""Allowed on top, for the starts of Python on a busy machine."""
+
+pytestmark = pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or "namespaces")
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    with machines.two(tmp_path_factory.mktemp("machines")) as two:
+        yield two
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(network):
+    """What every law ends with: no process on the hosts, and none of the launcher."""
+    yield
+    wait_for(lambda: not network.running(), 10)
+    left = network.running()
+    assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+
+
+def command(network: machines.Machines, folder: Path, *more: str, config: str = "", hosts="host-a,host-b") -> list[str]:
+    options = {
+        "launch.ssh.config_file": network.config, "launch.python": sys.executable, "launch.workdir": ROOT,
+        "launch.env.OMP_NUM_THREADS": 1, "job.dump_folder": folder, "training.dataset": "text",
+        "training.dataset_path": text_file(), "training.device": "cpu", "training.seq_len": 32,
+        "training.local_batch_size": 1, "model.overrides.num_layers": 1, "lr_scheduler.warmup_steps": 1,
+        "metrics.log_freq": 1,
+    }  # fmt: skip
+    given = {word.partition("=")[0] for word in more}
+    words = [sys.executable, "-m", "shardtrain", "launch", "ssh", *([config] if config else []), "--hosts", hosts]
+    words += ["--nproc=1", *(f"--{name}={value}" for name, value in options.items() if f"--{name}" not in given)]
+    return network.switch.words("env", "--chdir", str(ROOT), *words, *more)
+
+
+def start(words: list[str], state: Path) -> subprocess.Popen[str]:
+    """Start a launch without any variable that says by which interface gloo should speak."""
+    names = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    names |= {"XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, env=names, stdout=pipe, stderr=pipe, text=True)
+
+
+def run(words: list[str], state: Path, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    process = start(words, state)
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def wait_for_steps(launcher: subprocess.Popen, folder: Path) -> None:
+    def has_come() -> bool:
+        assert launcher.poll() is None, launcher.stderr.read()
+        return (folder / "metrics.jsonl").exists() and len(losses(folder)) > 1
+
+    wait_for(has_come)
+
+
+def errors(text: str) -> list[str]:
+    assert "Traceback" not in text, text
+    return [line for line in text.splitlines() if "error[" in line]
+
+
+@pytest.mark.slow
+def test_two_machines_meet_and_train_although_no_name_resolves_and_no_interface_is_named(network, tmp_path):
+    folder = tmp_path / "run"
+    done = run(command(network, folder, "--training.steps=3"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert max(losses(folder)) == 3 and "on 2 x cpu" in done.stderr
+    assert f"meeting at {machines.HOSTS['host-a']}:29500" in done.stderr
+
+
+def test_a_dry_run_shows_the_address_that_ssh_knows_for_the_first_host(network, tmp_path):
+    done = run(command(network, tmp_path / "run", "--dry-run"), tmp_path)
+    assert done.returncode == 0 and done.stdout.count(f"{machines.HOSTS['host-a']}:29500") == 2
+
+
+@pytest.mark.parametrize("moment", ["start", "middle"])
+@pytest.mark.slow
+def test_a_host_whose_cable_is_cut_is_told_and_ends_what_it_runs(network, tmp_path, moment):
+    folder = tmp_path / "run"
+    more = ["--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=1000000"]
+    launcher = start(command(network, folder, *more, "--checkpoint.grace_seconds=5"), tmp_path)
+    try:
+        if moment == "middle":
+            wait_for_steps(launcher, folder)
+        else:
+            ranks = network.hosts["host-b"].processes
+            wait_for(lambda: any(b"train" in _words(pid) for pid in ranks()))
+        network.cut("host-b")
+        cut_at = time.monotonic()
+        _, err = launcher.communicate(timeout=90)
+        told_after = time.monotonic() - cut_at
+        assert launcher.returncode == 6, err
+        (line,) = errors(err.replace("error[76]", "stopped"))
+        assert "error[6]: the connection to host host-b was lost" in line and "last checkpoint" in line
+        assert "note: host host-b is lost" in err
+        assert told_after < ALIVE_SECONDS + 5 + 10 + MACHINE_SECONDS  # grace_seconds, and the notice after it
+        assert network.switch.processes() <= network.idle, "the launcher has left a process"
+        assert network.hosts["host-a"].processes() <= network.idle, "the other host has left a process"
+        wait_for(lambda: _ranks(network, "host-b") == 0, SILENCE_SECONDS + 5 + 10 + MACHINE_SECONDS)
+        assert _ranks(network, "host-b") == 0, "the lost host still trains"
+    finally:
+        launcher.kill()
+        network.mend("host-b")
+
+
+@pytest.mark.parametrize("moment", ["start", "middle"])
+@pytest.mark.slow
+def test_a_host_whose_ssh_session_is_killed_is_told_within_10_s(network, tmp_path, moment):
+    folder = tmp_path / "run"
+    launcher = start(command(network, folder, "--training.steps=100000"), tmp_path)
+    try:
+        if moment == "middle":
+            wait_for_steps(launcher, folder)
+        else:
+            wait_for(lambda: _ranks(network, "host-b") > 1)
+        for pid in network.hosts["host-b"].processes() - network.idle:
+            if not _is_ours(pid):  # sshd's own, of this session
+                os.kill(pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        _, err = launcher.communicate(timeout=60)
+        assert time.monotonic() - killed_at < TELLS_SECONDS + MACHINE_SECONDS
+        assert launcher.returncode == 6, err
+        (line,) = errors(err)
+        assert line.startswith("error[6]: the connection to host host-b was lost")
+    finally:
+        launcher.kill()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "told"),
+    [
+        (
+            "host-a,nowhere.invalid",
+            ['host="nowhere.invalid" cannot be reached', "Could not resolve", "is the name right"],
+        ),
+        (f"host-a,{machines.HOLE}", [f'host="{machines.HOLE}" cannot be reached', "timed out", "is it up"]),
+        ("host-a,host-b:1", ['host="host-b:1" cannot be reached', "refused", "is its sshd up"]),
+    ],
+)
+def test_a_host_that_does_not_answer_is_told_within_the_limit(network, tmp_path, hosts, told):
+    limit = 4
+    before = time.monotonic()
+    words = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}", hosts=hosts)
+    done = run(words, tmp_path)
+    assert time.monotonic() - before < limit + MACHINE_SECONDS
+    _is_refused(done, tmp_path / "run", told)
+
+
+def test_a_port_that_takes_connections_and_says_nothing_is_told_within_the_limit(network, tmp_path):
+    listen = f"import socket, time; s = socket.create_server(('{machines.LAUNCHER}', 2222))"
+    code = f"{listen}; print(1, flush=True); time.sleep(99)"
+    mute = subprocess.Popen(network.switch.words(sys.executable, "-c", code), stdout=subprocess.PIPE)
+    try:
+        assert mute.stdout.readline()
+        words = command(network, tmp_path / "run", "--launch.ssh.connect_timeout_seconds=4",
+                        hosts=f"host-a,{machines.LAUNCHER}:2222")  # fmt: skip
+        before = time.monotonic()
+        done = run(words, tmp_path)
+        assert time.monotonic() - before < 4 + MACHINE_SECONDS
+        _is_refused(done, tmp_path / "run", [f'host="{machines.LAUNCHER}:2222"', "timed out"])
+    finally:
+        mute.kill()
+        mute.wait()
+
+
+def test_a_host_whose_key_has_changed_is_told_with_what_removes_the_old_one(network, tmp_path):
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"], check=True, timeout=20)
+    key = (tmp_path / "other.pub").read_text()
+    (tmp_path / "known").write_text(f"{machines.HOSTS['host-b']} {key}")
+    text = network.config.read_text().replace("StrictHostKeyChecking no", "StrictHostKeyChecking yes")
+    lines = [f"  UserKnownHostsFile {tmp_path}/known" if "KnownHosts" in line else line for line in text.splitlines()]
+    (tmp_path / "config").write_text("\n".join(lines) + "\n")
+    words = command(network, tmp_path / "run", f"--launch.ssh.config_file={tmp_path}/config", hosts="host-b")
+    told = ['host="host-b" cannot be reached', "Host key verification failed", "ssh-keygen -R host-b"]
+    _is_refused(run(words, tmp_path), tmp_path / "run", told)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """This package in another version."""
+    folder = tmp_path / "package"
+    shutil.copytree(ROOT / "shardtrain", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    init = folder / "__init__.py"
+    init.write_text(init.read_text().replace(f'__version__ = "{__version__}"', '__version__ = "9.8.7"'))
+    return folder
+
+
+def test_a_host_with_another_version_is_told_with_both(network, tmp_path, copy):
+    with network.hosts["host-b"].shows(ROOT / "shardtrain", copy):
+        done = run(command(network, tmp_path / "run"), tmp_path)
+    told = ['host="host-b" has shardtrain 9.8.7', f"this machine has {__version__}", "install one version"]
+    _is_refused(done, tmp_path / "run", told)
+
+
+@pytest.fixture
+def work(tmp_path):
+    """A folder with this package, an interpreter that knows no other, and an empty folder to show in its place."""
+    for name in ("parent/work", "bin", "nothing"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "bin/python").symlink_to(Path(sys.executable).resolve())
+    (tmp_path / "parent/work/shardtrain").symlink_to(ROOT / "shardtrain")
+    return tmp_path / "parent/work"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "told"),
+    [
+        ("parent/work", ["No module named", "install shardtrain there"]),
+        ("bin", ["bin/python", "set launch.python"]),
+        ("parent", ["parent/work", "launch.workdir"]),
+    ],
+)
+def test_a_host_without_package_interpreter_or_folder_is_told(network, tmp_path, work, hidden, told):
+    words = command(network, tmp_path / "run", f"--launch.python={tmp_path}/bin/python", f"--launch.workdir={work}")
+    before = time.monotonic()
+    with network.hosts["host-b"].shows(tmp_path / hidden, tmp_path / "nothing"):
+        done = run(words, tmp_path)
+    assert time.monotonic() - before < TELLS_SECONDS + MACHINE_SECONDS
+    _is_refused(done, tmp_path / "run", ['host="host-b" cannot start', *told])
+
+
+def test_a_host_without_the_configuration_file_is_told_and_the_others_stop(network, tmp_path):
+    here, nothing = tmp_path / "configs", tmp_path / "nothing"
+    here.mkdir()
+    nothing.mkdir()
+    (here / "run.toml").write_text("[training]\nsteps = 100000\n")
+    with network.hosts["host-b"].shows(here, nothing):
+        before = time.monotonic()
+        done = run(command(network, tmp_path / "run", config=f"{here}/run.toml"), tmp_path)
+        assert time.monotonic() - before < TELLS_SECONDS + MACHINE_SECONDS
+    assert done.returncode == 2, done.stderr
+    (line,) = errors(done.stderr)
+    assert line.startswith("[host-b] error[2]: ") and f"{here}/run.toml" in line
+    assert "note: host host-b has ended with 2" in done.stderr
+
+
+def test_ctrl_c_before_all_hosts_have_answered_starts_nothing(network, tmp_path):
+    launcher = start(command(network, tmp_path / "run", hosts=f"host-a,{machines.HOLE}"), tmp_path)
+    try:
+        wait_for(lambda: _ranks(network, "host-a") == 1)
+        launcher.send_signal(signal.SIGINT)
+        _, err = launcher.communicate(timeout=TELLS_SECONDS)
+        assert launcher.returncode == 76 and "before anything was started" in err, err
+        assert not (tmp_path / "run").exists()
+    finally:
+        launcher.kill()
+
+
+def _is_refused(done: subprocess.CompletedProcess[str], folder: Path, told: list[str]) -> None:
+    """One line with these words, status 2, and nothing was started."""
+    assert done.returncode == 2, done.stderr
+    (line,) = errors(done.stderr)
+    assert line.startswith("error[2]: ") and all(words in line for words in told), line
+    assert not folder.exists()
+
+
+def _is_ours(pid: int) -> bool:
+    words = _words(pid)
+    return b"shardtrain" in words or b"shardtrain.launch.host" in words
+
+
+def _words(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _ranks(network: machines.Machines, host: str) -> int:
+    """Processes of this package on a host; sshd itself may hold a dead connection for longer."""
+    return sum(map(_is_ours, network.hosts[host].processes()))
