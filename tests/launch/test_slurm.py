@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
-import slurm_cluster
 from launched import losses, newest, wait_for
+from slurm_cluster import ON_LOOPBACK, launch, running, shown, submit
 from tiny import text_file
 
 from shardtrain import config
@@ -146,48 +144,13 @@ def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed
     assert len(re.findall(r"--nodes=", text)) == 1, "one place says how many nodes there are"
 
 
-reason = slurm_cluster.missing()
-needs_slurm = pytest.mark.skipif(bool(reason), reason=reason or "slurm")
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("slurm")
-    for one in (folder, *folder.parents):  # munge's user must reach its socket
-        if one == Path(tempfile.gettempdir()):
-            break
-        one.chmod(one.stat().st_mode | 0o055)
-    with contextlib.ExitStack() as stack:
-        try:
-            names = stack.enter_context(slurm_cluster.cluster(folder / "cluster"))
-        except AssertionError as error:
-            pytest.skip(f"Slurm is installed here, and its daemons do not start: {error}")
-        yield names
-
-
-def launch(names: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardtrain", "launch", *words]
-    return subprocess.run(command, env=names, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-
-def shown(names: dict[str, str], job: str) -> dict[str, str]:
-    told = subprocess.run(["scontrol", "-o", "show", "job", job], env=names, capture_output=True, text=True, timeout=20)
-    return dict(part.partition("=")[::2] for part in told.stdout.split())
-
-
-@needs_slurm
 @pytest.mark.slow
 def test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal(cluster, tmp_path):
     folder = tmp_path / "run"
-    done = launch(
-        cluster, "slurm", "--name=law", "--nodes=2", "--nproc=1", f"--launch.python={sys.executable}",
-        f"--launch.workdir={ROOT}", "--launch.env.GLOO_SOCKET_IFNAME=lo",
-        "--launch.env.SHARDTRAIN_LOCAL_ADDR=127.0.0.1",
-        "--launch.env.OMP_NUM_THREADS=1", f"--launch.slurm.directives=[\"--chdir={tmp_path}\"]", *SMALL,
+    job = submit(
+        cluster, tmp_path, "--name=law", "--nodes=2", "--nproc=1", *ON_LOOPBACK, *SMALL,
         "--training.steps=100000", "--checkpoint.enable", f"--job.dump_folder={folder}",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    job = re.fullmatch(r"slurm/(\d+)\n", done.stdout)[1]
     log = tmp_path / f"law-{job}.log"
 
     def has_come() -> bool:
@@ -201,29 +164,12 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal(cl
     assert saved > 1
     wait_for(lambda: max(losses(folder)) > saved, 60)
     assert list(losses(folder)) == list(range(1, max(losses(folder)) + 1)), "no step is lost or made twice"
-    assert "JobState=RUNNING" in launch(cluster, "status", f"slurm/{job}").stdout
+    told = launch(cluster, "status", f"slurm/{job}").stdout
+    assert re.fullmatch(rf"slurm/{job}: RUNNING on \S+ for [\d:]+, queued again 1 time, log {log}\n", told), told
     assert "on 2 x cpu" in launch(cluster, "logs", f"slurm/{job}").stdout
     assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
     wait_for(lambda: shown(cluster, job)["JobState"] == "CANCELLED", 60)
     wait_for(lambda: not running(folder), 60)
-
-
-def running(folder: Path) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if f"--job.dump_folder={folder}".encode() in path.read_bytes().split(b"\0"):
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
-
-
-@needs_slurm
-def test_a_wrong_partition_is_told_in_slurms_own_words(cluster):
-    done = launch(cluster, "slurm", "--launch.slurm.partition=nowhere")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "invalid partition" in done.stderr
 
 
 def test_a_machine_without_slurm_says_so():
