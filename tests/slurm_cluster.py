@@ -15,10 +15,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tiny import text_file
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 START_SECONDS = 60
 ROOT = Path(__file__).parents[1]
+
+SMALL = [
+    "--training.dataset=text", f"--training.dataset_path={text_file()}", "--training.device=cpu",
+    "--training.seq_len=32", "--training.local_batch_size=1", "--model.overrides.num_layers=1",
+    "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1",
+]  # fmt: skip
 
 ON_LOOPBACK = [
     f"--launch.python={sys.executable}", f"--launch.workdir={ROOT}", "--launch.env.GLOO_SOCKET_IFNAME=lo",
