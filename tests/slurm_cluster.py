@@ -5,17 +5,34 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tiny import text_file
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 START_SECONDS = 60
+ROOT = Path(__file__).parents[1]
+
+SMALL = [
+    "--training.dataset=text", f"--training.dataset_path={text_file()}", "--training.device=cpu",
+    "--training.seq_len=32", "--training.local_batch_size=1", "--model.overrides.num_layers=1",
+    "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1",
+]  # fmt: skip
+
+ON_LOOPBACK = [
+    f"--launch.python={sys.executable}", f"--launch.workdir={ROOT}", "--launch.env.GLOO_SOCKET_IFNAME=lo",
+    "--launch.env.SHARDTRAIN_LOCAL_ADDR=127.0.0.1", "--launch.env.OMP_NUM_THREADS=1",
+]  # fmt: skip
+"""Options with which a job finds the package, and its nodes, which are this machine, find each other."""
 
 
 def missing() -> str:
@@ -108,13 +125,16 @@ def cluster(folder: Path, unseen: Path | None = None) -> Iterator[dict[str, str]
         (folder / "slurm.conf").write_text(_configuration(folder, munge))
         names = {**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
         name = socket.gethostname().split(".")[0]
-        commands = [["slurmctld", "-D"], ["slurmd", "-D", "-N", name], ["slurmd", "-D", "-N", f"z{name}"]]
+        commands = [["slurmd", "-D", "-N", name], ["slurmd", "-D", "-N", f"z{name}"]]
         if unseen:
             hide = 'mount -t tmpfs none "$0" && exec "$@"'
             commands[-1] = ["unshare", "--mount", "sh", "-c", hide, str(unseen), *commands[-1]]
         quiet = subprocess.DEVNULL
-        daemons = [subprocess.Popen(command, env=names, stdout=quiet, stderr=quiet) for command in commands]
+        daemons = [subprocess.Popen(["slurmctld", "-D"], env=names, stdout=quiet, stderr=quiet)]
         try:
+            # a node that registers before the controller listens is not heard of again for minutes
+            _wait(lambda: _answers(names), START_SECONDS)
+            daemons += [subprocess.Popen(command, env=names, stdout=quiet, stderr=quiet) for command in commands]
             _wait(lambda: _idle(names) == 2, START_SECONDS)
             yield names
         finally:
@@ -146,8 +166,15 @@ def _jobs(names: dict[str, str]) -> list[str]:
     return done.stdout.split()
 
 
+def _answers(names: dict[str, str]) -> bool:
+    command = ["scontrol", "ping"]
+    return subprocess.run(command, env=names, capture_output=True, timeout=60, check=False).returncode == 0
+
+
 def _idle(names: dict[str, str]) -> int:
-    done = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=names, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["sinfo", "-h", "-N", "-p", "debug", "-o", "%T"], env=names, capture_output=True, text=True, timeout=30
+    )
     return done.stdout.split().count("idle")
 
 
@@ -156,3 +183,35 @@ def _wait(condition, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < end, "the cluster does not come up"
         time.sleep(0.1)
+
+
+def launch(names: dict[str, str], *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """``shardtrain launch`` with the cluster's variables."""
+    command = [sys.executable, "-m", "shardtrain", "launch", *words]
+    names = {**names, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=names, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+def submit(names: dict[str, str], folder: Path, *words: str) -> str:
+    """Launch with the log in ``folder``; gives the job's number."""
+    done = launch(names, "slurm", f'--launch.slurm.directives=["--chdir={folder}"]', *words)
+    assert done.returncode == 0, done.stderr
+    return re.fullmatch(r"slurm/(\d+)\n", done.stdout)[1]
+
+
+def shown(names: dict[str, str], job: str) -> dict[str, str]:
+    """What scontrol says of a job."""
+    told = subprocess.run(["scontrol", "-o", "show", "job", job], env=names, capture_output=True, text=True, timeout=30)
+    return dict(part.partition("=")[::2] for part in told.stdout.split())
+
+
+def running(folder: Path) -> list[str]:
+    """Numbers of the processes that train into a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if any(word.startswith(f"--job.dump_folder={folder}".encode()) for word in path.read_bytes().split(b"\0")):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found

@@ -37,7 +37,8 @@ REFUSALS = {
     ),
     r"[Ii]nvalid feature|[Ii]nvalid node name|reservation": "correct launch.slurm.directives",
     r"group not permitted|[Aa]ccess/permission|not permitted to use": "ask the cluster for access, or use another",
-    r"contact slurm controller|timed out|Zero Bytes|configuration (source|file)": (
+    r"Zero Bytes": "is the controller up, and does munge have the cluster's key here? `scontrol ping` tells",
+    r"contact slurm controller|timed out|configuration (source|file)": (
         "is the controller up, and this a login node of the cluster? `scontrol ping` tells; try again later"
     ),
     r"[Mm]unge|authentication|credential": "munge does not work on this machine; tell the cluster's administrators",

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
-import slurm_cluster
 from launched import losses, newest, wait_for
-from tiny import text_file
+from slurm_cluster import ON_LOOPBACK, SMALL, launch, running, shown, submit
 
 from shardtrain import config
+from shardtrain.config.command_line import split
 from shardtrain.errors import ConfigError
-from shardtrain.launch import slurm
+from shardtrain.launch import nodes, slurm
 from shardtrain.launch.job import to_job
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +26,11 @@ def script(*arguments: str) -> str:
     loaded = config.load(None, arguments)
     assert not config.check(loaded)
     return slurm.render(to_job(loaded, arguments), loaded.config.launch)
+
+
+def last_step(text: str) -> str:
+    """The step that trains; the one before it looks whether all nodes can."""
+    return [line for line in text.splitlines() if line.startswith("srun ")][-1]
 
 
 def directives(text: str) -> dict[str, str]:
@@ -69,19 +73,53 @@ def test_apptainer_gets_binds_devices_and_the_folder():
     text = script(
         "--launch.slurm.container=apptainer", "--launch.image=run.sif", "--launch.devices_per_node=4",
         "--launch.mounts=[\"/scratch/hf:/hf\", \"/data:/data:ro\"]", "--launch.env.HF_HOME=/hf",
-        "--launch.workdir=/work",
+        "--launch.workdir=/src",
         "--launch.fabric=infiniband",
     )  # fmt: skip
-    step = next(line for line in text.splitlines() if line.startswith("srun "))
-    assert "apptainer exec --nv --bind /scratch/hf:/hf --bind /data:/data:ro --pwd /work run.sif" in step
+    step = last_step(text)
+    assert "apptainer exec --nv --bind /scratch/hf:/hf --bind /data:/data:ro --pwd /src run.sif" in step
     assert "export HF_HOME=/hf\n" in text and "export NCCL_IB_TIMEOUT=22\n" in text
-    assert "cd -- /work" not in text, "the folder is the container's"
+    assert "cd -- /src" not in text, "the folder is the container's"
 
 
 def test_pyxis_gets_the_same_as_options_of_srun():
     text = script("--launch.slurm.container=pyxis", "--launch.image=reg/run:1", '--launch.mounts=["/data:/data:ro"]')
-    step = next(line for line in text.splitlines() if line.startswith("srun "))
+    step = last_step(text)
     assert "--container-image=reg/run:1 --no-container-mount-home --container-mounts=/data:/data:ro" in step
+
+
+VARIANTS = {
+    "plain": [],
+    "all": [
+        "--launch.nodes=2", "--launch.workdir=/a b/it's", "--launch.slurm.setup=[\"module load cuda\"]",
+        "--launch.fabric=efa", "--launch.slurm.host_suffix=i", "--launch.env.A=$HOME '", "--launch.slurm.no_requeue",
+    ],
+    "sweep": ['--launch.slurm.sweep=["--optimizer.lr 1e-4", "--job.description \'a b\'"]'],
+    "apptainer": ["--launch.slurm.container=apptainer", "--launch.image=a.sif", '--launch.mounts=["/a b:/a b:ro"]'],
+    "pyxis": ["--launch.slurm.container=pyxis", "--launch.image=reg/a:1", "--launch.workdir=/w"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "the script at the root"])
+def test_every_script_is_shell_that_shellcheck_accepts(name):
+    text = script(*VARIANTS[name]) if name in VARIANTS else (ROOT / "multinode_trainer.slurm").read_text()
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    if not shutil.which("shellcheck"):
+        pytest.skip("bash reads it; no shellcheck here: .ci/components.sh installs it")
+    command = ["shellcheck", "--severity=warning", "--shell=bash", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_suffix_of_hosts_is_where_nodes_meet_and_how_each_is_reached():
+    """As at sites where IP over InfiniBand has the node's name and a letter."""
+    text = script("--launch.nodes=2", "--launch.slurm.host_suffix=i")
+    assert 'SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}i:$port"' in text and "export SHARDTRAIN_HOST_SUFFIX=i\n" in text
+    names = {"SHARDTRAIN_NNODES": "2", "SHARDTRAIN_RDZV_ENDPOINT": "n1i:1", "SLURM_NODEID": "1",
+             "SHARDTRAIN_HOST_SUFFIX": "i", "SLURMD_NODENAME": "n2"}  # fmt: skip
+    assert nodes.find(split([]), names).local_address == "n2i"
+    assert nodes.find(split([]), {**names, "SHARDTRAIN_LOCAL_ADDR": "10.0.0.2"}).local_address == "10.0.0.2"
 
 
 @pytest.mark.parametrize(
@@ -122,13 +160,6 @@ def shimmed(tmp_path: Path, command: list[str], **names: str) -> subprocess.Comp
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
-SMALL = [
-    "--training.dataset=text", f"--training.dataset_path={text_file()}", "--training.device=cpu",
-    "--training.seq_len=32", "--training.local_batch_size=1", "--model.overrides.num_layers=1",
-    "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1",
-]  # fmt: skip
-
-
 @pytest.mark.slow
 def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed(tmp_path):
     """``multinode_trainer.slurm`` is the hand-editable version: everything else comes from Slurm's variables."""
@@ -146,48 +177,13 @@ def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed
     assert len(re.findall(r"--nodes=", text)) == 1, "one place says how many nodes there are"
 
 
-reason = slurm_cluster.missing()
-needs_slurm = pytest.mark.skipif(bool(reason), reason=reason or "slurm")
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("slurm")
-    for one in (folder, *folder.parents):  # munge's user must reach its socket
-        if one == Path(tempfile.gettempdir()):
-            break
-        one.chmod(one.stat().st_mode | 0o055)
-    with contextlib.ExitStack() as stack:
-        try:
-            names = stack.enter_context(slurm_cluster.cluster(folder / "cluster"))
-        except AssertionError as error:
-            pytest.skip(f"Slurm is installed here, and its daemons do not start: {error}")
-        yield names
-
-
-def launch(names: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardtrain", "launch", *words]
-    return subprocess.run(command, env=names, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-
-def shown(names: dict[str, str], job: str) -> dict[str, str]:
-    told = subprocess.run(["scontrol", "-o", "show", "job", job], env=names, capture_output=True, text=True, timeout=20)
-    return dict(part.partition("=")[::2] for part in told.stdout.split())
-
-
-@needs_slurm
 @pytest.mark.slow
 def test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal(cluster, tmp_path):
     folder = tmp_path / "run"
-    done = launch(
-        cluster, "slurm", "--name=law", "--nodes=2", "--nproc=1", f"--launch.python={sys.executable}",
-        f"--launch.workdir={ROOT}", "--launch.env.GLOO_SOCKET_IFNAME=lo",
-        "--launch.env.SHARDTRAIN_LOCAL_ADDR=127.0.0.1",
-        "--launch.env.OMP_NUM_THREADS=1", f"--launch.slurm.directives=[\"--chdir={tmp_path}\"]", *SMALL,
+    job = submit(
+        cluster, tmp_path, "--name=law", "--nodes=2", "--nproc=1", *ON_LOOPBACK, *SMALL,
         "--training.steps=100000", "--checkpoint.enable", f"--job.dump_folder={folder}",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    job = re.fullmatch(r"slurm/(\d+)\n", done.stdout)[1]
     log = tmp_path / f"law-{job}.log"
 
     def has_come() -> bool:
@@ -201,29 +197,12 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal(cl
     assert saved > 1
     wait_for(lambda: max(losses(folder)) > saved, 60)
     assert list(losses(folder)) == list(range(1, max(losses(folder)) + 1)), "no step is lost or made twice"
-    assert "JobState=RUNNING" in launch(cluster, "status", f"slurm/{job}").stdout
+    told = launch(cluster, "status", f"slurm/{job}").stdout
+    assert re.fullmatch(rf"slurm/{job}: RUNNING on \S+ for [\d:]+, queued again 1 time, log {log}\n", told), told
     assert "on 2 x cpu" in launch(cluster, "logs", f"slurm/{job}").stdout
     assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
     wait_for(lambda: shown(cluster, job)["JobState"] == "CANCELLED", 60)
     wait_for(lambda: not running(folder), 60)
-
-
-def running(folder: Path) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if f"--job.dump_folder={folder}".encode() in path.read_bytes().split(b"\0"):
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
-
-
-@needs_slurm
-def test_a_wrong_partition_is_told_in_slurms_own_words(cluster):
-    done = launch(cluster, "slurm", "--launch.slurm.partition=nowhere")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "invalid partition" in done.stderr
 
 
 def test_a_machine_without_slurm_says_so():

@@ -1,0 +1,208 @@
+"""Laws of a job in a real Slurm that cannot run, is told to go on, or is one of a sweep."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launched import losses, newest, wait_for
+from slurm_cluster import ON_LOOPBACK, SMALL, launch, running, shown, submit
+
+pytestmark = pytest.mark.slow
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+def end_of(names: dict[str, str], job: str) -> str:
+    """Wait for the end of a job; gives the line of its status."""
+    wait_for(lambda: shown(names, job)["JobState"] in ENDED, 300)
+    return launch(names, "status", f"slurm/{job}").stdout.strip()
+
+
+def errors(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.startswith("error")]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ["--launch.python=/no/python"],
+            "/no/python does not start: .*No such file or directory; correct launch.python",
+        ),
+        (["--launch.python={bare}"], "{bare} has no package torch; install it there, or correct launch.python"),
+        (
+            ["--launch.slurm.container=apptainer", "--launch.image=/no.sif", "--launch.env.PATH={shims}"],
+            "/no.sif does not start: FATAL: could not open image; correct launch.python or launch.image",
+        ),
+    ],
+    ids=["no interpreter", "no package", "no image"],
+)
+def test_what_a_node_lacks_is_one_line_of_each_node_and_the_job_ends_at_once(cluster, tmp_path, options, told):
+    bare, shims = tmp_path / "bare", tmp_path / "shims"
+    shims.mkdir()
+    for path, body in {bare: f'exec {sys.executable} -I -S "$@"', shims / "apptainer": _NO_IMAGE}.items():
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    names = {"bare": str(bare), "shims": f"{shims}:{os.environ['PATH']}"}
+    # an interpreter's own name for itself is that of the one behind the wrapper
+    told = told.replace("{bare}", re.escape(sys.executable))
+    job = submit(cluster, tmp_path, "--name=lacks", "--nodes=2", *(option.format(**names) for option in options))
+    line = end_of(cluster, job)
+    assert ": FAILED on " in line and ", exit code 2, log " in line
+    found = errors(tmp_path / f"lacks-{job}.log")
+    nodes = sorted(re.match(rf"error\[2\]: (\S+): {told}", one)[1] for one in found)
+    assert len(nodes) == 2 and nodes[1] == f"z{nodes[0]}"
+    assert shown(cluster, job)["Restarts"] == "0"
+
+
+_NO_IMAGE = 'echo "INFO: looking" >&2; echo "FATAL: could not open image" >&2; exit 255'
+
+
+def test_a_folder_that_one_node_lacks_is_told_by_that_node(cluster, tmp_path):
+    folder = Path(cluster["UNSEEN"]) / "run"
+    folder.mkdir()
+    words = ["--name=unseen", "--nodes=2", f"--launch.python={sys.executable}", f"--launch.workdir={folder}"]
+    job = submit(cluster, tmp_path, *words, f"--launch.env.PYTHONPATH={Path(__file__).parents[2]}")
+    assert ", exit code 2, log " in end_of(cluster, job)
+    (line,) = errors(tmp_path / f"unseen-{job}.log")
+    assert re.fullmatch(rf"error\[2\]: z\S+: {folder} is not on this node; use a folder that all nodes see, .*", line)
+
+
+def test_a_configuration_that_is_gone_is_told_by_each_node(cluster, tmp_path):
+    path = tmp_path / "gone.toml"
+    path.write_text("[training]\nsteps = 1\n")
+    words = ["slurm", str(path), "--name=gone", "--nodes=2", *ON_LOOPBACK, "--dry-run"]
+    script = launch(cluster, *words).stdout
+    path.unlink()
+    command = ["sbatch", "--parsable", f"--chdir={tmp_path}"]
+    job = subprocess.run(command, input=script, env=cluster, capture_output=True, text=True, timeout=60).stdout.strip()
+    assert ", exit code 2, log " in end_of(cluster, job)
+    found = errors(tmp_path / f"gone-{job}.log")
+    assert len(found) == 2 and all(f"no configuration {path} here; use a folder that" in line for line in found)
+
+
+def test_a_port_that_is_taken_is_passed_over(cluster, tmp_path):
+    """The script takes the next one: a program that listens at the job's own port is not the run's business."""
+    script = launch(cluster, "slurm", "--name=port", "--nodes=1", "--dry-run").stdout
+    block = script[script.index("# where the nodes meet") : script.index("\ncommand=")]
+    code = "import socket, time; one = socket.create_server(('127.0.0.1', 0)); print(one.getsockname()[1], flush=True)"
+    taken = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(100)"], stdout=subprocess.PIPE, text=True)
+    try:
+        port = int(taken.stdout.readline())
+        names = {**cluster, "SLURM_JOB_NODELIST": "127.0.0.1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "0"}
+        block = f"{block.replace('20000', str(port))}\necho $SHARDTRAIN_RDZV_ENDPOINT"
+        done = subprocess.run(["bash", "-c", block], env=names, capture_output=True, text=True, timeout=60)
+    finally:
+        taken.kill()
+        taken.wait()
+    found = re.fullmatch(r"127\.0\.0\.1:(\d+)\n", done.stdout)
+    assert found and int(found[1]) > port, done
+
+
+def test_each_task_of_a_sweep_has_its_folder_and_one_that_fails_leaves_the_others(cluster, tmp_path):
+    folder = tmp_path / "run"
+    sweep = '["--optimizer.lr 1e-4", "--training.dataset_path /nowhere", "--optimizer.lr 3e-4 --training.seed 7"]'
+    job = submit(
+        cluster, tmp_path, "--name=sweep", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=2",
+        f"--job.dump_folder={folder}", f"--launch.slurm.sweep={sweep}",
+    )  # fmt: skip
+
+    def lines() -> list[str]:
+        return sorted(launch(cluster, "status", f"slurm/{job}").stdout.splitlines())
+
+    wait_for(lambda: len(lines()) == 3 and not re.search("PENDING|RUNNING|COMPLETING", "".join(lines())), 300)
+    states = [re.match(rf"slurm/{job}_(\d): (\w+) on .*, log {tmp_path}/sweep-{job}_\1\.log$", one) for one in lines()]
+    assert [(one[1], one[2]) for one in states] == [("0", "COMPLETED"), ("1", "FAILED"), ("2", "COMPLETED")]
+    assert [sorted(losses(folder / f"sweep-{task}")) for task in (0, 2)] == [[1, 2], [1, 2]]
+    text = (folder / "sweep-2/config.resolved.toml").read_text()
+    assert "lr = 0.0003" in text and "seed = 7" in text
+    told = launch(cluster, "logs", f"slurm/{job}").stdout
+    assert [f"==> {tmp_path}/sweep-{job}_{task}.log <==" in told for task in range(3)] == [True] * 3
+    alone = launch(cluster, "logs", f"slurm/{job}_1").stdout
+    assert "/nowhere" in alone and "==>" not in alone
+
+
+def test_a_task_of_a_sweep_that_is_queued_again_goes_on_in_its_folder_and_is_stopped_alone(cluster, tmp_path):
+    folder = tmp_path / "run"
+    job = submit(
+        cluster, tmp_path, "--name=again", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
+        "--checkpoint.enable", f"--job.dump_folder={folder}",
+        '--launch.slurm.sweep=["--training.seed 1", "--training.seed 2"]',
+    )  # fmt: skip
+    one = folder / "sweep-1"
+    wait_for(lambda: (one / "metrics.jsonl").exists() and len(losses(one)) > 1, 300)
+    subprocess.run(["scancel", "--signal=USR1", f"{job}_1"], env=cluster, check=True, timeout=60)
+    wait_for(lambda: shown(cluster, f"{job}_1").get("Restarts") == "1", 120)
+    saved = newest(one)
+    wait_for(lambda: max(losses(one)) > saved, 300)
+    assert list(losses(one)) == list(range(1, max(losses(one)) + 1)), "no step is lost or made twice"
+    assert launch(cluster, "stop", f"slurm/{job}_1").returncode == 0
+    wait_for(lambda: shown(cluster, f"{job}_1")["JobState"] == "CANCELLED", 120)
+    assert shown(cluster, f"{job}_0")["JobState"] == "RUNNING"
+    assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
+    wait_for(lambda: not running(folder), 120)
+
+
+def test_a_run_that_saved_and_may_not_be_queued_again_says_so(cluster, tmp_path):
+    """An administrator's JobRequeue=0, or a directive, forbids it."""
+    folder = tmp_path / "run"
+    script = launch(
+        cluster, "slurm", "--name=once", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
+        "--checkpoint.enable", f"--job.dump_folder={folder}", "--dry-run",
+    ).stdout  # fmt: skip
+    command = ["sbatch", "--parsable", f"--chdir={tmp_path}", "--no-requeue"]
+    job = subprocess.run(command, input=script, env=cluster, capture_output=True, text=True, timeout=60).stdout.strip()
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) > 1, 300)
+    subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=60)
+    assert ": FAILED on " in (line := end_of(cluster, job)) and "exit code 75" in line
+    told = errors(tmp_path / f"once-{job}.log")
+    assert len(told) == 1 and told[0].endswith("saved, and Slurm does not queue it again; submit it again to go on")
+    assert newest(folder) == max(losses(folder))
+
+
+@pytest.mark.skipif(not os.environ.get("SHARDTRAIN_SLURM"), reason="two minutes: SHARDTRAIN_SLURM=1 runs it")
+def test_a_run_saves_before_the_time_limit_of_its_job_and_is_queued_again(cluster, tmp_path):
+    folder = tmp_path / "run"
+    job = submit(
+        cluster, tmp_path, "--name=limit", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
+        "--checkpoint.enable", "--checkpoint.grace_seconds=20", f"--job.dump_folder={folder}",
+        "--launch.slurm.time_limit_minutes=1",
+    )  # fmt: skip
+    wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 180)
+    text = (tmp_path / f"limit-{job}.log").read_text()
+    assert re.search(r"stopped by (SIGUSR1|the end of the Slurm job).*; everything is saved", text), text[-2000:]
+    assert newest(folder) == max(losses(folder))
+    assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
+    wait_for(lambda: not running(folder), 120)
+
+
+@pytest.mark.skipif(not shutil.which("apptainer"), reason="no apptainer here")
+def test_a_container_sees_its_binds_and_cannot_write_those_that_are_read_only(cluster, tmp_path):
+    """``SHARDTRAIN_SANDBOX`` is a folder with a system that has Python and torch; the package is bound into it."""
+    sandbox = os.environ.get("SHARDTRAIN_SANDBOX")
+    if not sandbox:
+        pytest.skip("SHARDTRAIN_SANDBOX names no system with Python and torch")
+    folder, cache = tmp_path / "run", tmp_path / "cache"
+    folder.mkdir()
+    cache.mkdir()
+    root = Path(__file__).parents[2]
+    text = next(word for word in SMALL if "dataset_path" in word).partition("=")[2]
+    job = submit(
+        cluster, tmp_path, "--name=box", "--nodes=2", "--nproc=1", *ON_LOOPBACK[2:], *SMALL, "--training.steps=2",
+        "--launch.python=python3", "--launch.workdir=/src", "--job.dump_folder=/runs",
+        "--launch.slurm.container=apptainer", f"--launch.image={sandbox}", "--launch.env.HF_HOME=/hf",
+        f'--launch.mounts=["{root}:/src:ro", "{folder}:/runs", "{cache}:/hf", "{text}:{text}:ro"]',
+    )  # fmt: skip
+    assert ": COMPLETED on " in end_of(cluster, job), (tmp_path / f"box-{job}.log").read_text()[-3000:]
+    assert list(losses(folder)) == [1, 2]
+    script = launch(cluster, "slurm", "--launch.slurm.container=apptainer", f"--launch.image={sandbox}",
+                    f'--launch.mounts=["{cache}:/hf:ro"]', "--dry-run").stdout  # fmt: skip
+    words = re.search(r'^srun .*--export=ALL (apptainer exec .*) "\$\{command', script, re.MULTILINE)[1]
+    done = subprocess.run(["bash", "-c", f"{words} touch /hf/x"], env=cluster, capture_output=True, text=True)
+    assert done.returncode and "Read-only file system" in done.stderr and not list(cache.iterdir())
