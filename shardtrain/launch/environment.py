@@ -125,7 +125,9 @@ def _require_rank(environment: Mapping[str, str]) -> None:
 def _number(environment: Mapping[str, str], name: str, default: str, least: int = 0) -> int:
     text = environment.get(name) or default
     if not text:
-        fix = "unset what is left of another launcher (env | grep -E 'RANK|WORLD|TORCHELASTIC'), or set all of its names"
+        fix = (
+            "unset what is left of another launcher (env | grep -E 'RANK|WORLD|TORCHELASTIC'), or set all of its names"
+        )
         raise ConfigError(Problem(name, None, "is not set, and a launcher has set others", fix, "environment"))
     if not text.isdecimal() or int(text) < least:
         rule = f"must be a whole number from {least} on"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.launch.job import Job, header, require, require_nothing_lost, without
+from shardtrain.launch.job import Job, folder_words, header, require, require_free, require_nothing_lost, without
 
 SUBMIT = ("sbatch", "--parsable")
 WAIT_SECONDS = 60
@@ -23,6 +23,17 @@ export SHARDTRAIN_NNODES="$SLURM_JOB_NUM_NODES"
 export SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}:$((20000 + SLURM_JOB_ID % 10000))"
 export SHARDTRAIN_RDZV_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 """
+
+_OF_THE_SCRIPT = "SHARDTRAIN_NNODES SHARDTRAIN_RDZV_ENDPOINT SHARDTRAIN_RDZV_ID hosts command code"
+# those that bash does not let be set, sets anew, or reads
+_OF_BASH = """
+_ BASH BASHOPTS BASHPID BASH_ALIASES BASH_ARGC BASH_ARGV BASH_ARGV0 BASH_CMDS BASH_COMMAND BASH_LINENO BASH_REMATCH
+BASH_SOURCE BASH_SUBSHELL BASH_VERSINFO BASH_VERSION COMP_WORDBREAKS DIRSTACK EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME
+GROUPS HISTCMD IFS LINENO OLDPWD OPTARG OPTERR OPTIND PIPESTATUS POSIXLY_CORRECT PPID PWD RANDOM SECONDS SHELLOPTS SHLVL
+SRANDOM UID
+"""
+TAKEN = frozenset([*_OF_THE_SCRIPT.split(), *_OF_BASH.split()])
+"""Variables that would not arrive through a script of bash."""
 
 AGAIN = """\
 if ((code == 75)); then
@@ -41,9 +52,11 @@ def render(job: Job, launch: Launch) -> str:
     _require(job, launch)
     slurm = launch.slurm
     lines = ["#!/bin/bash", f"# {header('sbatch FILE')}", *_directives(job, launch), "set -euo pipefail"]
-    lines += [f"cd -- {shlex.quote(job.workdir)}"] if job.workdir and slurm.container == "none" else []
+    lines += [f"cd -- {shlex.quote(folder_words(job.workdir))}"] if job.workdir and slurm.container == "none" else []
     lines += slurm.setup
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+    # sbatch hands on the environment unless a site's SBATCH_EXPORT, or --export in a directive, says otherwise
+    lines += [f': "${{{name}?was not handed on by sbatch; see --export}}"' for name in job.forwarded]
     lines += ["", MEETING.rstrip(), "", *_command(job, launch)]
     step = ["srun", "--ntasks-per-node=1"]
     # an agent that ends early must not take the others with it while they save
@@ -56,6 +69,7 @@ def render(job: Job, launch: Launch) -> str:
 
 def _require(job: Job, launch: Launch) -> None:
     require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "slurm")
+    require_free(job, TAKEN, "Slurm's script")
     if launch.slurm.container != "none":
         require(job.image, "launch.image", f"{launch.slurm.container}", "set the image, or container to none")
     if job.is_elastic:

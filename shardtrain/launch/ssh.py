@@ -24,7 +24,7 @@ from shardtrain.launch import host as remote
 from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED
 from shardtrain.launch.hosts import Host
-from shardtrain.launch.job import Job, require_nothing_lost
+from shardtrain.launch.job import Job, folder_words, require_nothing_lost
 from shardtrain.masking import MASK
 
 START_SECONDS = 20
@@ -66,7 +66,7 @@ def render(job: Job, launch: Launch, hosts: Sequence[Host], meeting: str, run_id
         raise ConfigError(Problem("launch.nproc_per_node", asked, rule, "leave it out, or change the hostfile"))
     command = [*job.command, *(["--nproc", str(slots)] if slots and not asked else [])]
     inside = f"exec {shlex.quote(launch.python)} -m shardtrain.launch.host"
-    inside = f"cd -- {shlex.quote(job.workdir)} && {inside}" if job.workdir else inside
+    inside = f"cd -- {shlex.quote(folder_words(job.workdir))} && {inside}" if job.workdir else inside
     plans = []
     for number, host in enumerate(hosts):
         ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={options.connect_timeout_seconds}"]
