@@ -88,8 +88,9 @@ def test_a_folder_of_any_name_is_entered_by_slurm_and_ssh(folders):
     for one in names:
         (at / one).mkdir(exist_ok=True)
     for start in range(0, len(names), 200):
-        some, scripts, remote, expected = names[start : start + 200], [], [], []
-        for folder, name in [(folder, name) for name in some for folder in (str(at / name), name)]:
+        some = names[start : start + 200]
+        scripts, remote, expected = list[str](), list[str](), list[list[str]]()
+        for folder, name in ((one, two) for two in some for one in (str(at / two), two)):
             job = replace(job_of([]), workdir=folder)
             text = slurm.render(job, Launch(slurm=LaunchSlurm(requeue=False)))
             scripts.append(f"(\nOLDPWD=/\n{text}\n) || exit")
