@@ -36,7 +36,9 @@ class Problem:
         """One line: ``run.toml:12: training.steps=0 must be at least 1; set it to ...``."""
         origin = f"{self.where}: " if self.where else ""
         value = "" if self.value is None else f"={_toml_like(self.value)}"
-        return f"{origin}{self.option}{value} {self.rule}; {self.fix}"
+        text = f"{origin}{self.option}{value} {self.rule}; {self.fix}"
+        # one line whatever the value holds, and nothing that a terminal would obey
+        return "".join(char if char.isprintable() else "?" for char in text)
 
 
 class ShardtrainError(Exception):

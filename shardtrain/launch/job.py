@@ -6,7 +6,7 @@ nothing else; nothing here or there imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -97,8 +97,9 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
     """
     launch = loaded.config.launch
     words = [launch.python, "-m", "shardtrain", verb]
-    where = path or (str(loaded.path) if loaded.path else None)
-    words += [where] if where else []
+    where = path or (str(loaded.path) if loaded.path else "")
+    # Path has taken the "./" away from which a name that begins with a dash was known to be no option
+    words += [f"./{where}" if where.startswith("-") else where] if where else []
     words += without(overrides, "launch.", "job.config_file")
     ranks = launch.nproc_per_node or launch.devices_per_node
     words += ["--nproc", str(ranks)] if ranks else []
@@ -167,15 +168,38 @@ def refuse_unsafe(texts: Sequence[str]) -> None:
     Raises:
         ConfigError: naming the text, with the secret masked.
     """
+    # a secret in one of them is one in all of them; and to look for secrets takes longer than all the rest
+    lines = "\n".join(texts)
+    is_silent = redact(lines) == lines
     for text in texts:
         if not text.isprintable():
-            shown = "".join(c if c.isprintable() else "?" for c in text)
             rule = "has a character that cannot be printed, and would not reach the nodes as it is"
-            raise ConfigError(Problem("argument", shown, rule, "leave it out", "command line"))
-        if redact(text) != text:
+            raise ConfigError(Problem("argument", text, rule, "leave it out", "command line"))
+        if not is_silent and redact(text) != text:
             rule = "holds a secret, which scripts, manifests and lists of processes would show"
             fix = "name its variable in launch.forward_env (ssh, slurm) or launch.secrets (kubernetes, runai)"
             raise ConfigError(Problem("argument", redact(text), rule, fix))
+
+
+def folder_words(folder: str) -> str:
+    """A folder as ``cd --`` takes it to be nothing else: ``-`` is the folder before, and CDPATH replaces this one.
+
+    >>> folder_words("/data/run"), folder_words("-"), folder_words("run")
+    ('/data/run', './-', './run')
+    """
+    return folder if folder.startswith("/") else f"./{folder}"
+
+
+def require_free(job: Job, taken: Collection[str], platform: str) -> None:
+    """Stop at a variable of ``launch.env`` that would not arrive, because the platform's own comes after it.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    for name in job.environment:
+        if name in taken:
+            rule = f"is set by {platform} itself, and would not arrive as it is written"
+            raise ConfigError(Problem(f"launch.env.{name}", job.environment[name], rule, "use another name"))
 
 
 def require_nothing_lost(wanted: Sequence[str], has: Sequence[str], option: str, platform: str) -> None:

@@ -18,12 +18,21 @@ from shardtrain.errors import ConfigError, Problem
 from shardtrain.launch import slurm_queue
 from shardtrain.launch.job import Job
 
-_PART = r"[A-Za-z0-9][A-Za-z0-9._@+-]*"
+_WORD = r"[A-Za-z0-9][A-Za-z0-9._@+-]*"
 _SELECTORS = {
     "pytorchjob": "training.kubeflow.org/job-name",
     "trainjob": "jobset.sigs.k8s.io/jobset-name",
     "jobset": "jobset.sigs.k8s.io/jobset-name",
 }
+
+
+_FORMS: dict[str, tuple[str, ...]] = {
+    "slurm": (r"[0-9]+(_[0-9]+)?",),
+    "kubernetes": (_WORD, "|".join(_SELECTORS), _WORD),
+    "runai": ("v1|v2", "pytorch|standard", f"-|{_WORD}", _WORD),
+    "ssh": (r"[0-9]{1,10}",),
+}
+"""The parts of an id: they become arguments of a platform's commands."""
 
 
 def kubernetes_id(job: Job, launch: Launch) -> str:
@@ -52,12 +61,24 @@ def stop(name: str) -> int:
     return _run(name, "stop")
 
 
-def _run(name: str, verb: str) -> int:
+def parts_of(name: str) -> tuple[str, list[str]]:
+    """The platform of an id, and the parts behind it.
+
+    Raises:
+        ConfigError: it is no id.
+
+    >>> parts_of("runai/v2/pytorch/-/my-run")
+    ('runai', ['v2', 'pytorch', '-', 'my-run'])
+    """
     platform, *parts = name.split("/")
-    lengths = {"slurm": 1, "kubernetes": 3, "runai": 4, "ssh": 1}
-    good = len(parts) == lengths.get(platform) and all(re.fullmatch(_PART, p) or p == "-" for p in parts)
-    if not good or (platform in ("slurm", "ssh") and not re.fullmatch(r"[0-9]+(_[0-9]+)?", parts[0])):
+    forms = _FORMS.get(platform, ())
+    if not forms or len(parts) != len(forms) or not all(map(re.fullmatch, forms, parts)):
         raise ConfigError(Problem("id", name, "is no id of a job", "use what launch printed, as slurm/1234"))
+    return platform, parts
+
+
+def _run(name: str, verb: str) -> int:
+    platform, parts = parts_of(name)
     if platform == "ssh":
         return _ssh(int(parts[0]), verb)
     if platform == "slurm":

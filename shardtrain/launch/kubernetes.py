@@ -15,7 +15,7 @@ import yaml
 
 from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.launch.job import Job, header, require, require_nothing_lost
+from shardtrain.launch.job import Job, header, require, require_free, require_nothing_lost
 from shardtrain.launch.slurm import ask
 
 CONFIG_PATH = "/etc/shardtrain/config.toml"
@@ -204,6 +204,7 @@ def _jobset(job: Job, launch: Launch) -> list[Manifest]:
         "SHARDTRAIN_RDZV_ENDPOINT": f"{job.name}-node-0-0.{job.name}:{RENDEZVOUS_PORT}",
         "SHARDTRAIN_RDZV_ID": job.name,
     }
+    require_free(job, own, "jobset")
     indexed: Manifest = {
         "parallelism": job.nodes,
         "completions": job.nodes,

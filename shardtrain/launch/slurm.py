@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.launch.job import Job, header, require, require_nothing_lost, without
+from shardtrain.launch.job import Job, folder_words, header, require, require_free, require_nothing_lost, without
 
 WAIT_SECONDS = 60
 
@@ -59,6 +59,20 @@ exit 2
 """
 """Runs that look, and says what it said, or why it did not start, with the name of the node."""
 
+_OF_THE_SCRIPT = (
+    "SHARDTRAIN_NNODES SHARDTRAIN_RDZV_ENDPOINT SHARDTRAIN_RDZV_ID SHARDTRAIN_HOST_SUFFIX hosts port command code look "
+    "on_node"
+)
+# those that bash does not let be set, sets anew, or reads
+_OF_BASH = """
+_ BASH BASHOPTS BASHPID BASH_ALIASES BASH_ARGC BASH_ARGV BASH_ARGV0 BASH_CMDS BASH_COMMAND BASH_LINENO BASH_REMATCH
+BASH_SOURCE BASH_SUBSHELL BASH_VERSINFO BASH_VERSION COMP_WORDBREAKS DIRSTACK EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME
+GROUPS HISTCMD IFS LINENO OLDPWD OPTARG OPTERR OPTIND PIPESTATUS POSIXLY_CORRECT PPID PWD RANDOM SECONDS SHELLOPTS SHLVL
+SRANDOM UID
+"""
+TAKEN = frozenset([*_OF_THE_SCRIPT.split(), *_OF_BASH.split()])
+"""Variables that would not arrive through a script of bash."""
+
 AGAIN = """\
 if ((code == 75)); then
     # asked to stop, and saved: the same job goes on from there
@@ -78,9 +92,12 @@ def render(job: Job, launch: Launch) -> str:
     lines = ["#!/bin/bash", f"# {header('sbatch FILE')}", *_directives(job, launch), "set -euo pipefail", TOLD.rstrip()]
     if job.workdir and slurm.container == "none":
         rule = f"launch.workdir={job.workdir} is no folder here; use one that all nodes see"
-        lines.append(f"cd -- {shlex.quote(job.workdir)} 2>/dev/null || {{ told {shlex.quote(rule)}; exit 2; }}")
+        folder = shlex.quote(folder_words(job.workdir))
+        lines.append(f"cd -- {folder} 2>/dev/null || {{ told {shlex.quote(rule)}; exit 2; }}")
     lines += slurm.setup
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+    # sbatch hands on the environment unless a site's SBATCH_EXPORT, or --export in a directive, says otherwise
+    lines += [f': "${{{name}?was not handed on by sbatch; see --export}}"' for name in job.forwarded]
     suffix = f'${{hosts[0]}}{slurm.host_suffix}:$port"'
     lines += ["", MEETING.rstrip().replace('${hosts[0]}:$port"', suffix)]
     lines += [f"export SHARDTRAIN_HOST_SUFFIX={slurm.host_suffix}"] if slurm.host_suffix else []
@@ -119,6 +136,7 @@ def _look(job: Job, launch: Launch) -> list[str]:
 
 def _require(job: Job, launch: Launch) -> None:
     require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "slurm")
+    require_free(job, TAKEN, "Slurm's script")
     if launch.slurm.container != "none":
         require(job.image, "launch.image", f"{launch.slurm.container}", "set the image, or container to none")
     if job.is_elastic:

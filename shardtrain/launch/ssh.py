@@ -13,7 +13,7 @@ from types import MappingProxyType
 from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.launch.hosts import Host
-from shardtrain.launch.job import Job, require_nothing_lost
+from shardtrain.launch.job import Job, folder_words, require_nothing_lost
 from shardtrain.masking import MASK
 
 ENDPOINT, LOCAL_ADDRESS = "SHARDTRAIN_RDZV_ENDPOINT", "SHARDTRAIN_LOCAL_ADDR"
@@ -64,7 +64,7 @@ def render(job: Job, launch: Launch, hosts: Sequence[Host], meeting: str, run_id
         raise ConfigError(Problem("launch.nproc_per_node", asked, rule, "leave it out, or change the hostfile"))
     command = [*job.command, *(["--nproc", str(slots)] if slots and not asked else [])]
     inside = f"exec {shlex.quote(launch.python)} -m shardtrain.launch.host"
-    inside = f"cd -- {shlex.quote(job.workdir)} && {inside}" if job.workdir else inside
+    inside = f"cd -- {shlex.quote(folder_words(job.workdir))} && {inside}" if job.workdir else inside
     plans = []
     for number, host in enumerate(hosts):
         ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={options.connect_timeout_seconds}"]

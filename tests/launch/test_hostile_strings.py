@@ -1,6 +1,7 @@
 """What is submitted is what was meant: hostile texts arrive as they are, or are refused.
 
-SHARDTRAIN_HOSTILE=100000 sets the number of texts (500 otherwise), through every renderer each.
+Each test sends SHARDTRAIN_HOSTILE texts (500 unless set) through one renderer, as arguments and as variables, to where
+a program receives them: bash and srun, the process that ssh starts, kubectl's input, runai's arguments, an exec.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import os
 import re
 import shlex
-import stat
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,163 +18,113 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hostile_texts import ARGV, FEW, PIECES, STDIN, TIMEOUT, Recorder, batches, is_safe, job_of, same
 
-from shardtrain import __version__, config
-from shardtrain.config.launch_schema import Launch, LaunchKubernetes, LaunchSlurm
+from shardtrain.config import Config, Loaded
+from shardtrain.config.launch_schema import Launch, LaunchKubernetes, LaunchRunai, LaunchSlurm
 from shardtrain.errors import ConfigError
-from shardtrain.launch import kubernetes, runai, slurm, ssh
+from shardtrain.launch import command, kubernetes, runai, slurm, ssh
 from shardtrain.launch.hosts import Host
-from shardtrain.launch.job import Job, Mount, refuse_unsafe
 
-TEXTS = int(os.environ.get("SHARDTRAIN_HOSTILE", "500"))
-AT_ONCE = 25
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="env -0 is GNU's"), pytest.mark.timeout(3600)]
 
-PIECES = [
-    "$(touch canary)", "`touch canary`", "'; touch canary; '", '"; touch canary; "', "|touch canary", "&touch canary",
-    "> canary", "$HOME", "${HOME}", "$$", "$(A)", "$$(A)", "${local_rank}", "%j", "%A_%a", "--export=ALL", "-o", "#",
-    "#SBATCH --exclusive", "'", '"', "\\", "\\'", "!", "!!", "*", "~", "?", "[a]", "{a,b}",
-    ";", "=", ":", ": ", "- ", "---", "...", "yes", "no", "null", "~", "2e-05", "0x10", "0o7", "1:30", "1_000",
-    ".inf", "&a", "*a", "!!python/name:os", "{{", "}}", "%", "@", "é",
-    "日本", "🦙", " ", "  ", "", "a", "SECRET:x,y", ",",
-    "\n", "\r", "\t", "\0", "\x1b", "\u2028", "\ufeff",
-]  # fmt: skip
-text = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=6)), max_size=6).map("".join)
-texts = st.lists(text, min_size=AT_ONCE, max_size=AT_ONCE)
-examples = settings(
-    max_examples=max(1, TEXTS // AT_ONCE),
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+SRUN = """/bin/bash
+printf '%s\\0' "$@" > "$RECORD.srun"
+while [[ "$1" == --* ]]; do shift; done
+exec "$@"
+"""
+CONTAINER = """/bin/bash
+while [[ "$1" != -- && "$1" != python3 ]]; do shift; done
+exec "$@"
+"""
+STEP = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
 
 
-def is_safe(one: str) -> bool:
-    try:
-        refuse_unsafe([one])
-    except ConfigError as error:
-        assert len(str(error).splitlines()) == 1
-        return False
-    return True
-
-
-def to_job(many: list[str], folder: str | None = None) -> Job:
-    """A job whose arguments and variables are those texts that are not refused."""
-    kept = [one for one in many if is_safe(one)]
-    variables = {f"V{number}": one for number, one in enumerate(kept)}
-    command = ("python3", "-m", "shardtrain", *kept)
-    return Job("job", command, nodes=2, min_nodes=2, image="image", workdir=folder, environment=variables)
+@pytest.fixture
+def cluster(tmp_path):
+    hosts = "/bin/sh\necho node1; echo node2"
+    return Recorder(tmp_path, scontrol=hosts, srun=SRUN, apptainer=CONTAINER, python3=ARGV)
 
 
 def test_what_cannot_be_printed_on_one_line_is_refused_and_nothing_else():
-    assert [p for p in PIECES if not is_safe(p)] == ["\n", "\r", "\t", "\0", "\x1b", "\u2028", "\ufeff"]
+    refused = ["\n", "\r", "\t", "\0", "\x1b", "\u2028", "\ufeff", "\x85", "\udcff"]
+    assert [one for one in PIECES if not is_safe(one)] == refused
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    """A folder with commands that stand for Slurm's and for the interpreter: the last writes down what it was given."""
-    folder = tmp_path_factory.mktemp("cluster")
-    programs = {
-        "scontrol": "echo node1; echo node2",
-        "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
-        "python3": 'printf "%s\\0" "$@" > "$RECORD.argv"; env -0 > "$RECORD.env"; pwd > "$RECORD.pwd"',
-    }
-    for name, body in programs.items():
-        path = folder / name
-        path.write_text(f"#!/bin/bash\n{body}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return folder
+@pytest.mark.parametrize("container", ["none", "apptainer", "pyxis"])
+def test_a_slurm_script_hands_on_every_text_as_it_is(cluster, container):
+    for many in batches(f"slurm {container}"):
+        job = job_of(many)
+        text = slurm.render(job, Launch(slurm=LaunchSlurm(container=container)))
+        cluster.run(["bash"], text, **STEP)
+        cluster.arrived(job)
+        same(job.command, cluster.read("srun")[-len(job.command) :])
 
 
-def shell(folder: Path, script: str, name: str = "bash") -> tuple[list[str], dict[str, str], str]:
-    """Run a script with the commands of ``cluster``; gives arguments, variables and folder that arrived."""
-    inside = folder / "inside"
-    inside.mkdir(exist_ok=True)
-    names = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record"), "SLURM_JOB_NODELIST": "n[1-2]",
-             "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "HOME": str(inside)}  # fmt: skip
-    done = subprocess.run([name], input=script, text=True, cwd=inside, env=names, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert not list(inside.iterdir()), "something ran that should not have"
-    argv = (folder / "record.argv").read_text().split("\0")[:-1]
-    pairs = [one.partition("=") for one in (folder / "record.env").read_text().split("\0")[:-1]]
-    return argv, {key: value for key, _, value in pairs}, (folder / "record.pwd").read_text()[:-1]
+def test_a_sweep_hands_on_every_override_and_folder_as_it_is(tmp_path):
+    """Functions of the shell stand for srun and scontrol, so that a thousand tasks are one process."""
+    record = Recorder(tmp_path)
+    shims = 'scontrol() { echo node1; }\nsrun() { printf \'%s\\0\' "${@:5}" >> "$RECORD.each"; }\n'
+    for many in batches("sweep", FEW):
+        entries = [shlex.join(["--job.description", one]) for one in many]
+        job = replace(job_of([]), dump_folder=many[0])
+        text = slurm.render(job, Launch(slurm=LaunchSlurm(sweep=entries, requeue=False)))
+        each = f"for SLURM_ARRAY_TASK_ID in {{0..{len(many) - 1}}}; do (\n{text}\n) || exit; done\n"
+        record.run(["bash"], shims + each, **STEP)
+        sent = [(*job.command, *shlex.split(entry), "--job.dump_folder", f"{many[0]}/sweep-{number}")
+                for number, entry in enumerate(entries)]  # fmt: skip
+        same([word for words in sent for word in words], record.read("each"))
 
 
-def assert_arrived(job: Job, argv: list[str], names: dict[str, str]) -> None:
-    assert argv == list(job.command[1:])
-    assert {key: names.get(key) for key in job.environment} == dict(job.environment)
+def test_a_host_starts_the_command_with_exactly_these_texts(tmp_path):
+    """What ssh's command line would show holds none of them; the process at its other end is told all."""
+    record = Recorder(tmp_path, python3=ARGV)
+    for many in batches("ssh"):
+        job = job_of(many)
+        plans = ssh.render(job, Launch(), [Host("a"), Host("b", user="me", port=1)], "a", "id")
+        for plan in plans:
+            assert plan.ssh[-1] == "exec python3 -m shardtrain.launch.host"
+            assert plan.message({}).count(b"\n") == 1
+        host = [sys.executable, "-m", "shardtrain.launch.host"]
+        with subprocess.Popen(host, stdin=-1, stdout=-1, cwd=record.inside, env=record.names()) as process:
+            assert process.stdin and process.stdout
+            process.stdin.write(plans[1].message({}))
+            process.stdin.flush()
+            assert process.stdout.read().startswith(b"shardtrain host ready ")
+            assert process.wait(TIMEOUT) == 0
+        record.untouched()
+        record.arrived(job)
 
 
-@examples
-@given(many=texts)
-def test_a_slurm_script_hands_on_every_text_as_it_is(cluster, many):
-    job = to_job(many)
-    argv, names, _ = shell(cluster, slurm.render(job, Launch()))
-    assert_arrived(job, argv, names)
-    assert names["SHARDTRAIN_RDZV_ENDPOINT"] == "node1:20007"
+def test_variables_are_handed_on_by_ssh_whatever_they_hold(tmp_path):
+    """Values of ``launch.forward_env`` are no text of a script, and may have lines."""
+    values = [one for one in PIECES if "\0" not in one]
+    names = {f"F{number}": value for number, value in enumerate(values)}
+    job = replace(job_of([]), forwarded=tuple(names))
+    plan = ssh.render(job, Launch(), [Host("a")], "a", "id")[0]
+    assert json.loads(plan.message(names))["environment"] == {**names, "PYTHONUNBUFFERED": "1"}
+    assert not [value for value in values if len(value) > 6 and value in ssh.text([plan])]
 
 
-@settings(examples, max_examples=max(1, TEXTS // AT_ONCE // 10))
-@given(many=texts)
-def test_a_sweep_hands_on_every_override_as_it_is(cluster, many):
-    entries = [shlex.join(["--job.description", one]) for one in many if is_safe(one)]
-    job = replace(to_job([]), dump_folder="it's $HOME")
-    script = slurm.render(job, Launch(slurm=LaunchSlurm(sweep=entries)))
-    number = len(entries) - 1
-    argv, _, _ = shell(cluster, f"SLURM_ARRAY_TASK_ID={number}\n{script}")
-    assert argv[-4:] == [*shlex.split(entries[number]), "--job.dump_folder", f"it's $HOME/sweep-{number}"]
-
-
-@settings(examples, max_examples=max(1, TEXTS // AT_ONCE))
-@given(name=text.filter(lambda t: is_safe(t) and t.strip("/.") and "/" not in t and len(t.encode()) < 200))
-def test_a_folder_of_any_name_is_entered(cluster, tmp_path_factory, name):
-    folder = tmp_path_factory.getbasetemp() / "folders" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    job = to_job([], str(folder))
-    assert shell(cluster, slurm.render(job, Launch()))[2] == str(folder)
-    plan = ssh.render(job, Launch(), [Host("a"), Host("b")], "a", "id")[0]
-    argv, _, where = shell(cluster, plan.ssh[-1], "sh")
-    assert (argv, where) == (["-m", "shardtrain.launch.host"], str(folder))
-    for kind in ("apptainer", "pyxis"):
-        words = _container_words(slurm.render(job, Launch(slurm=LaunchSlurm(container=kind))))
-        assert str(folder) in words or f"--container-workdir={folder}" in words
-
-
-def _container_words(script: str) -> list[str]:
-    return shlex.split(next(line for line in script.splitlines() if line.startswith("srun ")))
-
-
-@examples
-@given(many=texts)
-def test_what_ssh_is_told_is_data_and_the_command_line_holds_none_of_it(many):
-    job = to_job(many)
-    plans = ssh.render(job, Launch(), [Host("a"), Host("b", user="me", port=1)], "a", "id")
-    for plan in plans:
-        told = json.loads(plan.message({}))
-        assert tuple(told["command"]) == job.command
-        assert {key: told["environment"][key] for key in job.environment} == dict(job.environment)
-        assert plan.message({}).count(b"\n") == 1
-        assert plan.ssh[-1] == "exec python3 -m shardtrain.launch.host"
-
-
-def test_a_host_starts_the_command_with_exactly_these_texts():
-    kept = [one for one in PIECES if is_safe(one)]
-    code = "import json,os,sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
-    job = {"command": [sys.executable, "-c", code, *kept], "grace_seconds": 5,
-           "environment": {f"V{number}": one for number, one in enumerate(kept)}}  # fmt: skip
-    env = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
-    host = subprocess.Popen([sys.executable, "-m", "shardtrain.launch.host"], stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, cwd=ROOT, env=env)  # fmt: skip
-    assert host.stdin is not None and host.stdout is not None
-    host.stdin.write(json.dumps(job).encode() + b"\n")
-    host.stdin.flush()
-    assert host.stdout.readline().decode() == f"shardtrain host ready {__version__} -\n"
-    argv, names = json.loads(host.stdout.readline())
-    assert argv == kept and {key: names[key] for key in job["environment"]} == job["environment"]
-    assert host.wait(30) == 0
+def test_launch_local_becomes_the_command_with_these_texts(tmp_path, monkeypatch):
+    record = Recorder(tmp_path, python3=ARGV)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    monkeypatch.chdir(record.inside)
+    for name, value in record.names().items():
+        monkeypatch.setenv(name, value)
+    for many in batches("local"):
+        job = job_of(many)
+        loaded = Loaded(replace(Config(), launch=replace(Launch(), env=dict(job.environment))))
+        child = os.fork()
+        if not child:
+            signal.alarm(TIMEOUT)
+            try:
+                command._local(command.Asked(loaded, ["--job.description", *many], False, "train"))
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        record.untouched()
+        record.arrived(job)
 
 
 def expanded(value: str, names: dict[str, str]) -> str:
@@ -185,68 +136,63 @@ def expanded(value: str, names: dict[str, str]) -> str:
     )
 
 
+LOADERS = [yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)]
+"""PyYAML's own reader, which is slow, for the first texts; libyaml's, on which Kubernetes' is modelled, for all."""
+
+
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
-@examples
-@given(many=texts)
-def test_a_manifest_hands_on_every_text_as_it_is(kind, many):
-    job = to_job(many)
-    written = kubernetes.render(job, Launch(kubernetes=LaunchKubernetes(kind=kind)))
-    for container in _containers(list(yaml.safe_load_all(written))):
-        names = {one["name"]: expanded(one["value"], {}) for one in container["env"]}
-        assert {key: names[key] for key in job.environment} == dict(job.environment)
-        assert [expanded(word, {"A": "canary", **names}) for word in container["command"]] == list(job.command)
-        for word in [*container["command"], *names.values()]:
-            assert isinstance(word, str)
-    # other readers of YAML know more forms of numbers than PyYAML: only words may stand without quotes
+def test_a_manifest_hands_on_every_text_as_it_is(tmp_path, monkeypatch, kind):
+    record = Recorder(tmp_path, kubectl=STDIN)
+    for name, value in record.names().items():
+        monkeypatch.setenv(name, value)
+    for number, many in enumerate(batches(kind)):
+        job = job_of(many)
+        written = kubernetes.render(job, Launch(kubernetes=LaunchKubernetes(kind=kind)))
+        kubernetes.submit(written)
+        assert record.read("argv") == ["create", "--filename", "-"]
+        received = Path(f"{record.record}.stdin").read_text(encoding="utf-8")
+        for loader in LOADERS[number > 0 :]:
+            manifests = list(yaml.load_all(received, Loader=loader))
+            assert containers(manifests)
+            for container in containers(manifests):
+                names = {one["name"]: expanded(one["value"], {}) for one in container["env"]}
+                same(list(job.environment.values()), [names[one] for one in job.environment])
+                same(job.command, [expanded(word, {"A": "canary", **names}) for word in container["command"]])
+                assert all(isinstance(word, str) for word in [*container["command"], *names.values()])
+        only_words_stand_without_quotes(received)
+
+
+def only_words_stand_without_quotes(written: str) -> None:
+    """Other readers of YAML know more forms of numbers than these two."""
     for line in written.splitlines()[1:]:
         value = re.sub(r"^\s*(- )*([^\s\"':]+:( |$))?", "", line)
-        assert (
-            not value or value[0] in '"' or re.fullmatch(r"[A-Za-z/][\w./-]*|\d+|true|\{\}|---", value) or "\\" in line
-        )
+        good = not value or value[0] == '"' or re.fullmatch(r"[A-Za-z/][\w./-]*|\d+|true|\{\}|---", value)
+        assert good or "\\" in line, line
 
 
-def _containers(node: object) -> list[dict]:
+def containers(node: object) -> list[dict]:
     if isinstance(node, dict):
-        return [*node.get("containers", []), *(one for value in node.values() for one in _containers(value))]
-    return [one for value in node for one in _containers(value)] if isinstance(node, list) else []
+        return [*node.get("containers", []), *(one for value in node.values() for one in containers(value))]
+    return [one for value in node for one in containers(value)] if isinstance(node, list) else []
 
 
-@examples
-@given(many=texts)
-def test_runai_is_given_arguments_and_no_text(many):
-    job = to_job(many)
-    for cli in ("v1", "v2"):
-        launch = Launch(runai=replace(Launch().runai, cli=cli))
-        refused = cli == "v1" and any(one.startswith("SECRET:") for one in job.environment.values())
-        if refused:
+@pytest.mark.parametrize("cli", ["v1", "v2"])
+def test_runai_is_given_arguments_and_no_text(tmp_path, monkeypatch, cli):
+    record = Recorder(tmp_path, runai=ARGV)
+    for name, value in record.names().items():
+        monkeypatch.setenv(name, value)
+    launch = Launch(runai=LaunchRunai(cli=cli))
+    for many in batches(f"runai {cli}"):
+        references = [one for one in many if one.startswith("SECRET:")] if cli == "v1" else []
+        if references:
             with pytest.raises(ConfigError, match="SECRET:"):
-                runai.render(job, launch)
-            continue
-        words = runai.render(job, launch)
-        end = words.index("--")
-        assert words[end + 1 :] == list(job.command)
-        given_names = [words[at + 1].partition("=") for at in range(end) if words[at] == "-e"]
-        assert {key: value for key, _, value in given_names} == dict(job.environment)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("name", "$(touch canary)"), ("name", "a\nb"), ("name", "-a"), ("name", "A"), ("name", "a" * 49),
-        ("image", "a b"), ("image", "--privileged"), ("image", "a;b"), ("ssh.hosts", "-oProxyCommand=touch canary"),
-        ("ssh.hosts", "a b"), ("slurm.partition", "a\n#SBATCH --uid=0"), ("slurm.partition", "a b"),
-        ("slurm.directives", "--wrap=touch canary"), ("slurm.directives", "--mem 4"), ("mounts", "a"),
-        ("mounts", "-a:/b"), ("mounts", "a:b"), ("kubernetes.namespace", "a/b"), ("runai.project", "-p x"),
-        ("kubernetes.node_selector", "a"), ("forward_env", "A=B"), ("workdir", "a\nb"), ("env.A", "a\nb"),
-        ("env.1A", "x"), ("env.HF_TOKEN", "x"), ("secrets.HF_TOKEN", "no-key"), ("device_resource", "a b"),
-    ],
-)  # fmt: skip
-def test_names_that_no_platform_could_take_are_refused_in_one_line(option, value):
-    problems = config.check(config.load(None, [f"--launch.{option}={value}"]))
-    assert len(problems) == 1 and "launch" in str(problems[0]) and len(str(problems[0]).splitlines()) == 1
-
-
-def test_mounts_keep_their_parts():
-    job = replace(to_job([]), mounts=(Mount("it's", "/a b", True),))
-    words = _container_words(slurm.render(job, Launch(slurm=LaunchSlurm(container="apptainer"))))
-    assert words[words.index("--bind") + 1] == "it's:/a b:ro"
+                runai.render(job_of(references), launch)
+        job = job_of([one for one in many if one not in references])
+        runai.submit(runai.render(job, launch))
+        record.read("env")
+        words = record.read("argv")
+        end = words.index("--command")
+        same(["--command", "--", *job.command], words[end:])
+        pairs = [words[at + 1].partition("=") for at in range(end) if words[at] == "-e"]
+        assert [name for name, _, _ in pairs] == list(job.environment)
+        same(list(job.environment.values()), [value for _, _, value in pairs])

@@ -9,26 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import text_file
+from canaries import CANARIES, CRASHES, assert_silent, options
 
 from shardtrain.masking import redact, redact_all
 
 ROOT = Path(__file__).resolve().parents[2]
-CANARIES = {
-    "HF_TOKEN": "hf_" + "Canary0123456789" * 2,
-    "WANDB_API_KEY": "c0ffee" * 6 + "beef",
-    "AWS_SECRET_ACCESS_KEY": "canary/" + "Abcdefgh+1234567" * 2,
-    "CI_CREDENTIAL": "ghp_" + "Canary012345" * 3,
-    "SOMETHING_ELSE": "0123456789abcdef0123456789abcdef01234567",
-    "MY_SERVICE_PASSWORD": "correct-horse-battery",
-}
-# a dataset of the user's own that fails, and says every secret that it can see while it does
-CRASHES = """
-import os
-NAMES = {names!r}
-def open_source(request):
-    raise RuntimeError("refused: " + " ".join(os.environ[name] for name in NAMES))
-"""
 WANDB = """
 import json, pathlib
 def Settings(**options): return options
@@ -63,23 +48,6 @@ def run(folder: Path, *words: str) -> tuple[int, str, set[bytes]]:
             process.kill()
             process.wait()
     return process.returncode, (folder / "printed").read_text(), lines
-
-
-def assert_silent(folder: Path, lines: set[bytes]) -> None:
-    everything = [path for path in folder.rglob("*") if path.is_file()]
-    for name, canary in CANARIES.items():
-        found = [path for path in everything if canary.encode() in path.read_bytes() or canary in path.name]
-        assert not found, f"{name} is in {found}"
-        assert not [line for line in lines if canary.encode() in line], f"{name} is in a command line"
-
-
-def options(folder: Path, **more: object) -> list[str]:
-    given = {
-        "job.dump_folder": folder / "outputs", "training.dataset": "text", "training.dataset_path": text_file(),
-        "training.device": "cpu", "training.local_batch_size": 1, "training.seq_len": 32, "training.steps": 2,
-        "lr_scheduler.warmup_steps": 1, **more,
-    }  # fmt: skip
-    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -1,0 +1,167 @@
+"""The command of a node as a shell, a pod or a container starts it: it trains, or says in one line why not."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launched import losses, newest, record, wait_for
+from tiny import text_file
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 120
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface is called lo")
+
+
+def options(folder: Path, steps: int, **more: object) -> list[str]:
+    values = {
+        "job.dump_folder": folder, "training.dataset": "text", "training.dataset_path": text_file(),
+        "training.seq_len": 32, "training.local_batch_size": 1, "training.steps": steps, "training.device": "cpu",
+        "model.overrides.num_layers": 1, "lr_scheduler.warmup_steps": 1, "metrics.log_freq": 1, **more,
+    }  # fmt: skip
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def bare(folder: Path, **names: str) -> dict[str, str]:
+    """As ``env -i`` leaves it, with an environment of Python that has the package."""
+    python = folder / "venv/bin/python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    own = {"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": str(folder / "venv"), "PYTHONPATH": str(ROOT)}
+    return {**own, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **names}
+
+
+def start(command: list[str], names: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, env=names, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
+    """Status and words of each, all within the limit."""
+    try:
+        return [(code, words) for one in processes for words in [one.communicate(timeout=TIMEOUT)[1]]
+                for code in [one.returncode]]  # fmt: skip
+    finally:
+        for one in processes:
+            one.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def node(number: int, port: int, words: list[str], folder: Path, **names: str) -> subprocess.Popen[str]:
+    """One of two shells: ``shardtrain train --nnodes 2 --node_rank K --rdzv_endpoint 127.0.0.1:PORT --nproc 1``."""
+    place = ["--nnodes", "2", "--node_rank", str(number), "--rdzv_endpoint", f"127.0.0.1:{port}", "--nproc", "1"]
+    environment = bare(folder, SHARDTRAIN_LOCAL_ADDR="127.0.0.1", **names)
+    return start([sys.executable, "-m", "shardtrain", "train", *place, *words], environment)
+
+
+def errors(words: str) -> list[str]:
+    assert "Traceback" not in words, words
+    return [line for line in words.splitlines() if line.startswith("error[")]
+
+
+def test_the_script_trains_with_two_ranks_in_an_empty_environment(tmp_path):
+    names = bare(tmp_path, NGPU="2", LOG_RANK="0,1")
+    command = [str(ROOT / "run_llama_train.sh"), *options(tmp_path / "run", 5)]
+    [(code, words)] = ended(start(command, names))
+    assert code == 0, words
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5] and "training with 2 processes" in words
+    for rank in (0, 1):
+        assert "done: 5 steps" in (tmp_path / f"run/logs/rank-{rank}.log").read_text()
+        assert f"[rank{rank}]" in words, "both ranks of LOG_RANK are on the terminal"
+
+
+def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
+    more = {"checkpoint.enable": "true"}
+    process = start([str(ROOT / "run_train.sh"), *options(tmp_path / "run", 100_000, **more)], bare(tmp_path, NGPU="2"))
+    try:
+        wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 1)
+        process.send_signal(signal.SIGTERM)
+    finally:
+        [(code, words)] = ended(process)
+    assert code == 75, words
+    assert newest(tmp_path / "run") > 0 and record(tmp_path / "run")["code"] == 75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_node_waits_for_one_that_comes_later_and_each_rank_has_its_file(tmp_path, first):
+    port, words = free_port(), options(tmp_path / "run", 2)
+    early = node(first, port, words, tmp_path)
+    assert early.stderr is not None and "meeting at" in early.stderr.readline()
+    time.sleep(2)  # it has begun to wait; what it waits for is not there
+    assert early.poll() is None
+    late = node(1 - first, port, words, tmp_path)
+    for code, said in ended(early, late):
+        assert code == 0, said
+    assert list(losses(tmp_path / "run")) == [1, 2]
+    assert sorted(path.name for path in (tmp_path / "run/logs").glob("*.log")) == ["rank-0.log", "rank-1.log"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_node_that_never_comes_is_told_in_one_line(tmp_path, number):
+    port = free_port()
+    [(code, words)] = ended(node(number, port, options(tmp_path / "run", 2), tmp_path, RDZV_TIMEOUT="2"))
+    [line] = errors(words)
+    assert code == 6 and line.startswith("error[6]") and f"127.0.0.1:{port}" in line and "2 s" in line
+    assert ("2 nodes" if number == 0 else "first node") in line
+
+
+@pytest.mark.slow
+def test_two_nodes_with_two_configurations_do_not_train(tmp_path):
+    port = free_port()
+    other = options(tmp_path / "run", 2, **{"optimizer.lr": 0.5})
+    pair = [node(0, port, options(tmp_path / "run", 2), tmp_path), node(1, port, other, tmp_path)]
+    told = ended(*pair)
+    assert [code for code, _ in told] == [2, 2], told
+    said = [line for _, words in told for line in errors(words)]
+    assert said and all("optimizer.lr=" in line and "0.5 on rank 1" in line for line in said), told
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_what_another_launcher_has_left_does_not_make_a_run_wait_or_shrink(tmp_path):
+    left = {"RANK": "1", "MASTER_ADDR": "gone.invalid", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "2",
+            "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "8", "ROLE_RANK": "x"}  # fmt: skip
+    salloc = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    names = bare(tmp_path, NGPU="1", **left, **salloc)
+    [(code, words)] = ended(start([sys.executable, "-m", "shardtrain", "train", *options(tmp_path / "run", 2)], names))
+    assert code == 0, words
+    assert list(losses(tmp_path / "run")) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"TORCHELASTIC_RUN_ID": "x"},
+        {
+            "WORLD_SIZE": "2",
+            "RANK": "0",
+            "MASTER_ADDR": "a",
+            "MASTER_PORT": "1",
+            "NPROC_PER_NODE": "8",
+        },  # Alibaba's PAI
+        {"PET_NNODES": "2"},
+        {"PET_NODE_RANK": "1"},
+        {"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "many"},
+        {"NGPU": "two"},
+        {"RUNAI_NUM_OF_GPUS": "1.5"},
+        {"PET_NPROC_PER_NODE": "-1"},
+        {"PET_NNODES": "2", "MASTER_ADDR": "a", "RDZV_TIMEOUT": "soon"},
+    ],
+)
+def test_an_environment_that_cannot_be_is_one_line_and_no_torch(tmp_path, names):
+    command = [sys.executable, "-X", "importtime", "-m", "shardtrain", "train", *options(tmp_path / "run", 2)]
+    [(code, words)] = ended(start(command, bare(tmp_path, **names)))
+    assert code == 2 and len(errors(words)) == 1, words
+    assert "| torch\n" not in words and not (tmp_path / "run").exists()
