@@ -12,7 +12,7 @@ from shardtrain import config
 from shardtrain.config.command_line import split
 from shardtrain.config.machine import mesh_notes
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.launch import hosts, jobs, kubernetes, runai, slurm, ssh
+from shardtrain.launch import hosts, jobs, kubectl, kubernetes, runai, slurm, ssh
 from shardtrain.launch.job import Job, to_job, without
 
 HELP = """\
@@ -181,7 +181,7 @@ def _kubernetes(loaded: config.Loaded, overrides: Sequence[str], dry_run: bool) 
     if dry_run:
         print(text, end="")
         return 0
-    kubernetes.submit(text)
+    kubectl.create(text)
     print(jobs.kubernetes_id(job, launch))
     return 0
 

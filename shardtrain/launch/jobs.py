@@ -15,15 +15,11 @@ from pathlib import Path
 
 from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.launch import kubectl
 from shardtrain.launch.job import Job
 from shardtrain.launch.slurm import ask
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._@+-]*"
-_SELECTORS = {
-    "pytorchjob": "training.kubeflow.org/job-name",
-    "trainjob": "jobset.sigs.k8s.io/jobset-name",
-    "jobset": "jobset.sigs.k8s.io/jobset-name",
-}
 
 
 def kubernetes_id(job: Job, launch: Launch) -> str:
@@ -60,7 +56,9 @@ def _run(name: str, verb: str) -> int:
         raise ConfigError(Problem("id", name, "is no id of a job", "use what launch printed, as slurm/1234"))
     if platform == "ssh":
         return _ssh(int(parts[0]), verb)
-    words = {"slurm": _slurm, "kubernetes": _kubernetes, "runai": _runai}[platform](parts, verb)
+    if platform == "kubernetes":
+        return _kubernetes(name, parts, verb)
+    words = {"slurm": _slurm, "runai": _runai}[platform](parts, verb)
     try:
         return subprocess.run(words, check=False).returncode
     except FileNotFoundError:
@@ -79,14 +77,11 @@ def _slurm(parts: list[str], verb: str) -> list[str]:
     return ["cat", "--", *paths]
 
 
-def _kubernetes(parts: list[str], verb: str) -> list[str]:
-    namespace, kind, name = parts
-    if verb == "status":
-        return ["kubectl", "--namespace", namespace, "get", kind, name]
-    if verb == "stop":
-        return ["kubectl", "--namespace", namespace, "delete", f"{kind}/{name}"]
-    follow = ["--follow", "--prefix", "--tail=-1", "--max-log-requests=64"]
-    return ["kubectl", "--namespace", namespace, "logs", "--selector", f"{_SELECTORS[kind]}={name}", *follow]
+def _kubernetes(name: str, parts: list[str], verb: str) -> int:
+    if parts[1] not in kubectl.RESOURCES:
+        kinds = ", ".join(kubectl.RESOURCES)
+        raise ConfigError(Problem("id", name, f"names none of the kinds {kinds}", "use what launch printed"))
+    return {"status": kubectl.status, "logs": kubectl.logs, "stop": kubectl.stop}[verb](*parts)
 
 
 def _runai(parts: list[str], verb: str) -> list[str]:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pods import containers, expanded
 
 from shardtrain import config
 from shardtrain.config.launch_schema import Launch, LaunchKubernetes, LaunchSlurm
@@ -175,22 +176,13 @@ def test_a_host_starts_the_command_with_exactly_these_texts():
     assert host.wait(30) == 0
 
 
-def expanded(value: str, names: dict[str, str]) -> str:
-    """Kubernetes' own expansion of arguments and values: ``$$`` is one dollar, ``$(NAME)`` a variable's value."""
-    return re.sub(
-        r"\$(\$|\(([^)]*)\))",
-        lambda m: "$" if m[1] == "$" else names.get(m[2], m[0]),
-        value,
-    )
-
-
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
 @examples
 @given(many=texts)
 def test_a_manifest_hands_on_every_text_as_it_is(kind, many):
     job = to_job(many)
     written = kubernetes.render(job, Launch(kubernetes=LaunchKubernetes(kind=kind)))
-    for container in _containers(list(yaml.safe_load_all(written))):
+    for container in containers(list(yaml.safe_load_all(written))):
         names = {one["name"]: expanded(one["value"], {}) for one in container["env"]}
         assert {key: names[key] for key in job.environment} == dict(job.environment)
         assert [expanded(word, {"A": "canary", **names}) for word in container["command"]] == list(job.command)
@@ -202,12 +194,6 @@ def test_a_manifest_hands_on_every_text_as_it_is(kind, many):
         assert (
             not value or value[0] in '"' or re.fullmatch(r"[A-Za-z/][\w./-]*|\d+|true|\{\}|---", value) or "\\" in line
         )
-
-
-def _containers(node: object) -> list[dict]:
-    if isinstance(node, dict):
-        return [*node.get("containers", []), *(one for value in node.values() for one in _containers(value))]
-    return [one for value in node for one in _containers(value)] if isinstance(node, list) else []
 
 
 @examples
@@ -236,7 +222,9 @@ def test_runai_is_given_arguments_and_no_text(many):
         ("ssh.hosts", "a b"), ("slurm.partition", "a\n#SBATCH --uid=0"), ("slurm.partition", "a b"),
         ("slurm.directives", "--wrap=touch canary"), ("slurm.directives", "--mem 4"), ("mounts", "a"),
         ("mounts", "-a:/b"), ("mounts", "a:b"), ("kubernetes.namespace", "a/b"), ("runai.project", "-p x"),
-        ("kubernetes.node_selector", "a"), ("forward_env", "A=B"), ("workdir", "a\nb"), ("env.A", "a\nb"),
+        ("kubernetes.node_selector", "a"), ("kubernetes.node_selector", "a=-b"),
+        ("kubernetes.node_selector", '["a=b", "a=c"]'), ("mounts", '["a:/b", "c:/b:ro"]'),
+        ("forward_env", "A=B"), ("workdir", "a\nb"), ("env.A", "a\nb"),
         ("env.1A", "x"), ("env.HF_TOKEN", "x"), ("secrets.HF_TOKEN", "no-key"), ("device_resource", "a b"),
     ],
 )  # fmt: skip
