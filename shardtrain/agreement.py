@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Iterator, Mapping
@@ -45,7 +44,8 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
         ConfigError: on all ranks the same: names what differs, and the ranks on each side.
         PeerError: on the first rank, when others have not come within comm.init_timeout_seconds.
     """
-    store = dist.PrefixStore(f"agreement-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # of this attempt alone (see parallel.rendezvous); agents count restarts each for itself, so no number stands here
+    store = dist.PrefixStore("agreement", store)
     own = facts_of(config, world_size)
     if rank == 0:
         store.set("facts-0", json.dumps([own, _flat(config)]))

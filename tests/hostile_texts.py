@@ -141,7 +141,10 @@ printf '%s\\0' "$@" > "$RECORD.argv"
 env -0 > "$RECORD.env"
 """
 """Writes down arguments and variables."""
-STDIN = '/bin/sh\nprintf \'%s\\0\' "$@" > "$RECORD.argv"\ncat > "$RECORD.stdin"'
+CREATED = """/bin/sh
+if [ "$1" = create ]; then cat >> "$RECORD.created"; printf '\\0' >> "$RECORD.created"; fi
+"""
+"""Stands for kubectl: keeps the input of each request to create something."""
 EACH = """/bin/sh
 printf '%s\\0' "$#" "$PWD" "$@" >> "$RECORD.each"
 """

@@ -16,6 +16,7 @@ NAME = r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 HOST = r"([A-Za-z_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*(:[0-9]{1,5})?"
 _LABEL = r"([A-Za-z0-9][-A-Za-z0-9.]*/)?[A-Za-z0-9][-A-Za-z0-9._]*"
+_VALUE = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._,:/@+-]*"
 _DNS = r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
 
@@ -32,12 +33,12 @@ FORMS: dict[str, tuple[str, str]] = {
     "launch.slurm.qos": (_WORD, "one word"),
     "launch.slurm.host_suffix": (r"[A-Za-z0-9.-]*", "letters, digits, dots and dashes"),
     "launch.slurm.directives": (r"--[a-z][a-z-]*(=[A-Za-z0-9._,:/@+*&|\[\]-]+)?", 'like "--exclusive" or "--mem=64G"'),
-    "launch.kubernetes.namespace": (NAME.replace("46", "61"), "small letters, digits and dashes"),
+    "launch.kubernetes.namespace": (r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "small letters, digits and dashes"),
     "launch.kubernetes.queue": (_DNS, "a name of Kubernetes"),
     "launch.kubernetes.service_account": (_DNS, "a name of Kubernetes"),
     "launch.kubernetes.image_pull_secret": (_DNS, "a name of Kubernetes"),
     "launch.kubernetes.priority_class": (_DNS, "a name of Kubernetes"),
-    "launch.kubernetes.node_selector": (rf"{_LABEL}=[A-Za-z0-9._-]*", 'like "LABEL=VALUE"'),
+    "launch.kubernetes.node_selector": (rf"{_LABEL}=({_VALUE})?", 'like "LABEL=VALUE"'),
     "launch.runai.project": (_WORD, "one word"),
     "launch.runai.node_pools": (_WORD.replace(",", ""), "names of node pools"),
 }
@@ -63,6 +64,9 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
     launch = loaded.config.launch
     if launch.min_nodes is not None and launch.min_nodes > launch.nodes:
         yield problem(loaded, "launch.min_nodes", f"is above launch.nodes={launch.nodes}", "raise launch.nodes")
+    yield from _check_twice(loaded, "launch.mounts", [text.split(":")[1] for text in launch.mounts if ":" in text])
+    keys = [text.partition("=")[0] for text in launch.kubernetes.node_selector]
+    yield from _check_twice(loaded, "launch.kubernetes.node_selector", keys)
     for table in ("launch.env", "launch.secrets"):
         for name in loaded.value(table):
             if not re.fullmatch(VARIABLE, name):
@@ -81,6 +85,12 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
     if launch.slurm.sweep_at_once is not None and not launch.slurm.sweep:
         yield problem(loaded, "launch.slurm.sweep_at_once", "limits a sweep, and there is none", "set sweep")
     yield from _check_sweep(loaded)
+
+
+def _check_twice(loaded: Loaded, name: str, keys: list[str]) -> Iterator[Problem]:
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        yield problem(loaded, name, f"has {twice[0]} twice, and only one can hold", "keep one")
 
 
 def _check_sweep(loaded: Loaded) -> Iterator[Problem]:

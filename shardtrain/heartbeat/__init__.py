@@ -6,7 +6,6 @@ the rules of hangs, ``marks`` those of slow ranks and of ranks that have gone an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,10 +26,9 @@ def beating(config: Config, here: World, phases: Phases) -> Iterator[None]:
     if here.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
         yield
         return
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # a connection of its own: a wait in the process group's would hold the heartbeat too
     own: Any = here.store
-    store = dist.PrefixStore(f"heartbeat-{attempt}", own.clone())
+    store = dist.PrefixStore("heartbeat", own.clone())
     heart = Heart(store, here.rank, here.size, config, phases, here.device.type)
     heart.start()
     try:

@@ -182,17 +182,27 @@ def _agent(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int,
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+    # in a job of Slurm the end of its time is one that ranks know of by themselves
+    goes_on = nodes.least < nodes.most and "SLURM_JOB_END_TIME" not in os.environ
+
     class Agent(LocalElasticAgent):
-        """Gives up at once where a new attempt would end as the last, or where the ranks were asked to stop."""
+        """Gives up at once where a new attempt would end as the last, or where the ranks were asked to stop.
+
+        In an elastic run ranks also stop because another node is asked to go, or has come: those of a node that was
+        asked nothing itself (it would not be here then) have saved with the others, and go on with who is there.
+        """
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
             codes = [one.exitcode for one in result.failures.values()] if result.is_failed() else []
-            if codes and status_of(codes) not in RESTARTABLE:
+            if codes and goes_on and set(codes) <= {PREEMPTED, NOT_SAVED}:
+                self._remaining_restarts += 1  # spent by PyTorch for this: nothing has failed
+            elif codes and status_of(codes) not in RESTARTABLE:
                 self._remaining_restarts = 0
             return result
 
     host = {} if nodes.hosts_meeting is None else {"is_host": str(nodes.hosts_meeting).lower()}
+    settings: dict[str, Any] = {"join_timeout": nodes.join_seconds, **host, **nodes.rendezvous}
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=nodes.endpoint,
@@ -200,8 +210,7 @@ def _agent(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int,
         min_nodes=nodes.least,
         max_nodes=nodes.most,
         local_addr=nodes.local_address,
-        join_timeout=nodes.join_seconds,
-        **host,
+        **settings,
     )
     spec = WorkerSpec(
         role="shardtrain",

@@ -14,7 +14,7 @@ from shardtrain.config.command_line import split
 from shardtrain.config.launch_schema import Launch
 from shardtrain.config.machine import mesh_notes
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.launch import connections, hosts, jobs, kubernetes, runai, slurm, slurm_queue, ssh
+from shardtrain.launch import connections, hosts, jobs, kubectl, kubernetes, runai, slurm, slurm_queue, ssh
 from shardtrain.launch.job import Job, to_job, without
 
 HELP = """\
@@ -211,7 +211,7 @@ def _kubernetes(asked: Asked) -> int:
     if asked.dry_run:
         print(text, end="")
         return 0
-    kubernetes.submit(text)
+    kubectl.create(text)
     print(jobs.kubernetes_id(job, launch))
     return 0
 

@@ -15,20 +15,15 @@ from pathlib import Path
 
 from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.launch import slurm_queue
+from shardtrain.launch import kubectl, slurm_queue
 from shardtrain.launch.job import Job
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._@+-]*"
-_SELECTORS = {
-    "pytorchjob": "training.kubeflow.org/job-name",
-    "trainjob": "jobset.sigs.k8s.io/jobset-name",
-    "jobset": "jobset.sigs.k8s.io/jobset-name",
-}
 
 
 _FORMS: dict[str, tuple[str, ...]] = {
     "slurm": (r"[0-9]+(_[0-9]+)?",),
-    "kubernetes": (_WORD, "|".join(_SELECTORS), _WORD),
+    "kubernetes": (_WORD, "|".join(kubectl.RESOURCES), _WORD),
     "runai": ("v1|v2", "pytorch|standard", f"-|{_WORD}", _WORD),
     "ssh": (r"[0-9]{1,10}",),
 }
@@ -83,21 +78,13 @@ def _run(name: str, verb: str) -> int:
         return _ssh(int(parts[0]), verb)
     if platform == "slurm":
         return {"status": slurm_queue.status, "logs": slurm_queue.logs, "stop": slurm_queue.stop}[verb](parts[0])
-    words = {"kubernetes": _kubernetes, "runai": _runai}[platform](parts, verb)
+    if platform == "kubernetes":
+        return {"status": kubectl.status, "logs": kubectl.logs, "stop": kubectl.stop}[verb](*parts)
+    words = _runai(parts, verb)
     try:
         return subprocess.run(words, check=False).returncode
     except FileNotFoundError:
         raise ConfigError(Problem(words[0], None, "is not on this machine", "ask where the job was launched")) from None
-
-
-def _kubernetes(parts: list[str], verb: str) -> list[str]:
-    namespace, kind, name = parts
-    if verb == "status":
-        return ["kubectl", "--namespace", namespace, "get", kind, name]
-    if verb == "stop":
-        return ["kubectl", "--namespace", namespace, "delete", f"{kind}/{name}"]
-    follow = ["--follow", "--prefix", "--tail=-1", "--max-log-requests=64"]
-    return ["kubectl", "--namespace", namespace, "logs", "--selector", f"{_SELECTORS[kind]}={name}", *follow]
 
 
 def _runai(parts: list[str], verb: str) -> list[str]:

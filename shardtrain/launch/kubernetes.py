@@ -15,12 +15,10 @@ import yaml
 
 from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.launch.job import Job, header, require, require_free, require_nothing_lost
-from shardtrain.launch.slurm import ask
+from shardtrain.launch.job import RETRIES, Job, header, require, require_free, require_nothing_lost
 
 CONFIG_PATH = "/etc/shardtrain/config.toml"
 RENDEZVOUS_PORT = 29500
-APPLY = ("kubectl", "create", "--filename", "-")
 
 Manifest = dict[str, Any]
 
@@ -158,7 +156,8 @@ def _pytorchjob(job: Job, launch: Launch) -> list[Manifest]:
             "rdzvBackend": "c10d",
             "minReplicas": job.min_nodes,
             "maxReplicas": job.nodes,
-            "maxRestarts": job.max_restarts,
+            # each loss of a pod is one; with none the others would end, and be started again by the cluster alone
+            "maxRestarts": job.max_restarts or RETRIES,
         }
         replicas = {"Worker": job.nodes}
     else:
@@ -224,12 +223,3 @@ def _jobset(job: Job, launch: Launch) -> list[Manifest]:
 def _copied(*manifests: Manifest) -> list[Manifest]:
     """The same data without shared parts, which YAML would write as anchors."""
     return list(json.loads(json.dumps(manifests)))
-
-
-def submit(text: str) -> None:
-    """Give the manifests to kubectl.
-
-    Raises:
-        ConfigError: kubectl is missing, or the cluster refuses a manifest.
-    """
-    ask(APPLY, text, "install kubectl and choose a cluster, or use --dry-run")

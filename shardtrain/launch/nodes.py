@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardtrain.config.command_line import CommandLine
 from shardtrain.config.schema import Config
@@ -46,6 +46,8 @@ class Nodes:
     max_restarts: int
     join_seconds: int
     reason: str
+    rendezvous: Mapping[str, str] = field(default_factory=dict)
+    """Settings of PyTorch's rendezvous, as last_call_timeout (seconds); they beat what is said above."""
 
     @property
     def hosts_meeting(self) -> bool | None:
@@ -93,7 +95,21 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         max_restarts=_number("--max_restarts", arguments.max_restarts, RESTARTS, names, least=0) or 0,
         join_seconds=_number("", None, ("RDZV_TIMEOUT",), names, least=1) or JOIN_SECONDS,
         reason=f"{name}={text}",
+        rendezvous=_settings(names.get("PET_RDZV_CONF", "")),
     )
+
+
+def _settings(text: str) -> dict[str, str]:
+    """What torchrun's --rdzv-conf says, which Kubeflow hands on from a PyTorchJob's elasticPolicy.rdzvConf.
+
+    >>> _settings("last_call_timeout=3, keep_alive_interval=1")
+    {'last_call_timeout': '3', 'keep_alive_interval': '1'}
+    """
+    pairs = [pair.strip().partition("=") for pair in text.split(",") if pair.strip()]
+    if any(not re.fullmatch(r"[a-z_]+", key) or not value for key, _, value in pairs):
+        fix = "write last_call_timeout=10,keep_alive_interval=2"
+        raise ConfigError(Problem("PET_RDZV_CONF", text, "is no list of settings", fix, "environment"))
+    return {key: value for key, _, value in pairs}
 
 
 def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:

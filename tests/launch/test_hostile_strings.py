@@ -14,16 +14,16 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
-from hostile_texts import ARGV, FEW, PIECES, STDIN, TIMEOUT, Recorder, batches, is_safe, job_of, same
+from hostile_texts import ARGV, CREATED, FEW, PIECES, TIMEOUT, Recorder, batches, is_safe, job_of, same
+from pods import containers, expanded
 
 from shardtrain.config import Config, Loaded
 from shardtrain.config.launch_schema import Launch, LaunchKubernetes, LaunchRunai, LaunchSlurm
 from shardtrain.errors import ConfigError
-from shardtrain.launch import command, kubernetes, runai, slurm, ssh
+from shardtrain.launch import command, kubectl, kubernetes, runai, slurm, ssh
 from shardtrain.launch.hosts import Host
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="env -0 is GNU's"), pytest.mark.timeout(3600)]
@@ -127,39 +127,29 @@ def test_launch_local_becomes_the_command_with_these_texts(tmp_path, monkeypatch
         record.arrived(job)
 
 
-def expanded(value: str, names: dict[str, str]) -> str:
-    """Kubernetes' own expansion of arguments and values: ``$$`` is one dollar, ``$(NAME)`` a variable's value."""
-    return re.sub(
-        r"\$(\$|\(([^)]*)\))",
-        lambda m: "$" if m[1] == "$" else names.get(m[2], m[0]),
-        value,
-    )
-
-
 LOADERS = [yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)]
 """PyYAML's own reader, which is slow, for the first texts; libyaml's, on which Kubernetes' is modelled, for all."""
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
 def test_a_manifest_hands_on_every_text_as_it_is(tmp_path, monkeypatch, kind):
-    record = Recorder(tmp_path, kubectl=STDIN)
+    record = Recorder(tmp_path, kubectl=CREATED)
     for name, value in record.names().items():
         monkeypatch.setenv(name, value)
     for number, many in enumerate(batches(kind)):
         job = job_of(many)
         written = kubernetes.render(job, Launch(kubernetes=LaunchKubernetes(kind=kind)))
-        kubernetes.submit(written)
-        assert record.read("argv") == ["create", "--filename", "-"]
-        received = Path(f"{record.record}.stdin").read_text(encoding="utf-8")
+        kubectl.create(written)
+        received = [json.loads(one) for one in record.read("created")]
         for loader in LOADERS[number > 0 :]:
-            manifests = list(yaml.load_all(received, Loader=loader))
-            assert containers(manifests)
+            manifests = list(yaml.load_all(written, Loader=loader))
+            assert manifests == received and containers(manifests)
             for container in containers(manifests):
                 names = {one["name"]: expanded(one["value"], {}) for one in container["env"]}
                 same(list(job.environment.values()), [names[one] for one in job.environment])
                 same(job.command, [expanded(word, {"A": "canary", **names}) for word in container["command"]])
                 assert all(isinstance(word, str) for word in [*container["command"], *names.values()])
-        only_words_stand_without_quotes(received)
+        only_words_stand_without_quotes(written)
 
 
 def only_words_stand_without_quotes(written: str) -> None:
@@ -168,12 +158,6 @@ def only_words_stand_without_quotes(written: str) -> None:
         value = re.sub(r"^\s*(- )*([^\s\"':]+:( |$))?", "", line)
         good = not value or value[0] == '"' or re.fullmatch(r"[A-Za-z/][\w./-]*|\d+|true|\{\}|---", value)
         assert good or "\\" in line, line
-
-
-def containers(node: object) -> list[dict]:
-    if isinstance(node, dict):
-        return [*node.get("containers", []), *(one for value in node.values() for one in containers(value))]
-    return [one for value in node for one in containers(value)] if isinstance(node, list) else []
 
 
 @pytest.mark.parametrize("cli", ["v1", "v2"])

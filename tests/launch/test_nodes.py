@@ -208,3 +208,11 @@ def test_a_host_that_never_comes_is_told_after_the_stated_time():
     assert it is not None
     with pytest.raises(PeerError, match=f"127.0.0.1:{port}.*after 1 s"):
         agent._await_host(it)
+
+
+def test_settings_of_the_rendezvous_are_read_and_a_wrong_list_is_refused():
+    settings = {"PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1"}
+    node = nodes.find(split([]), {**ELASTIC, **settings})
+    assert node and node.rendezvous == {"last_call_timeout": "3", "keep_alive_interval": "1"}
+    with pytest.raises(ConfigError, match="PET_RDZV_CONF"):
+        nodes.find(split([]), {**ELASTIC, "PET_RDZV_CONF": "last_call_timeout"})

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from shardtrain.config.schema import Comm
+from shardtrain import agreement
+from shardtrain.config.schema import Comm, Config
 from shardtrain.errors import ConfigError
 from shardtrain.parallel.world import check_agreement, gather_flags, join, pick_device_type, set_timeout
 
@@ -79,3 +80,13 @@ def _together(rank: int) -> None:
 
 def test_ranks_find_out_together_who_disagrees_and_who_waves() -> None:
     run_ranks(3, _together)
+
+
+def _of_two_agents(rank: int) -> None:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
+    agreement.check(Config(), dist.distributed_c10d._get_default_store(), rank, 2)
+
+
+def test_ranks_of_agents_that_count_other_restarts_find_each_other() -> None:
+    """The agent of a node that was lost and came back begins at 0; the others have counted the loss."""
+    run_ranks(2, _of_two_agents)
