@@ -8,7 +8,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-LONGEST_FIRST = ("test_grid.py", "test_expert.py", "test_same_numbers.py")
+LONGEST_FIRST = ("test_grid.py", "test_docs.py", "test_expert.py", "test_same_numbers.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,6 +27,9 @@ from shardtrain.parallel import LOSS_AXES
 from shardtrain.parallel.world import World
 from shardtrain.shards import to_full
 
+# As many as a wrong update, a wrong state of the optimizer and a wrong rate need to show
+STEPS = 4
+
 SHAPE = {
     "vocab_size": 512,
     "dim": 64,
@@ -146,13 +149,13 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
     return Result(losses, norms, lrs, initial, whole(run), ids, run.state.to_dict(), facts, gradients)
 
 
-def run_tiny(num_ranks: int, config: Config, steps: int = 10) -> list[Result]:
+def run_tiny(num_ranks: int, config: Config, steps: int = STEPS) -> list[Result]:
     """The results of all ranks."""
     return run_ranks(num_ranks, train_steps, config, steps)
 
 
 @functools.cache
-def reference(steps: int = 10) -> Result:
+def reference(steps: int = STEPS) -> Result:
     """One process, no accumulation, float32: what every mesh is compared with."""
     return run_tiny(1, tiny_config(training={"local_batch_size": 8}), steps)[0]
 
