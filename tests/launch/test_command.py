@@ -208,7 +208,7 @@ def test_a_program_that_is_missing_or_refuses_is_told_in_one_line(tmp_path, conf
 
 def test_an_id_is_followed_by_the_platforms_own_command(tmp_path):
     record = tmp_path / "argv"
-    for name in ("runai", "scancel"):
+    for name in ("runai", "scancel", "scontrol"):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {shlex.quote(str(record))}\n')
         (tmp_path / name).chmod(0o755)
     for words in (
@@ -218,6 +218,7 @@ def test_an_id_is_followed_by_the_platforms_own_command(tmp_path):
     assert record.read_text().splitlines() == [
         "runai training pytorch logs run -p team",
         "runai delete job run",
+        "scontrol --oneliner show job 12_3",
         "scancel 12_3",
     ]
 

@@ -90,6 +90,5 @@ def test_two_hosts_are_examined_together_and_one_report_comes_back(tmp_path):
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "2 ranks on " in line]
-    assert len(lines) == 1 and lines[0].startswith("[host-a]"), "the first rank tells of all"
+    assert len(lines) == 1, "the first rank, of whichever host, tells of all"
     assert "all_reduce" in done.stderr and "versions" in done.stderr
-    print(done.stderr)

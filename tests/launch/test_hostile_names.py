@@ -46,7 +46,8 @@ def test_what_may_stand_bare_in_a_script_or_a_command_has_no_meaning_there(optio
         for text in (one, f"a{one}", f"{one}a", f"a/{one}=b", f"--a={one}"):
             if re.fullmatch(form, text):
                 assert not re.search(r"[\s\"'`$\\;<>(){}!#~^]", text) and text.isprintable(), text
-                assert not text.startswith("-") or option == "launch.slurm.directives"
+                # the one is an option, and the other stands behind the name of a host
+                assert not text.startswith("-") or option in ("launch.slurm.directives", "launch.slurm.host_suffix")
                 bare = re.sub(r"[&*|]", "", text) if option == "launch.slurm.directives" else text  # of a comment
                 assert not re.search(r"[&*|?]", bare), text
 
@@ -97,7 +98,9 @@ def test_a_folder_of_any_name_is_entered_by_slurm_and_ssh(folders):
             remote.append(f"({ssh.render(job, Launch(), [Host('a')], 'a', 'id')[0].ssh[-1]}) || exit")
             expected.append([str(at / name), *job.command[1:]])
         record.run(["bash"], f"{shims}cd {at}\nexport CDPATH=/:/usr\n" + "\n".join(scripts), **STEP)
-        same(expected, each(record))
+        calls = each(record)
+        same([[folder, "-c", slurm.LOOK, folder, ""] for folder, *_ in expected], calls[::2])
+        same(expected, calls[1::2])
         record.run(["sh"], f"cd {at}\nexport CDPATH=/:/usr\n" + "\n".join(remote))
         same([[folder, "-m", "shardtrain.launch.host"] for folder, *_ in expected], each(record))
 
@@ -279,7 +282,8 @@ def test_the_text_of_a_configuration_arrives_in_a_manifest_as_it_is(tmp_path):
         ("slurm.directives", "--wrap=touch canary"), ("slurm.directives", "--mem 4"), ("mounts", "a"),
         ("mounts", "-a:/b"), ("mounts", "a:b"), ("kubernetes.namespace", "a/b"), ("runai.project", "-p x"),
         ("kubernetes.node_selector", "a"), ("kubernetes.node_selector", "a=-b"),
-        ("kubernetes.node_selector", '["a=b", "a=c"]'), ("mounts", '["a:/b", "c:/b:ro"]'), ("forward_env", "A=B"), ("workdir", "a\nb"), ("env.A", "a\nb"),
+        ("kubernetes.node_selector", '["a=b", "a=c"]'), ("mounts", '["a:/b", "c:/b:ro"]'),
+        ("forward_env", "A=B"), ("workdir", "a\nb"), ("env.A", "a\nb"),
         ("env.1A", "x"), ("env.HF_TOKEN", "x"), ("secrets.HF_TOKEN", "no-key"), ("device_resource", "a b"),
         ("python", "-c"), ("slurm.sweep", "--job.description a\udcff"), ("ssh.include", "a\nb"),
     ],

@@ -64,7 +64,9 @@ def test_a_slurm_script_hands_on_every_text_as_it_is(cluster, container):
 def test_a_sweep_hands_on_every_override_and_folder_as_it_is(tmp_path):
     """Functions of the shell stand for srun and scontrol, so that a thousand tasks are one process."""
     record = Recorder(tmp_path)
-    shims = 'scontrol() { echo node1; }\nsrun() { printf \'%s\\0\' "${@:5}" >> "$RECORD.each"; }\n'
+    shims = (
+        'scontrol() { echo node1; }\nsrun() { [[ "$4" == bash ]] || printf \'%s\\0\' "${@:5}" >> "$RECORD.each"; }\n'
+    )
     for many in batches("sweep", FEW):
         entries = [shlex.join(["--job.description", one]) for one in many]
         job = replace(job_of([]), dump_folder=many[0])
