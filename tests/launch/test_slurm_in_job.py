@@ -167,15 +167,15 @@ def test_a_run_that_saved_and_may_not_be_queued_again_says_so(cluster, tmp_path)
     assert newest(folder) == max(losses(folder))
 
 
-@pytest.mark.skipif(not os.environ.get("SHARDTRAIN_SLURM"), reason="two minutes: SHARDTRAIN_SLURM=1 runs it")
+@pytest.mark.skipif(not os.environ.get("SHARDTRAIN_SLURM"), reason="four minutes: SHARDTRAIN_SLURM=1 runs it")
 def test_a_run_saves_before_the_time_limit_of_its_job_and_is_queued_again(cluster, tmp_path):
     folder = tmp_path / "run"
     job = submit(
         cluster, tmp_path, "--name=limit", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
         "--checkpoint.enable", "--checkpoint.grace_seconds=20", f"--job.dump_folder={folder}",
-        "--launch.slurm.time_limit_minutes=1",
+        "--launch.slurm.time_limit_minutes=3",
     )  # fmt: skip
-    wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 180)
+    wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 390)
     text = (tmp_path / f"limit-{job}.log").read_text()
     assert re.search(r"stopped by (SIGUSR1|the end of the Slurm job).*; everything is saved", text), text[-2000:]
     assert newest(folder) == max(losses(folder))
