@@ -42,9 +42,10 @@ def pip_volumes(folder: Path) -> list[str]:
     told = tell([sys.executable, "-m", "pip", "config", "list"], 60)
     settings = re.findall(r"^global\.([\w-]+)='(.*)'$", told, re.MULTILINE)
     (folder / "pip.conf").write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings))
-    paths = [Path(word.removeprefix("file://")) for _, value in settings for word in value.split()]
-    # with the folder above, because an index leads to files beside it
-    sources = {str(path.parent) for path in paths if path.is_absolute() and path.exists() and len(path.parts) > 2}
+    words = [word for _, value in settings for word in value.split()]
+    # an index of files leads to files beside it
+    paths = [Path(word[7:]).parent if word.startswith("file://") else Path(word) for word in words]
+    sources = {str(path) for path in paths if path.is_absolute() and path.exists()}
     volumes = [f"{folder}/pip.conf:/etc/pip.conf:ro", *(f"{one}:{one}:ro" for one in sorted(sources))]
     return [word for volume in volumes for word in ("--volume", volume)]
 

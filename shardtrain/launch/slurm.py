@@ -52,8 +52,10 @@ sys.exit("error[2]: " + wrong if wrong else 0)
 
 LOOK_ON_NODE = """\
 said=$("$@" 2>&1) && exit
-what=${said##*error\\[2\\]: }
-[[ "$said" == *"error[2]: "* ]] || what="$0 does not start: ${said##*$'\\n'}; correct launch.python or launch.image"
+# the last line that says something, without its colours
+last=$(sed 's/\\x1b\\[[0-9;]*m//g' <<<"$said" | grep -v '^ *$' | tail -n 1)
+what=${last##*error\\[2\\]: }
+[[ "$last" == *"error[2]: "* ]] || what="$0 does not start: $last; correct launch.python or launch.image"
 echo "error[2]: ${SLURMD_NODENAME:-$HOSTNAME}: $what" >&2
 exit 2
 """

@@ -107,7 +107,8 @@ def test_a_port_that_is_taken_is_passed_over(cluster, tmp_path):
 
 def test_each_task_of_a_sweep_has_its_folder_and_one_that_fails_leaves_the_others(cluster, tmp_path):
     folder = tmp_path / "run"
-    sweep = '["--optimizer.lr 1e-4", "--training.dataset_path /nowhere", "--optimizer.lr 3e-4 --training.seed 7"]'
+    wrong = "--checkpoint.enable --checkpoint.initial_load_path /nowhere"
+    sweep = f'["--optimizer.lr 1e-4", "{wrong}", "--optimizer.lr 3e-4 --training.seed 7"]'
     job = submit(
         cluster, tmp_path, "--name=sweep", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=2",
         f"--job.dump_folder={folder}", f"--launch.slurm.sweep={sweep}",
@@ -166,15 +167,15 @@ def test_a_run_that_saved_and_may_not_be_queued_again_says_so(cluster, tmp_path)
     assert newest(folder) == max(losses(folder))
 
 
-@pytest.mark.skipif(not os.environ.get("SHARDTRAIN_SLURM"), reason="two minutes: SHARDTRAIN_SLURM=1 runs it")
+@pytest.mark.skipif(not os.environ.get("SHARDTRAIN_SLURM"), reason="four minutes: SHARDTRAIN_SLURM=1 runs it")
 def test_a_run_saves_before_the_time_limit_of_its_job_and_is_queued_again(cluster, tmp_path):
     folder = tmp_path / "run"
     job = submit(
         cluster, tmp_path, "--name=limit", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
         "--checkpoint.enable", "--checkpoint.grace_seconds=20", f"--job.dump_folder={folder}",
-        "--launch.slurm.time_limit_minutes=1",
+        "--launch.slurm.time_limit_minutes=3",
     )  # fmt: skip
-    wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 180)
+    wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 390)
     text = (tmp_path / f"limit-{job}.log").read_text()
     assert re.search(r"stopped by (SIGUSR1|the end of the Slurm job).*; everything is saved", text), text[-2000:]
     assert newest(folder) == max(losses(folder))
@@ -184,10 +185,10 @@ def test_a_run_saves_before_the_time_limit_of_its_job_and_is_queued_again(cluste
 
 @pytest.mark.skipif(not shutil.which("apptainer"), reason="no apptainer here")
 def test_a_container_sees_its_binds_and_cannot_write_those_that_are_read_only(cluster, tmp_path):
-    """``SHARDTRAIN_SANDBOX`` is a folder with a system that has Python and torch; the package is bound into it."""
+    """``SHARDTRAIN_SANDBOX`` is a folder with the CPU image unpacked; the working tree is bound into it."""
     sandbox = os.environ.get("SHARDTRAIN_SANDBOX")
     if not sandbox:
-        pytest.skip("SHARDTRAIN_SANDBOX names no system with Python and torch")
+        pytest.skip("SHARDTRAIN_SANDBOX names no folder with the CPU image")
     folder, cache = tmp_path / "run", tmp_path / "cache"
     folder.mkdir()
     cache.mkdir()
@@ -195,7 +196,7 @@ def test_a_container_sees_its_binds_and_cannot_write_those_that_are_read_only(cl
     text = next(word for word in SMALL if "dataset_path" in word).partition("=")[2]
     job = submit(
         cluster, tmp_path, "--name=box", "--nodes=2", "--nproc=1", *ON_LOOPBACK[2:], *SMALL, "--training.steps=2",
-        "--launch.python=python3", "--launch.workdir=/src", "--job.dump_folder=/runs",
+        "--launch.python=/opt/shardtrain/bin/python3", "--launch.workdir=/src", "--job.dump_folder=/runs",
         "--launch.slurm.container=apptainer", f"--launch.image={sandbox}", "--launch.env.HF_HOME=/hf",
         f'--launch.mounts=["{root}:/src:ro", "{folder}:/runs", "{cache}:/hf", "{text}:{text}:ro"]',
     )  # fmt: skip
