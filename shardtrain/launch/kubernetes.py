@@ -24,6 +24,7 @@ RETRIES = 6
 """Times that a platform starts lost pods again: the default of Kubernetes' own jobs."""
 APPLY = ("kubectl", "create", "--filename", "-")
 
+_NO_FOLD = 1 << 30
 Manifest = dict[str, Any]
 
 
@@ -41,7 +42,8 @@ def render(job: Job, launch: Launch) -> str:
         rule = "has no effect there: a lost pod ends the whole attempt"
         fix = 'leave out launch.min_nodes, or use "pytorchjob"'
         raise ConfigError(Problem("launch.kubernetes.kind", launch.kubernetes.kind, rule, fix))
-    text = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=100)
+    # a text stays on one line: readers of YAML agree on what quotes hold there, and so do people who search for it
+    text = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=_NO_FOLD)
     return f"# {header('kubectl create -f FILE')}\n{text}"
 
 
