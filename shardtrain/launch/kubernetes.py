@@ -20,6 +20,7 @@ from shardtrain.launch.job import RETRIES, Job, header, require, require_free, r
 CONFIG_PATH = "/etc/shardtrain/config.toml"
 RENDEZVOUS_PORT = 29500
 
+_NO_FOLD = 1 << 30
 Manifest = dict[str, Any]
 
 
@@ -37,7 +38,8 @@ def render(job: Job, launch: Launch) -> str:
         rule = "has no effect there: a lost pod ends the whole attempt"
         fix = 'leave out launch.min_nodes, or use "pytorchjob"'
         raise ConfigError(Problem("launch.kubernetes.kind", launch.kubernetes.kind, rule, fix))
-    text = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=100)
+    # a text stays on one line: readers of YAML agree on what quotes hold there, and so do people who search for it
+    text = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=_NO_FOLD)
     return f"# {header('kubectl create -f FILE')}\n{text}"
 
 
