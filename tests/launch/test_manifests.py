@@ -11,6 +11,7 @@ import importlib
 
 import pytest
 import yaml
+from kube_schemas import ELASTIC_POLICY, PYTORCHJOB, RUN_POLICY
 
 from shardtrain import config
 from shardtrain.launch import kubernetes
@@ -27,16 +28,6 @@ EVERYTHING = [
     "--launch.kubernetes.priority_class=high", '--launch.kubernetes.node_selector=["gpu=h100"]',
 ]  # fmt: skip
 LEAST = ["--launch.image=reg/run:1"]
-
-PYTORCHJOB = {"elasticPolicy": dict, "nprocPerNode": str, "pytorchReplicaSpecs": dict, "runPolicy": dict}
-RUN_POLICY = {
-    "activeDeadlineSeconds": int, "backoffLimit": int, "cleanPodPolicy": str, "managedBy": str,
-    "schedulingPolicy": dict, "suspend": bool, "ttlSecondsAfterFinished": int,
-}  # fmt: skip
-ELASTIC_POLICY = {
-    "maxReplicas": int, "maxRestarts": int, "metrics": list, "minReplicas": int, "nProcPerNode": int,
-    "rdzvBackend": str, "rdzvConf": list, "rdzvHost": str, "rdzvId": str, "rdzvPort": int, "standalone": bool,
-}  # fmt: skip
 
 
 def manifests(kind: str, arguments: list[str], path=None) -> list[dict]:
