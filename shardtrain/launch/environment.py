@@ -209,6 +209,9 @@ def choose_processes(
     if accelerators:
         count = max(accelerators // multiple, 1) * multiple
         return ProcessCount(_fit_batch(config, count, multiple), f"{accelerators} accelerators found")
+    given = unseen_devices(environment)
+    if given:
+        return given
     count = -(-min(2, cores) // multiple) * multiple
     return ProcessCount(_fit_batch(config, count, multiple), f"no accelerator found, {cores} CPU cores")
 
@@ -233,6 +236,24 @@ def asked_processes(requested: int | None, environment: Mapping[str, str]) -> Pr
         undecided = text in ("auto", "gpu", "cpu") if name == "PET_NPROC_PER_NODE" else text == "0" and name != "NGPU"
         if text and not undecided:
             return ProcessCount(_at_least_one(name, text, "environment"), f"as {name} says")
+    return None
+
+
+def unseen_devices(environment: Mapping[str, str]) -> ProcessCount | None:
+    """A rank for each device that Slurm has given to this task's node, where none can be seen; None where none is.
+
+    That is a container without its devices (``--nv``), a node without a driver, or a training on CPUs in such a job.
+
+    >>> unseen_devices({"SLURM_PROCID": "0", "SLURM_JOB_GPUS": "0,1,2,3"})
+    ProcessCount(count=4, reason='SLURM_JOB_GPUS=0,1,2,3, of which none can be seen here')
+    >>> unseen_devices({"SLURM_JOB_GPUS": "0,1"})  # the shell of an allocation, not a task of it
+    """
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
+        text = environment.get(name, "") if "SLURM_PROCID" in environment else ""
+        is_number = name == "SLURM_GPUS_ON_NODE" and text.isdecimal()
+        count = int(text) if is_number else len([one for one in text.split(",") if one])
+        if count:
+            return ProcessCount(count, f"{name}={text}, of which none can be seen here")
     return None
 
 

@@ -216,4 +216,7 @@ def choose_processes(
     whole = environment.mesh_size(config)
     if whole and whole % nodes.most == 0:
         return ProcessCount(whole // nodes.most, "its share of the parallelism degrees")
+    given = environment.unseen_devices(names)
+    if given:
+        return given
     return ProcessCount(min(2, cores), f"no accelerator found, {cores} CPU cores")

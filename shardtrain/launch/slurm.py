@@ -76,8 +76,8 @@ TAKEN = frozenset([*_OF_THE_SCRIPT.split(), *_OF_BASH.split()])
 """Variables that would not arrive through a script of bash."""
 
 AGAIN = """\
-if ((code == 75)); then
-    # asked to stop, and saved: the same job goes on from there
+if ((code == 75 || code == 138)); then
+    # asked to stop, and saved, or by SIGUSR1 before it could hear of it: the same job goes on from there
     scontrol requeue "$SLURM_JOB_ID" || told "saved, and Slurm does not queue it again; submit it again to go on"
 fi
 """

@@ -160,8 +160,20 @@ def shimmed(tmp_path: Path, command: list[str], **names: str) -> subprocess.Comp
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
+def test_a_job_that_was_signalled_before_it_could_hear_is_queued_again(tmp_path):
+    """SIGUSR1 ends a program that has not begun to listen: nothing was trained, and nothing is lost."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\n[[ "$1" == -c ]] || kill -USR1 $$\n')
+    python.chmod(0o755)
+    batch = tmp_path / "batch"
+    batch.write_text(script("--launch.nodes=2", f"--launch.python={python}"))
+    done = shimmed(tmp_path, ["bash", str(batch)])
+    assert done.returncode == 138 and f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
+
+
 @pytest.mark.slow
-def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed(tmp_path):
+@pytest.mark.parametrize(("given", "ranks"), [({"NGPU": "1"}, 2), ({"SLURM_JOB_GPUS": "0,1"}, 4)])
+def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed(tmp_path, given, ranks):
     """``multinode_trainer.slurm`` is the hand-editable version: everything else comes from Slurm's variables."""
     command = [
         "bash",
@@ -170,9 +182,10 @@ def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed
         "--training.steps=2",
         f"--job.dump_folder={tmp_path}",
     ]
-    done = shimmed(tmp_path, command, NGPU="1", PYTHON=sys.executable, CONFIG_FILE="configs/debug.toml")
+    done = shimmed(tmp_path, command, **given, PYTHON=sys.executable, CONFIG_FILE="configs/debug.toml")
     assert done.returncode == 0, done.stderr
-    assert list(losses(tmp_path)) == [1, 2] and "on 2 x cpu" in done.stderr
+    assert list(losses(tmp_path)) == [1, 2] and f"on {ranks} x cpu" in done.stderr
+    assert ("of which none can be seen here" in done.stderr) == ("SLURM_JOB_GPUS" in given), "it is told, not silent"
     text = (ROOT / "multinode_trainer.slurm").read_text()
     assert len(re.findall(r"--nodes=", text)) == 1, "one place says how many nodes there are"
 
@@ -192,10 +205,10 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal(cl
 
     wait_for(has_come)
     subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=20)
-    wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 60)
+    wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 120)
     saved = newest(folder)
     assert saved > 1
-    wait_for(lambda: max(losses(folder)) > saved, 60)
+    wait_for(lambda: max(losses(folder)) > saved, 180)
     assert list(losses(folder)) == list(range(1, max(losses(folder)) + 1)), "no step is lost or made twice"
     told = launch(cluster, "status", f"slurm/{job}").stdout
     assert re.fullmatch(rf"slurm/{job}: RUNNING on \S+ for [\d:]+, queued again 1 time, log {log}\n", told), told
