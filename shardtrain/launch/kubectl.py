@@ -35,7 +35,10 @@ _BESIDE = {"trainjob": "configmaps,trainingruntimes.trainer.kubeflow.org"}
 _FIXES = (
     ("AlreadyExists", "choose another --name, or end the other with launch stop"),
     (r"namespaces .* not found", "create it, or correct launch.kubernetes.namespace"),
-    (r"no matches for kind|have a resource type", "install its operator, or correct launch.kubernetes.kind"),
+    (
+        r"no matches for kind|have a resource type|find the requested resource",
+        "install its operator, or correct launch.kubernetes.kind",
+    ),
     ("exceeded quota", "ask for less, or wait until other jobs end"),
     (r"NotFound", "it has ended and was removed, or the id is wrong"),
     (r"orbidden", "ask who runs the cluster for this right"),

@@ -33,7 +33,7 @@ EXTRAS = {
     "selector": ['--launch.kubernetes.node_selector=["node.kubernetes.io/instance-type=p5.48xlarge", "gpu=h100"]'],
     "queue": ["--launch.kubernetes.queue=team", "--launch.kubernetes.priority_class=high"],
     "account": ["--launch.kubernetes.service_account=trainer", "--launch.kubernetes.image_pull_secret=registry"],
-    "elastic": ["--nodes=1:4", "--max_restarts=3"],
+    "elastic": ["--launch.min_nodes=1", "--max_restarts=3"],
 }
 CASES = [(kind, name) for kind in RESOURCES for name in EXTRAS if name != "elastic" or kind == "pytorchjob"]
 
