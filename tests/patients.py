@@ -79,6 +79,7 @@ HEALTHY = {
     "environment": {
         "variables": {"OMP_NUM_THREADS": "8", "NCCL_SOCKET_IFNAME": "eth"},
         "interfaces": ["lo", "eth0"],
+        "unseen": "",
         "infiniband": True,
         "cores": 64,
         "local_size": 2,

@@ -38,7 +38,7 @@ def collect(here: Here, facts: Facts) -> None:
     """Note variables by prefix (no others: they may be secrets), and what the values refer to."""
     import socket
 
-    from shardtrain.launch.environment import usable_cores
+    from shardtrain.launch.environment import unseen_devices, usable_cores
     from shardtrain.log import redact
 
     names = [name for name in sorted(os.environ) if name.startswith(PREFIXES) and name not in _HARMLESS]
@@ -46,6 +46,9 @@ def collect(here: Here, facts: Facts) -> None:
     facts["interfaces"] = [name for _, name in socket.if_nameindex()]
     facts["infiniband"] = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
     facts["cores"], facts["local_size"] = usable_cores(), here.local_size
+    wants = here.device == "cpu" and here.loaded.config.training.device == "auto"
+    unseen = unseen_devices(os.environ) if wants else None
+    facts["unseen"] = unseen.reason if unseen else ""
 
 
 def judge(said: Said) -> Iterator[Finding]:
@@ -64,6 +67,7 @@ def judge(said: Said) -> Iterator[Finding]:
     for name, pattern, cost in COSTLY:
         yield from each(said, AREA, name, functools.partial(_costly, name, pattern, cost))
     yield from each(said, AREA, "NCCL_IB_DISABLE", _infiniband)
+    yield from each(said, AREA, "devices of the job", _unseen)
     yield from each(said, AREA, "threads", _threads)
 
 
@@ -102,6 +106,13 @@ def _infiniband(facts: Facts) -> Judged | None:
         fix = "unset NCCL_IB_DISABLE"
         return "fail", "1, and this host has InfiniBand or RoCE cards, which lie idle", "not set", fix
     return "pass", "1, and this host has no such card", "not set", ""
+
+
+def _unseen(facts: Facts) -> Judged | None:
+    if not facts["unseen"]:
+        return None
+    fix = "give the container its devices (apptainer --nv, docker --gpus all), or mend the driver: nvidia-smi"
+    return "fail", facts["unseen"], "a device for each that Slurm has given", fix
 
 
 def _threads(facts: Facts) -> Judged | None:

@@ -78,6 +78,13 @@ TROUBLES = [
     (variable(NCCL_P2P_DISABLE="1"), "environment", "NCCL_P2P_DISABLE", "warn", "NVLink"),
     (variable(NCCL_IB_DISABLE="1"), "environment", "NCCL_IB_DISABLE", "fail", "idle"),
     (variable(NCCL_SOCKET_IFNAME="ib0"), "environment", "NCCL_SOCKET_IFNAME", "fail", "none of lo, eth0"),
+    (
+        change("environment", unseen="SLURM_GPUS_ON_NODE=8, of which none can be seen here"),
+        "environment",
+        "devices of the job",
+        "fail",
+        "none can be seen",
+    ),
     (variable(OMP_NUM_THREADS="64"), "environment", "threads", "warn", "64 of OpenMP"),
     (change("config", problems=["a=1 is wrong; use 2"]), "config", "problem", "fail", "rank 2 (host-1)"),
     (change("limits", open_files=256), "limits", "open files", "fail", "256"),
