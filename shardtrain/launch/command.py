@@ -28,7 +28,7 @@ Start a training where it belongs. --dry-run prints what would be submitted, and
   --name NAME            launch.name            --nodes N              launch.nodes; MIN:MAX is an elastic run
   --image IMAGE          launch.image           --nproc N              launch.nproc_per_node
   --hosts a,b            launch.ssh.hosts       --hostfile FILE        launch.ssh.hostfile
-  --include a@b:0,1      launch.ssh.include     --exclude a            launch.ssh.exclude
+  --include a:0@b:1      launch.ssh.include     --exclude a            launch.ssh.exclude
   --max_restarts N       launch.max_restarts
 
 All options are keys of [launch] (shardtrain config help launch); what is no option of launch goes to the run.
@@ -150,6 +150,10 @@ def _spelt_out(words: list[str]) -> list[str]:
             raise ConfigError(Problem(name, None, "has no value", f"write {name} VALUE", "command line"))
         least, colon, most = text.partition(":")
         if name == "--nodes" and colon:
+            if not (least and most):
+                raise ConfigError(
+                    Problem(name, text, "is no range", "write 2, or 1:4 for an elastic run", "command line")
+                )
             spelt += ["--launch.min_nodes", least]
             text = most
         spelt += [f"--{SHORT[name]}", *(text.split(",") if name == "--hosts" else [text])]

@@ -37,6 +37,7 @@ HINTS = (
     ("Could not resolve", "is the name right?"),
     ("timed out", "is it up, and its network?"),
     ("refused", "is its sshd up?"),
+    ("user config file", "correct launch.ssh.config_file;"),
 )
 """What ssh says, and what helps."""
 
@@ -142,7 +143,7 @@ class Run:
             by_hand = shlex.join(words).replace(" -o -o ", " -o ")
             fix = f"{hint} try `{by_hand} true`"
             return ConfigError(Problem("host", one.name, f"cannot be reached by ssh: {said}", fix))
-        fix = "install shardtrain there, or set launch.python and launch.workdir to where it is"
+        fix = "install shardtrain and torch there, or set launch.python and launch.workdir to where they are"
         return ConfigError(Problem("host", one.name, f"cannot start shardtrain: {said}", fix))
 
     def _lost(self, one: _Connection) -> PeerError:

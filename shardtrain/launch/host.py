@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import select
@@ -53,6 +54,9 @@ class Launcher:
 
 def main() -> int:
     """Run the command that standard input describes; gives its status."""
+    if importlib.util.find_spec("torch") is None:  # before any host begins, and not as a trace of the run
+        print(f"{sys.executable} has no package torch", flush=True)
+        return 2
     address = os.environ.get("SSH_CONNECTION", "").split()
     print(READY, __version__, address[2] if len(address) == 4 else "-", flush=True)
     launcher, lines = Launcher(), list[bytes]()

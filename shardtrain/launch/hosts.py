@@ -54,7 +54,7 @@ def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
         raise ConfigError(Problem("launch.nodes", asked_nodes, f"is more than {len(hosts)} hosts", "name more hosts"))
     hosts = hosts[:asked_nodes] if asked_nodes else hosts
     if len({host.slots for host in hosts}) > 1:
-        told = ", ".join(f"{host.name} has {host.slots}" for host in hosts)
+        told = ", ".join(f"{host.name} has {host.slots or 'no slots=N'}" for host in hosts)
         fix = "leave some out by --exclude, or choose devices by --include HOST:0,1"
         raise ConfigError(Problem("slots", None, f"must be equal on all hosts: {told}", fix))
     return hosts
@@ -78,7 +78,7 @@ def read_hostfile(path: Path) -> list[Host]:
         ConfigError: it cannot be read, or a line is none of these.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             Problem("launch.ssh.hostfile", str(path), f"cannot be read: {error}", "give a file")

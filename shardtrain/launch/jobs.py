@@ -17,6 +17,7 @@ from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.launch import kubectl, slurm_queue
 from shardtrain.launch.job import Job
+from shardtrain.launch.slurm import ask
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._@+-]*"
 
@@ -82,6 +83,9 @@ def _run(name: str, verb: str) -> int:
         return {"status": kubectl.status, "logs": kubectl.logs, "stop": kubectl.stop}[verb](*parts)
     words = _runai(parts, verb)
     try:
+        if verb != "logs":  # a log is followed for as long as it grows
+            print(ask(words, fix="ask where the job was launched"), end="")
+            return 0
         return subprocess.run(words, check=False).returncode
     except FileNotFoundError:
         raise ConfigError(Problem(words[0], None, "is not on this machine", "ask where the job was launched")) from None

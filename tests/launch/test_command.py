@@ -171,6 +171,8 @@ def test_a_pod_is_given_the_time_that_a_save_takes(config_file):
         (["nowhere"], "needs a platform"),
         (["slurm", "--nodes"], "has no value"),
         (["slurm", "--nodes", "none"], "launch.nodes"),
+        (["slurm", "--nodes", "2:"], "write 2, or 1:4"),
+        (["kubernetes", "--nodes=:2"], "write 2, or 1:4"),
         (["slurm", "--nnodes", "2"], "say --nodes"),
         (["local", "--nodes", "2"], "launch.nodes"),
         (["ssh"], "names no host"),

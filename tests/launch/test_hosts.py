@@ -38,6 +38,30 @@ def test_a_wrong_line_is_told_with_its_number(tmp_path, line):
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_a_hostfile_of_an_editor_that_marks_its_encoding_is_read(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfnode1 slots=8\r\nnode2 slots=8\r\n")
+    assert [host.name for host in read_hostfile(path)] == ["node1", "node2"]
+
+
+def test_hosts_of_which_some_have_no_slots_are_told_by_name(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("node1 slots=8\nnode2\n")
+    with pytest.raises(ConfigError, match="node1 has 8, node2 has no slots=N"):
+        chosen(Launch(ssh=LaunchSSH(hostfile=str(path))), None)
+
+
+@pytest.mark.parametrize("verb", ["status", "stop"])
+def test_what_runai_refuses_of_a_job_is_one_line_with_status_2(tmp_path, monkeypatch, verb):
+    stub = tmp_path / "runai"
+    stub.write_text("#!/bin/sh\necho 'Error: workload not found' >&2\nexit 1\n")
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ConfigError, match="runai refused: Error: workload not found; ") as error:
+        getattr(jobs, verb)("runai/v2/pytorch/-/run")
+    assert error.value.exit_code == 2 and len(str(error.value).splitlines()) == 1
+
+
 def test_a_hostfile_that_is_not_there_is_told(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_hostfile(tmp_path / "none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -160,6 +161,22 @@ def test_a_host_that_cannot_start_is_named_in_one_line_and_no_other_starts(
     lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert len(lines) == 1 and told in lines[0] and "Traceback" not in done.stderr
     assert time.monotonic() - before < 40 and not folder.exists() and not marked(folder)
+
+
+def test_a_host_whose_interpreter_has_no_torch_is_told_before_anything_starts(tmp_path, ssh_config, via):
+    python = tmp_path / "python"
+    hide = "find = PathFinder.find_spec; PathFinder.find_spec = lambda n, *a: None if n == 'torch' else find(n, *a)"
+    main = "import sys, runpy; runpy.run_module('shardtrain.launch.host', run_name='__main__')"
+    program = f"from importlib.machinery import PathFinder; {hide}; {main}"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c {shlex.quote(program)}\n")
+    python.chmod(0o755)
+    folder = tmp_path / "run"
+    words = [w for w in command(ssh_config, folder, via, hosts="host-a,host-b") if not w.startswith("--launch.python")]
+    done = run([*words, f"--launch.python={python}"], tmp_path)
+    assert done.returncode == 2 and not folder.exists()
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert "cannot start shardtrain" in line and "has no package torch; install shardtrain and torch there" in line
+    assert "Traceback" not in done.stderr
 
 
 def test_a_refused_key_is_told_with_the_host(tmp_path, ssh_config, via):
