@@ -97,7 +97,8 @@ PartitionName=closed Nodes={name} State=DOWN
 def munged(folder: Path) -> Iterator[Path]:
     """Serve credentials of a key of its own; gives the socket."""
     user = pwd.getpwnam("munge").pw_uid
-    folder.mkdir(mode=0o755)
+    folder.mkdir()
+    folder.chmod(0o755)  # whatever the umask
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o600)
     for path in (folder, folder / "key"):

@@ -100,6 +100,7 @@ def test_another_key_of_munge_is_told(cluster, tmp_path_factory):
     """The controller says nothing at all to a stranger."""
     folder = Path(cluster["SLURM_CONF"]).parent / "stranger"
     folder.mkdir()
+    folder.chmod(0o755)  # whatever the umask: munge's own user must reach what is in it
     with munged(folder / "munge") as socket:
         names = with_line(cluster, folder, f"AuthInfo=socket={socket},cred_expire=5")
         assert_told(names, "is the controller up, and does munge have the cluster's key")

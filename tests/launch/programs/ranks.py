@@ -76,8 +76,10 @@ if __name__ == "__main__":
     if "SHARDTRAIN_PARENT" in os.environ:
         local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
         local.leave(local.run_child(run, trainer(mode)))
+    started_as = {name: os.environ[name] for name in environment.RANK_NAMES if name in os.environ}
     environment.set_process_defaults(os.environ, int(count), 2, alone=True)
     if how == "alone":
+        os.environ |= started_as  # one rank, as torchrun starts it
         local.prepare(Path(folder))
         sys.exit(local.run_rank(run, trainer(mode)))
     if how == "fork":
