@@ -5,6 +5,7 @@ The machines are Linux namespaces with real sshds: see ``machines``. After every
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -224,18 +225,20 @@ def test_a_host_with_another_version_is_told_with_both(network, tmp_path, copy):
 
 @pytest.fixture
 def work(tmp_path):
-    """A folder with this package, an interpreter that knows no other, and an empty folder to show in its place."""
+    """A folder with package and torch, an interpreter that knows no other, and an empty folder to take its place."""
     for name in ("parent/work", "bin", "nothing"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "bin/python").symlink_to(Path(sys.executable).resolve())
     (tmp_path / "parent/work/shardtrain").symlink_to(ROOT / "shardtrain")
+    (torch,) = importlib.util.find_spec("torch").submodule_search_locations
+    (tmp_path / "parent/work/torch").symlink_to(torch)
     return tmp_path / "parent/work"
 
 
 @pytest.mark.parametrize(
     ("hidden", "told"),
     [
-        ("parent/work", ["No module named", "install shardtrain there"]),
+        ("parent/work", ["No module named", "install shardtrain and torch there"]),
         ("bin", ["bin/python", "set launch.python"]),
         ("parent", ["parent/work", "launch.workdir"]),
     ],
