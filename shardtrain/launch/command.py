@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 
 from shardtrain import config
 from shardtrain.config.command_line import split
@@ -15,7 +16,7 @@ from shardtrain.config.launch_schema import Launch
 from shardtrain.config.machine import mesh_notes
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.launch import connections, hosts, jobs, kubectl, kubernetes, runai, slurm, slurm_queue, ssh
-from shardtrain.launch.job import Job, to_job, without
+from shardtrain.launch.job import Job, to_job, to_mount, without
 
 HELP = """\
 usage: shardtrain launch {local,ssh,slurm,kubernetes,runai} [CONFIG.toml] [--dry-run] [--doctor]
@@ -52,6 +53,8 @@ FOLLOW: dict[str, Follow] = {"status": jobs.status, "logs": jobs.logs, "stop": j
 
 _DRY_RUN = frozenset({"--dry-run", "--dry_run"})
 _DOCTOR = "--doctor"
+IMAGE_WORKDIR = "/workspace"
+"""Folder in which the images of containers/ begin."""
 _OF_CONTAINERS = ("image", "mounts", "shared_memory_gib", "device_resource")
 
 
@@ -90,6 +93,7 @@ def main(words: list[str]) -> int:
         raise ConfigError(Problem("shardtrain launch", action or None, "needs a platform", fix, "command line"))
     loaded, overrides = _load([word for word in rest if word not in _DRY_RUN and word != _DOCTOR])
     _note_unused(action, loaded)
+    _note_unmounted(action, loaded)
     verb = "doctor" if _DOCTOR in rest else "train"
     return PLATFORMS[action](Asked(loaded, overrides, not _DRY_RUN.isdisjoint(rest), verb))
 
@@ -107,6 +111,17 @@ def _note_unused(platform: str, loaded: config.Loaded) -> None:
         print(f"note: {', '.join(named)}: without effect on {platform}", file=sys.stderr)
 
 
+def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
+    """Tell where checkpoints would go with their pod."""
+    job, checkpoint, launch = loaded.config.job, loaded.config.checkpoint, loaded.config.launch
+    if platform not in ("kubernetes", "runai") or not checkpoint.enable or "://" in checkpoint.folder:
+        return
+    folder = PurePosixPath(launch.workdir or IMAGE_WORKDIR, job.dump_folder, checkpoint.folder)
+    if not any(folder.is_relative_to(to_mount(mount).path) for mount in launch.mounts):
+        told = f"note: checkpoints would be in {folder}, which is in none of launch.mounts, and go with their pod"
+        print(told, file=sys.stderr)
+
+
 def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     """Read the configuration with the short options spelt out, and check all of it that needs no cluster."""
     found = split(_spelt_out(words))
@@ -122,9 +137,13 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     if problems:
         raise ConfigError(problems)
     for entry in launch.slurm.sweep:
-        swept = config.load(found.path, [*without(found.overrides, "job.dump_folder"), *shlex.split(entry)])
-        if config.check(swept):
-            raise ConfigError([f"launch.slurm.sweep {entry!r}: {problem}" for problem in config.check(swept)])
+        try:
+            swept = config.load(found.path, [*without(found.overrides, "job.dump_folder"), *shlex.split(entry)])
+            wrong: Sequence[object] = config.check(swept)
+        except ConfigError as error:
+            wrong = error.problems
+        if wrong:
+            raise ConfigError([f"launch.slurm.sweep {entry!r}: {problem}" for problem in wrong])
     return loaded, found.overrides
 
 
@@ -193,7 +212,7 @@ def _ssh(asked: Asked) -> int:
         return 0
     folder = jobs.open_folder(os.getpid())
     print(f"ssh/{os.getpid()}", flush=True)
-    return connections.Run(plans, launch.ssh, folder)()
+    return jobs.ended(folder, connections.Run(plans, launch.ssh, folder))
 
 
 def _slurm(asked: Asked) -> int:

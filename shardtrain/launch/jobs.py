@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardtrain.config.launch_schema import Launch
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.errors import ConfigError, Problem, ShardtrainError
 from shardtrain.launch import kubectl, slurm_queue
 from shardtrain.launch.job import Job
 from shardtrain.launch.slurm import ask
@@ -111,10 +111,23 @@ def open_folder(pid: int) -> Path:
     """Make the folder of a launcher, with the mark by which it is known again; an older one of its number goes."""
     folder = folder_of(pid)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for old in folder.glob("*.log"):
+    for old in [*folder.glob("*.log"), *folder.glob("ended")]:
         old.unlink()
     (folder / "started").write_text(_started(pid), encoding="utf-8")
     return folder
+
+
+def ended(folder: Path, run: Callable[[], int]) -> int:
+    """Run a launcher, and note the status with which it ends for those that ask later; raises what it raises."""
+    code = ShardtrainError.exit_code
+    try:
+        code = run()
+    except ShardtrainError as error:
+        code = error.exit_code
+        raise
+    finally:
+        (folder / "ended").write_text(str(code), encoding="utf-8")
+    return code
 
 
 def _started(pid: int) -> str:
@@ -141,12 +154,19 @@ def _ssh(pid: int, verb: str) -> int:
         raise ConfigError(Problem("id", f"ssh/{pid}", "is no launch of this user and machine", "look where it began"))
     runs = bool(_started(pid)) and _started(pid) == (folder / "started").read_text(encoding="utf-8")
     actions: dict[str, Callable[[], object]] = {
-        "status": lambda: print("running" if runs else "ended"),
+        "status": lambda: print("running" if runs else _end_of(folder)),
         "stop": lambda: os.kill(pid, signal.SIGTERM) if runs else print("ended already"),
         "logs": lambda: _print_logs(folder),
     }
     actions[verb]()
     return 0
+
+
+def _end_of(folder: Path) -> str:
+    try:
+        return f"ended with {(folder / 'ended').read_text(encoding='utf-8')}"
+    except OSError:
+        return "ended, and could not say how: it was killed, or its machine went down"
 
 
 def _print_logs(folder: Path) -> None:

@@ -119,6 +119,11 @@ def _volumes(job: Job) -> list[tuple[str, Manifest, Manifest]]:
     if job.shared_memory_gib:
         memory = {"medium": "Memory", "sizeLimit": f"{job.shared_memory_gib}Gi"}
         found.append(("shared-memory", {"mountPath": "/dev/shm"}, {"emptyDir": memory}))
+    own = {mount["mountPath"] for _, mount, _ in found}
+    for mount in job.mounts:
+        if mount.path.rstrip("/") in own:
+            rule, fix = "is where the pod has a volume of its own", "mount it elsewhere"
+            raise ConfigError(Problem("launch.mounts", f"{mount.source}:{mount.path}", rule, fix))
     claims = list(dict.fromkeys(mount.source for mount in job.mounts))
     for mount in job.mounts:
         where = {"mountPath": mount.path, **({"readOnly": True} if mount.read_only else {})}

@@ -54,6 +54,9 @@ LOOK_ON_NODE = """\
 said=$("$@" 2>&1) && exit
 # the last line that says something, without its colours
 last=$(sed 's/\\x1b\\[[0-9;]*m//g' <<<"$said" | grep -v '^ *$' | tail -n 1)
+if ! command -v "$1" >/dev/null; then
+    last="error[2]: no $1 here; install it, load its module in launch.slurm.setup, or correct launch.python"
+fi
 what=${last##*error\\[2\\]: }
 [[ "$last" == *"error[2]: "* ]] || what="$0 does not start: $last; correct launch.python or launch.image"
 echo "error[2]: ${SLURMD_NODENAME:-$HOSTNAME}: $what" >&2

@@ -142,6 +142,23 @@ def test_runai_is_given_documented_flags_byte_for_byte(tmp_path, config_file, cl
     assert done.stdout == f"runai/{cli}/pytorch/team/run\n"
 
 
+@pytest.mark.parametrize("platform", ["kubernetes", "runai"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--job.dump_folder=/data/run"], ""),
+        (["--job.dump_folder=run", "--launch.workdir=/data"], ""),
+        (["--checkpoint.folder=s3://bucket/run"], ""),
+        ([], "/workspace/outputs/checkpoint"),
+        (["--job.dump_folder=/data2"], "/data2/checkpoint"),
+    ],
+)
+def test_checkpoints_that_would_go_with_their_pod_are_told(config_file, platform, words, told):
+    done = run(platform, config_file, "--dry-run", "--checkpoint.enable", *words)
+    assert done.returncode == 0 and (told in done.stderr if told else done.stderr == ""), done.stderr
+    assert len(done.stderr.splitlines()) == bool(told)
+
+
 def test_one_pod_and_an_elastic_range_are_said_in_runais_words(config_file):
     alone = run("runai", config_file, "--dry-run", "--nodes", "1").stdout
     assert alone.startswith("runai training standard submit run ") and "--workers" not in alone
@@ -183,6 +200,9 @@ def test_a_pod_is_given_the_time_that_a_save_takes(config_file):
         (["runai", "--image=a", '--launch.mounts=["a:/b:ro"]'], "read-only"),
         (["slurm", "--nodes=2", "--nproc=4", "--parallelism.tensor_parallel_degree=16"], "cannot divide 8 ranks"),
         (["slurm", "--launch.slurm.sweep=--optimizer.lrr 1"], "did you mean optimizer.lr?"),
+        (["slurm", "--launch.slurm.sweep=--optimizer.lrr 1"], "launch.slurm.sweep '--optimizer.lrr 1'"),
+        (["slurm", "--launch.slurm.sweep=--optimizer.lr none"], "launch.slurm.sweep"),
+        (["kubernetes", "--image=a", "--launch.mounts=a:/dev/shm", "--launch.shared_memory_gib=1"], "launch.mounts"),
         (["slurm", "--launch.slurm.sweep_at_once=2"], "sweep"),
         (["status", "slurm/1;2"], "no id"),
         (["stop", "ssh/99999999"], "no launch of this user"),

@@ -160,6 +160,16 @@ def shimmed(tmp_path: Path, command: list[str], **names: str) -> subprocess.Comp
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
+def test_a_program_that_a_node_does_not_have_is_named_with_the_module_that_may_bring_it(tmp_path):
+    batch = tmp_path / "batch"
+    batch.write_text(
+        script("--launch.slurm.container=apptainer", "--launch.image=run.sif").replace("apptainer", "xpptainer")
+    )
+    done = shimmed(tmp_path, ["bash", str(batch)], SLURMD_NODENAME="n1")
+    assert done.returncode == 2
+    assert "error[2]: n1: no xpptainer here; install it, load its module in launch.slurm.setup" in done.stderr
+
+
 def test_a_job_that_was_signalled_before_it_could_hear_is_queued_again(tmp_path):
     """SIGUSR1 ends a program that has not begun to listen: nothing was trained, and nothing is lost."""
     python = tmp_path / "python"

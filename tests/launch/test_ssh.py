@@ -125,7 +125,7 @@ def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on(tmp_path, ssh_co
     logs = run([sys.executable, "-m", "shardtrain", "launch", "logs", name], tmp_path)
     assert "[host-a] " in logs.stdout and "[host-b] " in logs.stdout
     status = run([sys.executable, "-m", "shardtrain", "launch", "status", name], tmp_path)
-    assert status.stdout == "ended\n"
+    assert status.stdout == "ended with 0\n"
     assert not marked(folder)
 
 
@@ -137,6 +137,8 @@ def test_a_killed_launcher_leaves_nothing_on_the_hosts(tmp_path, ssh_config, via
     # the connections of ssh are processes of their own, and notice that their input has ended
     wait_for(lambda: not marked(tmp_path / "run"), 60)
     assert not marked(tmp_path / "run")
+    status = run([sys.executable, "-m", "shardtrain", "launch", "status", f"ssh/{launcher.pid}"], tmp_path)
+    assert status.stdout == "ended, and could not say how: it was killed, or its machine went down\n"
 
 
 @pytest.mark.parametrize(
