@@ -33,7 +33,7 @@ def errors(path: Path) -> list[str]:
     [
         (
             ["--launch.python=/no/python"],
-            "/no/python does not start: .*No such file or directory; correct launch.python",
+            "no /no/python here; install it, load its module in launch.slurm.setup, or correct launch.python",
         ),
         (["--launch.python={bare}"], "{bare} has no package torch; install it there, or correct launch.python"),
         (
