@@ -59,10 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         process.own_process()
     try:
         return _dispatch(words)
-    except ConfigError as error:
-        return _complain(error.exit_code, [str(problem) for problem in error.problems])
     except ShardtrainError as error:
-        return _complain(error.exit_code, [str(error)])
+        return _complain(error.exit_code, [str(problem) for problem in getattr(error, "problems", [error])])
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy"):
+            raise
+        return _complain(2, [f"{error.name} is not installed here; pip install torch numpy, or `launch` it elsewhere"])
     except BrokenPipeError:
         # the reader of our output has left, as in `shardtrain config show | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -97,8 +99,7 @@ def _train(words: list[str]) -> int:
     """Train: as one rank where a launcher started this process, else with as many ranks as fit this machine."""
     arguments = split(words)
     if arguments.help:
-        print(USAGE, end="")
-        return 0
+        return _help(words)
     from shardtrain.launch import agent, environment, nodes
 
     loaded = _load(arguments)
@@ -107,9 +108,8 @@ def _train(words: list[str]) -> int:
     if environment.is_rank(os.environ) and not arguments.nnodes:
         if arguments.max_restarts and "SHARDTRAIN_PARENT" not in os.environ:
             rule = "is for ranks that this command starts, and a launcher has started this one"
-            raise ConfigError(
-                Problem("--max_restarts", arguments.max_restarts, rule, "use the launcher's own", "command line")
-            )
+            fix = "use the launcher's own"
+            raise ConfigError(Problem("--max_restarts", arguments.max_restarts, rule, fix, "command line"))
         _train_rank(loaded)
     several = nodes.find(arguments, os.environ)
     if several:

@@ -81,6 +81,15 @@ def run(*words: str | Path, **names: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.parametrize("words", [["train", "--nproc", "1"], ["doctor"], ["generate", "--from", "x"], ["verify"]])
+def test_what_cannot_be_done_without_torch_is_told_in_one_line(words):
+    command = [sys.executable, "-c", BARE, *words, *(["--metrics.no_enable_tensorboard"] if "train" in words else [])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.fullmatch(r"error\[2\]: (torch|numpy) is not installed here; .*`launch`.*", done.stderr.splitlines()[-1])
+
+
 @pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes", "runai"])
 def test_one_file_is_shown_for_every_platform_without_torch_and_without_a_secret(tmp_path, config_file, platform):
     more = ["--nodes", "1"] if platform == "local" else []
