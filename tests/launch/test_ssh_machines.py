@@ -226,21 +226,21 @@ def test_a_host_with_another_version_is_told_with_both(network, tmp_path, copy):
 @pytest.fixture
 def work(tmp_path):
     """A folder with package and torch, an interpreter that knows no other, and an empty folder to take its place."""
-    for name in ("parent/work", "bin", "nothing"):
+    for name in ("parent/folder", "bin", "nothing"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "bin/python").symlink_to(Path(sys.executable).resolve())
-    (tmp_path / "parent/work/shardtrain").symlink_to(ROOT / "shardtrain")
+    (tmp_path / "parent/folder/shardtrain").symlink_to(ROOT / "shardtrain")
     (torch,) = importlib.util.find_spec("torch").submodule_search_locations
-    (tmp_path / "parent/work/torch").symlink_to(torch)
-    return tmp_path / "parent/work"
+    (tmp_path / "parent/folder/torch").symlink_to(torch)
+    return tmp_path / "parent/folder"
 
 
 @pytest.mark.parametrize(
     ("hidden", "told"),
     [
-        ("parent/work", ["No module named", "install shardtrain and torch there"]),
+        ("parent/folder", ["No module named", "install shardtrain and torch there"]),
         ("bin", ["bin/python", "set launch.python"]),
-        ("parent", ["parent/work", "launch.workdir"]),
+        ("parent", ["parent/folder", "launch.workdir"]),
     ],
 )
 def test_a_host_without_package_interpreter_or_folder_is_told(network, tmp_path, work, hidden, told):
