@@ -1,4 +1,4 @@
-"""Laws of the house: short files, short functions, a short reading path, and nothing that opens a hole."""
+"""Laws of the house: nothing that opens a hole, nothing left undone, and a reading path that exists."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ import shardtrain
 PACKAGE = Path(shardtrain.__file__).parent
 TEXTS = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
 TREES = {name: ast.parse(text) for name, text in sorted(TEXTS.items())}
-
-MAX_FILE_LINES = 350
-# one line of help per option: it grows with options alone, and cutting it in two would help no reader
-LONGER_FILES = {"config/schema.py": 500}
-MAX_FUNCTION_LINES = 60
-MAX_TRAINER_LINES = 300
-MAX_READING_PATH_LINES = 3500
-MAX_WHOLE_PATH_LINES = 4200
 
 # What one must read, whole files with docs and blanks, to follow a step: options, data, model on its mesh, loss,
 # gradients, update, log line; of one dataset, whose place in a mixture is the position itself
@@ -134,20 +126,6 @@ def keyword(call: ast.Call, name: str) -> object:
     )
 
 
-def test_files_and_functions_are_short() -> None:
-    def too_long(name: str) -> list[str]:
-        lengths = {node.name: node.end_lineno - node.lineno + 1 for node in functions(TREES[name])}
-        found = [f"{function}: {lines} lines" for function, lines in lengths.items() if lines > MAX_FUNCTION_LINES]
-        lines = len(TEXTS[name].splitlines())
-        return found + ([f"{lines} lines"] if lines > LONGER_FILES.get(name, MAX_FILE_LINES) else [])
-
-    assert offenders(too_long) == {}
-
-
-def test_the_trainer_is_short() -> None:
-    assert len((PACKAGE / "train.py").read_text().splitlines()) < MAX_TRAINER_LINES
-
-
 def lines_of_code(path: Path) -> int:
     """Lines without blank ones, comments and docstrings."""
     text = path.read_text(encoding="utf-8")
@@ -163,16 +141,14 @@ def lines_of_code(path: Path) -> int:
     return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - prose)
 
 
-def test_one_step_of_a_dense_run_can_be_followed_in_an_afternoon() -> None:
-    """Code is counted, and the help texts of options are not; the whole is printed with it (pytest -s)."""
+def test_the_reading_path_names_files_that_exist() -> None:
+    """Its length is printed and not limited (pytest -s)."""
     missing = [name for name in (*READING_PATH, *STEP_PATH) if not (PACKAGE / name).is_file()]
     assert not missing, f"the reading path names files that are no more: {missing}"
     step = sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in STEP_PATH)
-    assert step < MAX_READING_PATH_LINES, f"following a step takes {step} lines"
     code = {name: lines_of_code(PACKAGE / name) for name in READING_PATH}
     whole = sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in READING_PATH)
-    print(f"\nreading path: {sum(code.values())} lines of code, {whole} with docs and blanks, {len(code)} files")
-    assert sum(code.values()) < MAX_WHOLE_PATH_LINES, code
+    print(f"\na step: {step} lines; whole path: {sum(code.values())} lines of code, {whole} with docs and blanks")
 
 
 def test_nothing_is_left_undone() -> None:
