@@ -54,11 +54,14 @@ def seconds(quiet: float) -> float:
     return quiet * factor()
 
 
-def wait_for(condition: Callable[[], object], quiet: float, what: str = "what is waited for") -> None:
-    """Return once ``condition()`` is true; AssertionError after ``seconds(quiet)``, as the load is by then."""
+def wait_for(condition: Callable[[], object], quiet: float, what: str = "it", pause: float = 0.01) -> None:
+    """Return once ``condition()``, asked every ``pause`` seconds, is true.
+
+    AssertionError that ``what`` does not come after ``seconds(quiet)``, with the load of then.
+    """
     begun, limit = time.monotonic(), seconds(quiet)
     while not condition():
         if time.monotonic() - begun > limit:  # it may be busier than it was
             limit = max(limit, seconds(quiet))
             assert time.monotonic() - begun <= limit, f"{what} does not come within {limit:.0f} s"
-        time.sleep(0.01)
+        time.sleep(pause)

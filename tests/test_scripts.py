@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import patience
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +59,7 @@ def run(repository, script, *arguments, cwd=None, **environment):
         stdout=subprocess.PIPE,
         text=True,
     )
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=patience.seconds(60))
     return process.returncode, calls.read_text().splitlines(), err, process.pid
 
 
