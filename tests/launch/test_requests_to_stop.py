@@ -261,9 +261,10 @@ def test_two_interrupts_end_a_rank_without_our_launcher_at_once(tmp_path):
 
 @pytest.mark.parametrize("phase", ["slow steps", "data"])
 def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, phase):
-    finish = time.time() + patience.seconds(6)  # to start, take steps and save on a machine as busy as this one is
+    # time to start, take steps and save on a machine as busy as this one is; all of it is waited for
+    finish = time.time() + min(90.0, patience.seconds(6))
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(finish)))
-    one = config(tmp_path, steps=100_000)
+    one = config(tmp_path, steps=100_000, on_data_end="repeat")
     # a job may be longer than the silence that is taken for a hang
     one = dataclasses.replace(one, comm=dataclasses.replace(one.comm, hang_timeout_seconds=0))
     assert end(run(one, phase, 0)) == 75
