@@ -74,7 +74,7 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
                 )
             )
         elif layout.expert and matches(path, layout.expert) and "forward" not in vars(module):
-            module.forward = lambda x, *_: x  # type: ignore[method-assign]
+            module.forward = lambda x, *_, **__: x  # type: ignore[method-assign]
             experts.append(module)
     knows_documents = "documents_BT" in inspect.signature(model.forward).parameters
     try:

@@ -42,7 +42,9 @@ def scores_of(core: Any) -> Scores:
     """What an attention core's attributes ``scale``, ``softcap`` and ``alibi_slopes`` say; it may have any of them."""
     scale, slopes = getattr(core, "scale", None), getattr(core, "alibi_slopes", None)
     softcap = getattr(core, "softcap", None) or 0.0
-    return Scores(None if scale is None else float(scale), float(softcap), tuple(float(slope) for slope in slopes or ()))
+    return Scores(
+        None if scale is None else float(scale), float(softcap), tuple(float(slope) for slope in slopes or ())
+    )
 
 
 def attention(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardtrain.attention import core as core_contract
 from shardtrain.attention.scores import Scores, scores_of
+from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches
@@ -116,8 +117,7 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
 
 def is_balanced(config: Config) -> bool:
     """Whether ranks hold a chunk from the head and one from the tail of the sequence, and so equal causal work."""
-    p = config.parallelism
-    return p.context_parallel_method == "ring" and p.context_parallel_load_balancer == "headtail"
+    return derived.is_context_balanced(config.parallelism)
 
 
 def cut(batch: Batch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:

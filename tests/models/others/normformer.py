@@ -68,7 +68,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(c.dim, c.ffn_dim), nn.LayerNorm(c.ffn_dim), nn.Linear(c.ffn_dim, c.dim)
+        self.up, self.norm, self.down = (
+            nn.Linear(c.dim, c.ffn_dim),
+            nn.LayerNorm(c.ffn_dim),
+            nn.Linear(c.ffn_dim, c.dim),
+        )
 
     def forward(self, x):
         return self.down(self.norm(F.gelu(self.up(x))))
