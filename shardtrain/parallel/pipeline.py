@@ -50,9 +50,9 @@ def cut(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> list[nn
 class Absent(nn.Identity):
     """Stands for an end of the model that another stage has: gives its first input back, whatever else it is given."""
 
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
         """The first input."""
-        return x
+        return input
 
 
 def stage(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:

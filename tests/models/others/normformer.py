@@ -1,4 +1,4 @@
-"""NormFormer and Swin 2's styles: cosine attention with a learned temperature, a norm within the feed-forward, sandwich norms."""
+"""NormFormer and Swin 2: cosine attention with a learned temperature, a norm in the feed-forward, sandwich norms."""
 
 from dataclasses import dataclass
 
