@@ -42,14 +42,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from search_space import (
-    BASE,
     CP,
     DDP,
-    EP,
     FSDP,
     LOCAL,
     PP,
-    SCHEDULE,
     SEQ,
     STEPS,
     TP,
