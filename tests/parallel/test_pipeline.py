@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,21 @@ def test_a_schedule_from_a_file_changes_no_number(tmp_path: Path) -> None:
     parallelism["pipeline_parallel_layers_per_stage"] = 2
     for result in run_tiny(2, tiny_config(parallelism=parallelism), steps=5):
         assert_same_losses(result)
+
+
+def test_a_file_that_splits_the_backward_changes_no_number(tmp_path: Path) -> None:
+    lines = [
+        ",".join([*(f"0F{i}" for i in range(4)), *(f"0{kind}{i}" for i in range(4) for kind in "IW")]),
+        ",".join([*(f"1{kind}{i}" for i in range(4) for kind in "FI"), *(f"1W{i}" for i in range(4))]),
+    ]
+    file = tmp_path / "split.csv"
+    file.write_text("\n".join(lines) + "\n")
+    by_file = {"pipeline_parallel_schedule_csv": str(file), "pipeline_parallel_layers_per_stage": 2}
+    config = split_backward("PipelineScheduleMulti", "resharded, recomputed by operation")
+    config = dataclasses.replace(config, parallelism=dataclasses.replace(config.parallelism, **by_file))
+    for result in run_tiny(2, config, 2):
+        assert result.losses == pytest.approx(one_process_apart().losses, abs=1e-5)
+        assert result.grad_norms == pytest.approx(one_process_apart().grad_norms, rel=1e-6)
 
 
 def test_names_that_do_not_cover_the_model_are_refused() -> None:
