@@ -272,7 +272,8 @@ def _rank(rank: int, num_ranks: int, folder: str, sender: Any, jobs: Sequence[Jo
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
-    sys.stderr = open(os.devnull, "w")  # what went wrong is sent; warnings of PyTorch are not what is searched for
+    # what went wrong is sent; warnings of PyTorch are not what is searched for
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         store = dist.FileStore(f"{folder}/store", num_ranks)
         limit = timedelta(seconds=600)

@@ -281,7 +281,7 @@ def _training(rng: random.Random, family: str) -> dict[str, str]:
     if rng.random() < 0.3:
         options["optimizer.implementation"] = rng.choice(("foreach", "for-loop"))
     if rng.random() < 0.15:
-        options["optimizer.no_weight_decay"] = "*norm*"
+        options["optimizer.no_weight_decay"] = "*attn*"  # such names a model of any kind has: others are refused late
     if rng.random() < 0.3:
         options[f"{T}max_norm"] = rng.choice(("inf", "0.1"))
     if rng.random() < 0.15:
@@ -455,6 +455,8 @@ def _of_experts(case: Case) -> Iterator[Broken]:
         yield Broken(f"{ep} expert-parallel ranks divide {experts} experts", (EP,))
     if ranks % ep:
         yield Broken(f"{ep} expert-parallel ranks divide {ranks} ranks", (EP,))
+    if int(sizes.get(f"{M}num_dense_layers", "0")) >= case.number(f"{M}num_layers", 2):
+        yield Broken("a layer has experts", (f"{M}num_dense_layers", f"{M}num_layers"))
     if int(sizes.get(f"{M}top_k", "2")) > experts:
         yield Broken("a token has no more experts than there are", (f"{M}top_k",))
     # beyond one expert for each rank, an expert's own sizes are split

@@ -86,6 +86,11 @@ def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterat
     if sizes.get("num_dense_layers") == 0:
         rule = "leaves no dense layer, which the layout of the model names"
         yield problem_of(loaded, "model.overrides.num_dense_layers", 0, rule, "use 1 or more")
+    layers, dense = (_count(sizes, name) for name in ("num_layers", "num_dense_layers"))
+    if "num_dense_layers" in sizes and 0 < layers <= dense:
+        rule = f"leaves none of the {layers} layers with experts"
+        fix = f"use at most {layers - 1}" if layers > 1 else "raise model.overrides.num_layers"
+        yield problem_of(loaded, "model.overrides.num_dense_layers", dense, rule, fix)
 
 
 def problem_of(loaded: Loaded, option: str, value: Any, rule: str, fix: str) -> Problem:
