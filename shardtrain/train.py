@@ -158,6 +158,8 @@ def step(run: Run) -> Outcome | None:
     if found is None:
         return None
     local, sums, data_seconds = found
+    if run.runner.counts_filler:
+        local = data.mark_filler(local)
     batches = [batch.to(mesh.device, non_blocking=True) for batch in local]
     seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
 
