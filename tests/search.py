@@ -1,7 +1,7 @@
 """A search that never ends: random configurations, each refused before a rank starts, or equal to one process.
 
     python tests/search.py --seed 1 --count 500          search; 0 where nothing was found, else 1
-    python tests/search.py --try "--parallelism..."      one configuration, given by its options
+    python tests/search.py --try --parallelism...        one configuration, given by its options
 
 A third verdict is a fault, and is one of these: ``differs`` without a word, ``crashes``, ``hangs``, ``refused late``
 (after ranks have started) or ``refused without need`` (no rule that ``search_space.broken`` knows is broken, or the
@@ -48,6 +48,7 @@ from search_space import (
     LOCAL,
     PP,
     SEQ,
+    SHAPES,
     STEPS,
     TP,
     UNSET,
@@ -61,7 +62,7 @@ from search_space import (
 from torch import Tensor
 
 from shardtrain import config as configs
-from shardtrain import log, train
+from shardtrain import log, models, train
 from shardtrain.config import Loaded
 from shardtrain.errors import ConfigError, PeerError, ShardtrainError
 from shardtrain.parallel import LOSS_AXES
@@ -337,6 +338,8 @@ class Searcher:
     """Judges cases many at a time; runs of one process are kept, because many cases share one."""
 
     def __init__(self, folder: Path) -> None:
+        for family in SHAPES:
+            models.find(family)  # imported once, by the process that ranks are forked from
         self._folder = folder
         self._expected: dict[tuple[str, ...], Numbers | Failure] = {}
         self._runs = 0
@@ -483,7 +486,7 @@ def command(case: Case) -> str:
     words += ["--unset", *unset] if unset else []
     then = [word for name, value in (case.then or {}).items() for word in (f"--{name}", value)]
     words += ["--then", *then] if case.then is not None else []
-    return f"python tests/search.py --try {shlex.quote(shlex.join(words))}"
+    return f"python tests/search.py --try {shlex.join(words)}"
 
 
 def trained(case: Case) -> str:
@@ -491,11 +494,11 @@ def trained(case: Case) -> str:
     return f"shardtrain train --nproc {case.num_ranks} {shlex.join(case.words())}"
 
 
-def parse(text: str) -> Case:
-    """The case of ``--try``: what ``command`` wrote."""
+def parse(words: Sequence[str]) -> Case:
+    """The case of the words behind ``--try``, which ``command`` wrote."""
     parts: dict[str, list[str]] = {"options": [], "unset": [], "then": []}
     at = "options"
-    for word in shlex.split(text):
+    for word in words:
         if word in ("--then", "--unset"):
             at = word[2:]
             continue
@@ -506,7 +509,7 @@ def parse(text: str) -> Case:
         accumulation = int(parts["options"].pop(place + 1))
         parts["options"].pop(place)
     options = _pairs(parts["options"]) | {word[2:]: UNSET for word in parts["unset"]}
-    return Case(options, accumulation, _pairs(parts["then"]) if "--then" in shlex.split(text) else None)
+    return Case(options, accumulation, _pairs(parts["then"]) if "--then" in words else None)
 
 
 def _pairs(words: list[str]) -> dict[str, str]:
@@ -567,7 +570,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--no-shrink", action="store_true")
-    parser.add_argument("--try", dest="options", help="one configuration: its options")
+    parser.add_argument("--try", dest="options", nargs=argparse.REMAINDER, help="one configuration: its options")
     given = parser.parse_args(words)
     os.chdir(ROOT)
     torch.set_num_threads(1)

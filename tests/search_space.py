@@ -318,7 +318,7 @@ def _training(rng: random.Random, family: str) -> dict[str, str]:
 def _data(rng: random.Random, so_far: Mapping[str, str]) -> dict[str, str]:
     options: dict[str, str] = {}
     cuts = int(so_far.get(TP, "1")) * int(so_far.get(CP, "1"))
-    options[SEQ] = str(rng.choice((16, 24, 32, 34, 40, 48, cuts * 5, cuts * 2 * 7)))
+    options[SEQ] = str(rng.choice((16, 24, 32, 34, 40, 48, cuts * 9, cuts * 2 * 7)))
     if rng.random() < 0.5:
         options["data.packing"] = rng.choice(("padded", "first_fit"))
         if rng.random() < 0.5:
@@ -357,7 +357,7 @@ def _task(rng: random.Random, family: str, so_far: dict[str, str]) -> dict[str, 
         return {}
     for option in [option for option in so_far if option.startswith("data.")]:
         del so_far[option]
-    options = {"task.name": name}
+    options = {"task.name": name, SEQ: "32"}  # room for an answer, or for a text between its ends
     if name == "classification":
         options["task.num_labels"] = "4"
     if name == "masked_language_model":
