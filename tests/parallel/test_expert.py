@@ -286,6 +286,19 @@ def test_forced_balance_gives_every_expert_the_same_load() -> None:
         assert measures["moe_max_load"] == 1.0
 
 
+def test_forced_balance_deals_along_the_sequence_on_any_mesh() -> None:
+    # a rank's own count would start anew at its first token, and with other rows in its batch
+    def forced(parallelism: dict[str, int], **training: int) -> Config:
+        return family_config(
+            "qwen3_moe", parallelism=parallelism, training=training, debug={"moe_force_load_balance": True}
+        )
+
+    expected = run_tiny(1, forced({}, local_batch_size=8, seq_len=60), 2)[0]
+    for num_ranks, mesh in ((2, degrees()), (4, degrees(tp=2, cp=2, ep=2))):
+        for result in run_tiny(num_ranks, forced(mesh, local_batch_size=2, seq_len=60), 2):
+            assert_same_numbers(result, expected)
+
+
 def test_a_dense_model_measures_nothing_of_experts() -> None:
     assert run_ranks(1, biases, family_config("qwen3"), 1)[0] == ([], {})
 
