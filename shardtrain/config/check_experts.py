@@ -34,6 +34,10 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
         rule = f"does not divide the {experts} experts of model {config.model.name}/{config.model.flavor}"
         legal = [n for n in range(1, experts + 1) if experts % n == 0]
         yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
+    layers, dense = _count(sizes, "num_layers"), sizes.get("num_dense_layers", 0)
+    if degree > 1 and isinstance(dense, int) and 0 < layers <= dense:
+        rule = f"divides experts, and all {layers} layers are dense (num_dense_layers {dense})"
+        yield problem(loaded, _DEGREE, rule, "set it to 1, or lower model.overrides.num_dense_layers")
     if p.data_parallel_shard_degree != -1:
         yield from _check_ranks(loaded, p.data_parallel_shard_degree)
 

@@ -44,6 +44,12 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
         (f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 1", "top_k=3", "more than the 2 experts"),
         (f'{MIXTRAL}[model.overrides]\nscore_func = "tanh"', "score_func", "no way to score"),
         (
+            f"{DEEPSEEK}[model.overrides]\nnum_layers = 2\nnum_dense_layers = 2\n[parallelism]\n"
+            "expert_parallel_degree = 2",
+            "expert_parallel_degree=2",
+            "all 2 layers are dense",
+        ),
+        (
             f"{DEEPSEEK}[model.overrides]\nmoe_ffn_dim = 33\n[parallelism]\ntensor_parallel_degree = 4",
             "tensor_parallel_degree=4",
             "shared experts' feed-forward dimension 66",
