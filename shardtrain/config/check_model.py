@@ -87,7 +87,10 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
         value = sizes.get(name)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
-    small = [name for name in _AT_LEAST_ONE if (value := number(name)) is not None and value < 1]
+    needed = [*_AT_LEAST_ONE]
+    if "moe_ffn_dim" not in sizes or sizes.get("num_dense_layers"):  # experts alone have no other feed-forward
+        needed.append("ffn_dim")
+    small = [name for name in needed if (value := number(name)) is not None and 0 <= value < 1]
     yield from (wrong(name, "leaves nothing to compute", "use 1 or more") for name in small)
     for name in _ABOVE_ZERO:
         if (value := number(name)) is not None and value <= 0:
