@@ -126,6 +126,7 @@ def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task:
         total_steps=task.steps,
         num_params=num_params,
         flops_per_token=0.0,
+        compares_norms=False,
     )
     recorder = _Recorder(runner, mesh)
     recorder.keep("initial", runner.parameters())
@@ -135,7 +136,7 @@ def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task:
         recorder.begin_step()
         outcome = trainer.step(run)
         recorder.losses.append(_global_loss(outcome, mesh))
-        recorder.norms.append(outcome.grad_norm)
+        recorder.norms.append(float(outcome.own_grad_norm))
         recorder.keep(f"weights/{recorder.step}", runner.parameters())
     recorder.write(Path(folder) / f"rank-{rank}.safetensors", rank, config)
 
