@@ -59,6 +59,8 @@ class Piece:
     numel: int = 0
     largest_unit: int = 0
     """Numbers of the layer or end that FSDP gathers at once."""
+    widest: int = 0
+    """Longest side of a matrix: terms of its longest sum."""
 
     def bytes_on(self, degrees: Mapping[str, int], num_ranks: int) -> int:
         """Weights and gradients of all ranks, and what FSDP gathers, reduces and copies on the way."""
@@ -199,7 +201,7 @@ def build(config: Config, cut_embedding: bool) -> tuple[Any, Any, nn.Module]:
 
 
 def count(rank: int, num_ranks: int, config: Config, cut_embedding: bool) -> list[int]:
-    """Numbers of the model, and of the largest unit that FSDP would gather."""
+    """Numbers of the model, of the largest unit that FSDP would gather, and the longest side of a matrix."""
     module, _, model = build(config, cut_embedding)
     units = [*getattr(model, module.LAYOUT.layers).values()]
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
@@ -207,7 +209,17 @@ def count(rank: int, num_ranks: int, config: Config, cut_embedding: bool) -> lis
     tied = bool(tied_names(model))
     ends = ends if tied else max(sum(p.numel() for p in getattr(model, name).parameters()) for name in
                                  (*module.LAYOUT.first, *module.LAYOUT.last))
-    return [sum(p.numel() for p in model.parameters()), max([*sizes, ends])]
+    widest = max(size for p in model.parameters() for size in p.shape)
+    return [sum(p.numel() for p in model.parameters()), max([*sizes, ends]), widest]
+
+
+def gradient_limit(widest: int) -> float:
+    """Relative distance (Frobenius) of a gradient from float64 that rounding explains.
+
+    Rounding errors of n terms grow with the root of n where signs are random; a step has some four such sums in a row
+    between a loss and a gradient.
+    """
+    return 4 * 2.0**-24 * math.sqrt(widest)
 
 
 def fill(parameters: Mapping[str, Tensor], module: Any, shape: Any, num_layers: int) -> None:
@@ -351,14 +363,19 @@ def step(
 
 
 def errors(found: list[dict[str, Any]], expected: Mapping[str, float]) -> dict[str, Any]:
-    """Relative errors of loss, of the norm beside that of the same gradients in float64, and of the worst gradient."""
+    """Relative errors of loss, of the norm beside that of the same gradients in float64, and of the worst gradient.
+
+    A gradient that is all but zero, as that of a bias of keys, which softmax cancels, is judged by a thousandth of the
+    norm of all.
+    """
     loss = math.fsum(one["loss"] for one in found)
     norm = math.sqrt(math.fsum(one["squares"] for one in found))
     names = {name for one in found for name in one["errors"]}
+    floor = 1e-6 * norm**2
     worst, where = 0.0, ""
     for name in sorted(names):
         difference, size = (math.fsum(one["errors"][name][i] for one in found if name in one["errors"]) for i in (0, 1))
-        error = math.sqrt(difference / size) if size else math.inf * difference if difference else 0.0
+        error = math.sqrt(difference / max(size, floor))
         if not error <= worst:
             worst, where = error, name
     return {

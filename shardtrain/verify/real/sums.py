@@ -134,7 +134,7 @@ class _Bigrams(nn.Module):
         return torch.nn.functional.embedding(tokens_BT, self.table)
 
 
-_PREFIXES = 64
+PREFIXES = 64
 """Rows of the table of logits: as many distributions over the vocabulary as there are."""
 
 
@@ -171,7 +171,7 @@ def loss_sum(
     share of it in float64.
     """
     mesh, config = mesh_of(rank, num_ranks, degrees)
-    whole_PV = torch.empty(_PREFIXES, vocabulary)
+    whole_PV = torch.empty(PREFIXES, vocabulary)
     tile.fill_(whole_PV, "logits")
     chunk, own_Pv = None, whole_PV
     if mesh.size("tp") > 1:
