@@ -121,18 +121,18 @@ def _layer(
     sizes: Mapping[str, Any], loaded: Loaded, few: dict[str, Any], said: str, budget: int, count: Callable[[Piece], Piece]
 ) -> Piece:
     """The layer with as many of its experts as fit."""
-    experts = sizes.get("num_experts", 0)
+    experts, groups = sizes.get("num_experts", 0), {}
     while True:
         text = said if experts == sizes.get("num_experts", 0) else f"{said}, experts {sizes['num_experts']} -> {experts}"
-        overrides = {**few, "num_experts": experts} if experts else few
+        text += ", one group" if groups else ""
+        overrides = {**few, "num_experts": experts, **groups} if experts else few
         found = count(_piece("layer", loaded, overrides, text, False))
-        groups = sizes.get("num_groups", 1)
-        smaller = experts // 2
-        fits = smaller >= sizes.get("top_k", 1) and smaller % groups == 0
-        fits = fits and sizes.get("top_groups", 1) * (smaller // groups) >= sizes.get("top_k", 1)
-        if not experts or found.bytes_on({}, 1) <= budget or not fits:
+        if not experts or found.bytes_on({}, 1) <= budget or experts // 2 < sizes.get("top_k", 1):
             return found
-        experts = smaller
+        experts //= 2
+        of_group = experts // sizes.get("num_groups", 1)
+        if sizes.get("top_groups", 1) * of_group < sizes.get("top_k", 1):
+            groups = {"num_groups": 1, "top_groups": 1}
 
 
 def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], said: str, cut: bool) -> Piece:
