@@ -63,7 +63,9 @@ def loss_error(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> float:
 
 def judge(said: Said) -> Iterator[Finding]:
     """Both within the limit on every rank; a sum that is not a number is not."""
-    yield from each(said, AREA, "gradient norm", lambda facts: _judge(facts, "norm_error", f"{facts['numbers']:,} numbers"))
+    yield from each(
+        said, AREA, "gradient norm", lambda facts: _judge(facts, "norm_error", f"{facts['numbers']:,} numbers")
+    )
     size = "{tokens:,} tokens x {vocabulary:,}"
     yield from each(said, AREA, "loss sum", lambda facts: _judge(facts, "loss_error", size.format(**facts)))
 

@@ -98,7 +98,12 @@ def read(words: Sequence[str]) -> Request:
     )
 
 
-EXAMPLES = {"--mesh": '--mesh "tp=2,pp=2"', "--schedule": "--schedule 1F1B", "--steps": "--steps 3", "--memory": "--memory 8"}
+EXAMPLES = {
+    "--mesh": '--mesh "tp=2,pp=2"',
+    "--schedule": "--schedule 1F1B",
+    "--steps": "--steps 3",
+    "--memory": "--memory 8",
+}
 
 
 def _values(remaining: list[str]) -> list[str]:

@@ -102,8 +102,10 @@ def main(request: Any, loaded: Loaded, load_trainer: Callable[[], Any]) -> int:
         if not request.json:
             print(_line(_cells(row)) + (f"  {row.note}" if row.note else ""), flush=True)
     if request.json:
-        finite = [asdict(replace(row, error=row.error if row.error is None or math.isfinite(row.error) else None))
-                  for row in rows]
+        finite = [
+            asdict(replace(row, error=row.error if row.error is None or math.isfinite(row.error) else None))
+            for row in rows
+        ]
         told = {"model": model, "memory_bytes": budget, "rows": finite, "exit_code": exit_code(rows)}
         print(json.dumps(told, indent=2, allow_nan=False))
     else:
@@ -316,7 +318,9 @@ def _of_piece(model: str, piece: Any, load_trainer: Callable[[], Any], path: Pat
     for name, ranks, degrees in (*MESHES, WIDE):
         needs = piece.bytes_on(degrees, ranks)
         # of three rows the first does the work
-        yield Check(f"{piece.name}: loss", size, name, ranks, needs, SUM_LIMIT, functools.partial(first, "loss", ranks, degrees))
+        yield Check(
+            f"{piece.name}: loss", size, name, ranks, needs, SUM_LIMIT, functools.partial(first, "loss", ranks, degrees)
+        )
         yield Check(f"{piece.name}: norm", size, name, ranks, needs, SUM_LIMIT, functools.partial(later, "norm"))
         bound = layers.gradient_limit(piece.widest)
         yield Check(f"{piece.name}: gradients", size, name, ranks, needs, bound, functools.partial(later, "gradient"))
@@ -333,4 +337,12 @@ def _line(cells: Iterable[str]) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     error = "-" if row.error is None else f"{row.error:.1e}" if row.error else "0"
     limit = f"{row.limit:.1e}" if row.limit else "0"
-    return (row.check, row.size, row.mesh, error, limit, row.verdict, f"{row.seconds:.1f}" if row.error is not None else "-")
+    return (
+        row.check,
+        row.size,
+        row.mesh,
+        error,
+        limit,
+        row.verdict,
+        f"{row.seconds:.1f}" if row.error is not None else "-",
+    )

@@ -24,7 +24,7 @@ def lengths(config: Config) -> list[int]:
 
 
 def limit(length: int) -> float:
-    """Largest error of a cosine: frequency and product are rounded, and the power that a frequency is costs two bits."""
+    """Largest error of a cosine: frequency and product are rounded, and the power behind a frequency costs two bits."""
     return min(2.0, length * 2.0**-22)
 
 

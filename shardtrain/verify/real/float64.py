@@ -131,11 +131,11 @@ class _Wide(TorchFunctionMode):
 
     def _find(self, weight: Any) -> tuple[str, int] | None:
         """Which large parameter a matrix is, or is a part of, and its first row there."""
-        if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_contiguous():
+        if not isinstance(weight, Tensor) or weight.dtype != torch.float32 or weight.ndim != 2:
             return None
         for start, numel, name in self._starts:
-            offset = (weight.data_ptr() - start) // weight.element_size()
-            if 0 <= offset < numel:
+            offset, rest = divmod(weight.data_ptr() - start, weight.element_size())
+            if 0 <= offset < numel and not rest and weight.is_contiguous():
                 return name, offset // weight.size(1)
         return None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from shardtrain import init, models, parallel
 from shardtrain.config import Config, Loaded
 from shardtrain.config.check_model import model_shape
 from shardtrain.data.batch import Batch
-from shardtrain.loss import cross_entropy_sum
 from shardtrain.parallel import BATCH_AXES, expert
 from shardtrain.parallel.world import World
 from shardtrain.seeding import set_determinism
@@ -118,12 +116,19 @@ def _inner(sizes: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _layer(
-    sizes: Mapping[str, Any], loaded: Loaded, few: dict[str, Any], said: str, budget: int, count: Callable[[Piece], Piece]
+    sizes: Mapping[str, Any],
+    loaded: Loaded,
+    few: dict[str, Any],
+    said: str,
+    budget: int,
+    count: Callable[[Piece], Piece],
 ) -> Piece:
     """The layer with as many of its experts as fit."""
     experts, groups = sizes.get("num_experts", 0), {}
     while True:
-        text = said if experts == sizes.get("num_experts", 0) else f"{said}, experts {sizes['num_experts']} -> {experts}"
+        text = (
+            said if experts == sizes.get("num_experts", 0) else f"{said}, experts {sizes['num_experts']} -> {experts}"
+        )
         text += ", one group" if groups else ""
         overrides = {**few, "num_experts": experts, **groups} if experts else few
         found = count(_piece("layer", loaded, overrides, text, False))
@@ -207,8 +212,14 @@ def count(rank: int, num_ranks: int, config: Config, cut_embedding: bool) -> lis
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
     ends = sum(p.numel() for p in model.parameters()) - sum(sizes)
     tied = bool(tied_names(model))
-    ends = ends if tied else max(sum(p.numel() for p in getattr(model, name).parameters()) for name in
-                                 (*module.LAYOUT.first, *module.LAYOUT.last))
+    ends = (
+        ends
+        if tied
+        else max(
+            sum(p.numel() for p in getattr(model, name).parameters())
+            for name in (*module.LAYOUT.first, *module.LAYOUT.last)
+        )
+    )
     widest = max(size for p in model.parameters() for size in p.shape)
     return [sum(p.numel() for p in model.parameters()), max([*sizes, ends]), widest]
 
@@ -269,9 +280,10 @@ def reference(rank: int, num_ranks: int, piece: Piece, path: str) -> dict[str, f
 
     def loss_of(model: nn.Module) -> Tensor:
         logits_BTV = model(tokens_BT, whole.positions_BT)
-        return nn.functional.cross_entropy(
-            logits_BTV.flatten(0, 1), whole.targets_BT.flatten(), reduction="sum"
-        ) * weight.double()
+        return (
+            nn.functional.cross_entropy(logits_BTV.flatten(0, 1), whole.targets_BT.flatten(), reduction="sum")
+            * weight.double()
+        )
 
     loss, gradients = float64.loss_and_gradients(model, loss_of)
     float64.write(gradients, path)
@@ -322,9 +334,7 @@ def _distance(gradient: Tensor, name: str, expected: float64.Gradients) -> tuple
     return math.fsum(difference), math.fsum(size)
 
 
-def step(
-    rank: int, num_ranks: int, trainer: Any, config: Config, piece: Piece, path: str
-) -> dict[str, Any]:
+def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: Piece, path: str) -> dict[str, Any]:
     """One step of the trainer as one rank: what it says of loss and norm, and how far its gradients are off."""
     set_determinism(config.debug)
     mesh = parallel.build(config, World(rank, num_ranks, rank, torch.device("cpu")))

@@ -49,10 +49,7 @@ def mesh_of(rank: int, num_ranks: int, degrees: dict[str, int]) -> tuple[Mesh, C
 
 def float64_squares(tensor: Tensor) -> float:
     """Sum of the squares of a local tensor: float64 in blocks, and the blocks added exactly."""
-    return math.fsum(
-        float(block.double().square().sum())
-        for block in tensor.detach().reshape(-1).split(BLOCK_NUMEL)
-    )
+    return math.fsum(float(block.double().square().sum()) for block in tensor.detach().reshape(-1).split(BLOCK_NUMEL))
 
 
 def copies_of(tensor: Tensor, num_ranks: int) -> int:
