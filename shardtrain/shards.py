@@ -67,7 +67,7 @@ NORM_CHUNK_NUMEL = 1 << 16
 """Numbers that are squared at a time on a CPU: 512 KiB in float64, which a core's second-level cache holds."""
 
 
-def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+def squared_norm(tensors: list[Tensor]) -> Tensor:
     """Sum of squares of local tensors, a float64 scalar on their device; there must be one tensor at least.
 
     As accurate as float64 on a CPU, in chunks, so that no copy of a tensor is made. PyTorch's own norm adds float32

@@ -28,7 +28,7 @@ from shardtrain.guards.replicas import Replicas
 from shardtrain.log import logger
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
-from shardtrain.parallel import BATCH_AXES, LOSS_AXES, clip, world
+from shardtrain.parallel import BATCH_AXES, clip, world
 from shardtrain.parallel.world import World
 from shardtrain.phases import Phases
 from shardtrain.resume import resume
@@ -158,8 +158,10 @@ def step(run: Run) -> Outcome | None:
     if found is None:
         return None
     local, sums, data_seconds = found
+    if run.runner.counts_filler:
+        local = data.mark_filler(local)
     batches = [batch.to(mesh.device, non_blocking=True) for batch in local]
-    seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES))
+    seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
 
     num_tokens = sums[0]
     scale = run.scaler.scale if run.scaler else 1.0
