@@ -40,6 +40,10 @@ def main(words: Sequence[str], load_trainer: Callable[[], Trainer]) -> int:
         print(USAGE, end="")
         return 0
     loaded = load(request)
+    if request.real:
+        from shardtrain.verify import real
+
+        return real.main(request, loaded, load_trainer)
     task = plan(loaded, request)
     rows = []
     if not request.json:
