@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardtrain.verify import causes
+from shardtrain.verify import causes, forward
+from shardtrain.verify.compare import same_bits
 from shardtrain.verify.evidence import Evidence, axes_that_differ
 from shardtrain.verify.run import Record
 
@@ -28,7 +29,7 @@ HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
 
 def diagnose(e: Evidence) -> str:
     """The likely cause of the first difference."""
-    if e.first.kind == "initial":
+    if e.first.kind in ("own", "initial"):
         return _initial(e)
     if e.first.kind == "norm":
         return _norm(e)
@@ -39,10 +40,13 @@ def diagnose(e: Evidence) -> str:
     absent = [name for name in e.first.names if not e.holders(name)]
     if absent:
         return f"no gradient: {absent[0]} takes no part in the loss on this mesh"
+    place = forward.first_difference(e) if e.first.loss_differs else ""
     for hypothesis in HYPOTHESES:
         cause = hypothesis(e)
         if cause:
-            return cause
+            return f"{cause}; {place}" if place else cause
+    if place:
+        return place
     mine, theirs = e.mine(e.suspect), e.theirs(e.suspect)
     if mine is None:
         return "no simple cause fits; the ranks' parts do not make up the whole tensor"
@@ -54,12 +58,12 @@ def diagnose(e: Evidence) -> str:
 
 def _initial(e: Evidence) -> str:
     name = e.first.names[0]
-    key = f"initial/{name}"
+    key = f"{e.first.kind}/{name}"
     holders = [record for record in e.records if key in record.parts]
     wrong = [
         record
         for record in holders
-        if not torch.equal(record.parts[key], e.expected.whole("initial", name)[record.slices[key]])
+        if not same_bits(record.parts[key], e.expected.whole(e.first.kind, name)[record.slices[key]])
     ]
     ranks = ", ".join(str(record.rank) for record in wrong)
     if len(wrong) < len(holders):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from shardtrain.config import Config
 from shardtrain.errors import Problem
 from shardtrain.layout import Layout, matches, word_of
-from shardtrain.tied import tie, tied_names
+from shardtrain.verify import dropout, probes
 from shardtrain.verify.batches import whole_batch
 from shardtrain.verify.run import model_of
 
@@ -21,32 +22,29 @@ CLOSE = 1e-4
 """Relative error of float32 arithmetic in another order, with room; a broken promise is off by far more."""
 
 
-def probe(_rank: int, _num: int, config: Config) -> dict[str, Any]:
-    """Broken promises as one sentence each, and whether the model names an attention core for context parallelism.
+def probe(_rank: int, _num: int, config: Config, folder: str = "") -> dict[str, Any]:
+    """Broken promises and what probes found as one sentence each, and why an axis is not for this model.
+
+    ``folder`` has what ``probes.run_with_peers`` left there, if it was run.
 
     Raises:
         ConfigError: the model cannot be built, or its layout does not cover it.
     """
+    dropout.switch_off()
     module, shape, model = model_of(config)
-    _fill(model)
+    probes.fill(model)
     batch = whole_batch(config.debug.seed, 0, 2, config.training.seq_len, shape.vocab_size)
     prober = _Prober(config.model.name, model, module.LAYOUT, batch.tokens_BT, batch.positions_BT)
     with torch.no_grad():
-        return {"broken": prober.all(), "has_core": bool(module.LAYOUT.context)}
-
-
-def _fill(model: nn.Module) -> None:
-    """Memory and random weights at unit gain, so that every part shows."""
-    ties = tied_names(model)
-    model.to_empty(device="cpu")
-    tie(model, ties)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            std = parameter.size(-1) ** -0.5 if parameter.ndim > 1 else 0.1
-            parameter.normal_(0.0, std, generator=generator)
-            if parameter.ndim == 1:
-                parameter.add_(1.0)
+        if broken := prober.runs():
+            return {"broken": broken, "notes": [], "impossible": {}}
+        found = probes.ask(config, module, shape, model, Path(folder) if folder else None)
+        broken = found.broken or prober.all()
+    impossible = found.impossible
+    if not module.LAYOUT.context:
+        problem = Problem("LAYOUT.context", None, "names no attention core, which cp replaces", "name the module")
+        impossible["cp"] = str(problem)
+    return {"broken": broken, "notes": found.notes, "impossible": impossible}
 
 
 class _Prober:
@@ -55,20 +53,24 @@ class _Prober:
         self._tokens_BT, self._positions_BT = tokens_BT, positions_BT
         self._heads: tuple[int, ...] = ()
 
-    def all(self) -> list[str]:
-        """Every broken promise; where the forward pass as such fails, that alone."""
+    def runs(self) -> list[str]:
+        """What keeps the model from running at all, or on a part of a batch: nothing else can be asked then."""
         if len(inspect.signature(self._model.forward).parameters) < 2:
             return [self._problem("takes no positions", "write forward(self, tokens_BT, positions_BT)")]
         try:
             _, error, place = self._run(self._model, self._tokens_BT, self._positions_BT)
             if error:
                 return [self._problem(f"fails in {place}: {error}", "correct its forward")]
-            if hasattr(self._model, "tensor_plan"):  # a network of transformers, which promises no chain
-                return self._shapes()
-            checks = (self._weightless, self._shapes, self._chain, self._positions, self._documents, self._halves)
-            return [sentence for check in checks for sentence in check()]
+            return self._shapes()
         except _NoTensor as wrong:
             return [self._problem(str(wrong), "return logits of shape (B, T, V)")]
+
+    def all(self) -> list[str]:
+        """Every broken promise of a model that runs."""
+        if hasattr(self._model, "tensor_plan"):  # a network of transformers, which promises no chain
+            return []
+        checks = (self._weightless, self._chain, self._positions, self._documents, self._halves)
+        return [sentence for check in checks for sentence in check()]
 
     def _problem(self, rule: str, fix: str) -> str:
         return str(Problem("model.name", self._name, rule, fix))
@@ -198,6 +200,14 @@ class _Prober:
             "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as under tp=2, "
         )
         fix = "write unflatten(-1, (-1, head_dim)) and flatten(2), with no head count of the config"
+        word = word_of(self._layout, place)
+        if error and word in ("colwise", "rowwise"):  # a linear module, which reads no head count
+            said = f'calls {place} "{word}" in LAYOUT.tensor, but '
+            if word == "colwise":
+                said, fix = said + "the features that it is given are split already", 'call it "rowwise"'
+            else:
+                said, fix = said + "the features that it is given are whole", 'call it "colwise"'
+            return [self._problem(f"{said}: under tp=2 {error}", fix)]
         if error:
             return [self._problem(f"{rule}{place} fails: {error}", fix)]
         heads = tuple(x.size(2) for x in self._core_inputs(halved, self._tokens_BT, self._positions_BT))
