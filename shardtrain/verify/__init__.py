@@ -198,16 +198,20 @@ def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
     from shardtrain.verify.run import run_steps
 
     if one.problem:
-        return Row(one.name, one.schedule, "not possible", cause=one.problem.replace("\n", "; "))
+        return Row(
+            one.name, one.schedule, "not possible", cause=one.problem.replace("\n", "; "), options=one.told_options
+        )
     started = time.perf_counter()
     ranks = Path(tempfile.mkdtemp(dir=folder))
     try:
         _run_ranks(one.num_ranks, run_steps, trainer, one.loaded.config, task, ranks)
     except workers.RankFailed as error:
         verdict: Any = "not possible" if error.refused else "failed"
-        return Row(one.name, one.schedule, verdict, time.perf_counter() - started, cause=str(error))
+        seconds = time.perf_counter() - started
+        return Row(one.name, one.schedule, verdict, seconds, cause=str(error), options=one.told_options)
     arguments = (one.loaded.config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
     (found,) = workers.run(1, judge, *arguments, folder=ranks)
     shutil.rmtree(ranks, ignore_errors=True)
-    row = Row(one.name, one.schedule, "differs" if found["first"] else "same", **found)
+    verdict = "differs" if found["first"] else "same"
+    row = Row(one.name, one.schedule, verdict, **found, options=one.told_options)
     return dataclasses.replace(row, seconds=time.perf_counter() - started)

@@ -252,3 +252,62 @@ def _core(e: Evidence) -> str | None:
             f"its output is off by {outcome['out']:.2g}"
         )
     return None
+
+
+def stale_weights(e: Evidence) -> str | None:
+    """A step is computed with the weights that an earlier one began with."""
+    if e.first.step == 0 or not e.first.loss_differs:
+        return None
+    mine = e.records[0].losses[e.first.step]
+    for step in range(e.first.step - 1, -1, -1):
+        if abs(e.shares_with(step=step).loss() - mine) < 1e-6 * max(1.0, abs(mine)):
+            return f"stale weights: step {e.first.step + 1} is computed with those that step {step + 1} began with"
+    return None
+
+
+def balance_loss(e: Evidence) -> str | None:
+    """The gradient of the balance losses of experts counts another number of times."""
+    if not e.layout.expert or e.first.loss_differs:
+        return None
+    rows = list(range(e.sequences))
+    whole, without = (e.shares_with(balance=weight).gradient(e.suspect, rows) for weight in (1.0, 0.0))
+    if whole is None or without is None or float((whole - without).norm()) < 1e-6 * float(whole.norm()):
+        return None
+    mine = e.mine(e.suspect)
+    if mine is None:
+        return None
+    balance = whole - without
+    factor = float(((mine - without) * balance).sum() / balance.square().sum())
+    if not e.explains(e.suspect, lambda _: without + factor * balance):
+        return None
+    return f"the balance loss of experts counts {factor:.4g} times; the gradient of the loss itself agrees"
+
+
+def clipped_otherwise(e: Evidence) -> str | None:
+    """Gradients agree but for what clipping multiplied them by."""
+    if e.expected.clipping(e.first.step) == 1.0 or e.first.loss_differs:
+        return None
+    factors = {}
+    for record, part, slices in e.holders(e.suspect):
+        theirs = e.theirs(e.suspect)[slices]
+        if not part.numel() or float(theirs.norm()) == 0:
+            continue
+        factor = float((part * theirs).sum() / theirs.square().sum())
+        if float((part - factor * theirs).norm()) > MATCH * float(part.norm()):
+            return None
+        factors[record.rank] = factor
+    if not factors:
+        return None
+    told = ", ".join(f"rank {rank}: {factor:.4g}" for rank, factor in factors.items())
+    return f"clipped by another factor than on one process, times {told}; up to there gradients agree"
+
+
+def short_type(e: Evidence) -> str | None:
+    """Every number is one of a shorter type: what was added up or cast in it lost its last digits."""
+    mine, theirs = e.mine(e.suspect), e.theirs(e.suspect)
+    if mine is None or float((mine - theirs).norm()) > 0.1 * float(theirs.norm()):
+        return None
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(mine.to(dtype).float(), mine) and not torch.equal(theirs.to(dtype).float(), theirs):
+            return f"each number of the gradient is a {str(dtype).removeprefix('torch.')}: reduced or cast in that type"
+    return None

@@ -21,27 +21,74 @@ CLOSE = 1e-4
 
 
 def first_difference(e: Evidence) -> str:
-    """The sentence that names the module; empty where none can be named."""
-    theirs = e.expected.record
-    order = {path: number for number, path in enumerate(theirs.facts["calls"])}
-    found: list[tuple[int, str, int]] = []
+    """The sentence that names the module in whose forward pass a mesh differs; empty where none can be named."""
+    found = _first(e, e.expected.record.facts["calls"], ("trace", "in"), ("trace", "out"))
+    if found is not None:
+        return f"the forward pass first differs on rank {found[1]} in {found[0]}: its inputs agree, its output does not"
+    if (moved := _moved(e)) is not None:
+        return moved
+    last = e.expected.record.facts["calls"].index("")
+    outs = [
+        _agree(e, record, f"trace/{record.facts['calls'].index('')}/out", f"trace/{last}/out") for record in e.records
+    ]
+    if e.first.loss_differs and True in outs and False not in outs:
+        return "the logits agree: look at the targets, at which of them count, and at the loss"
+    return ""
+
+
+def first_backward_difference(e: Evidence) -> str:
+    """The same for the backward pass, where gradients of activations say which module is to blame."""
+    found = _first(e, e.expected.record.facts["calls"][::-1], ("back", "out"), ("back", "in"))
+    if found is None:
+        return ""
+    return (
+        f"the backward pass first differs on rank {found[1]} in {found[0]}: the gradient of its output agrees, that of "
+        "its inputs does not"
+    )
+
+
+def _first(
+    e: Evidence, order: Sequence[str], cause: tuple[str, str], effect: tuple[str, str]
+) -> tuple[str, int] | None:
+    """The first module, as a phrase, and the rank, whose ``cause`` agrees and whose ``effect`` does not."""
+    theirs = {path: number for number, path in enumerate(e.expected.record.facts["calls"])}
+    place = {path: number for number, path in enumerate(order)}
+    found: list[tuple[int, int, str]] = []
     for record in e.records:
         for number, path in enumerate(record.facts["calls"]):
-            if path in order and _is_to_blame(e, record, number, order[path]):
-                found.append((order[path], path, record.rank))
-                break
+            if path not in theirs:
+                continue
+            sides = [f"{kind}/{{}}/{side}" for kind, side in (cause, effect)]
+            if _agree(e, record, sides[0].format(number), sides[0].format(theirs[path])) is not True:
+                continue
+            if _agree(e, record, sides[1].format(number), sides[1].format(theirs[path])) is False:
+                found.append((place[path], record.rank, path))
     if not found:
-        return ""
-    _, path, rank = min(found)
+        return None
+    _, rank, path = min(found)
+    while inner := [one for one in found if one[2] != path and (one[2].startswith(f"{path}.") or not path)]:
+        _, rank, path = min(inner)  # of a module and one inside it, the inner one is to blame
     where = f"module {path}" if path else "the model's own forward"
     word = word_of(e.layout, path)
     called = f', which LAYOUT.tensor calls "{word}"' if word and e.size("tp") > 1 else ""
-    return f"the forward pass first differs on rank {rank} in {where}{called}: its inputs agree, its output does not"
+    return where + called, rank
 
 
-def _is_to_blame(e: Evidence, record: Record, number: int, theirs: int) -> bool:
-    given = _agree(e, record, f"trace/{number}/in", f"trace/{theirs}/in")
-    return given is True and _agree(e, record, f"trace/{number}/out", f"trace/{theirs}/out") is False
+def _moved(e: Evidence) -> str | None:
+    """A layer that is given what one process gives another layer."""
+    theirs = e.expected.record.facts["calls"]
+    layers = [path for path in theirs if path.startswith(f"{e.layout.layers}.") and path.count(".") == 1]
+    for record in e.records:
+        for path in layers:
+            if path not in record.facts["calls"]:
+                continue
+            mine = f"trace/{record.facts['calls'].index(path)}/in"
+            if _agree(e, record, mine, f"trace/{theirs.index(path)}/in") is not False:
+                continue
+            for other in layers:
+                if other != path and _agree(e, record, mine, f"trace/{theirs.index(other)}/in") is True:
+                    return f"layers in another order: {path} is given what one process gives {other}"
+    return None
 
 
 def _agree(e: Evidence, record: Record, mine: str, theirs: str) -> bool | None:

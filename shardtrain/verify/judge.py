@@ -40,9 +40,9 @@ def _say(first: First, expected: Expected, losses: list[float], layers: str) -> 
         top, _, rest = name.partition(".")
         where = f"layer {rest.partition('.')[0]}" if top == layers else f"module {top}"
         others = f" (and {len(first.names) - 1} more tensors)" if len(first.names) > 1 else ""
-        size = "" if start else f", error {first.error:.2g}"
+        size = "" if start or first.kind == "buffers" else f", error {first.error:.2g}"
         kinds = {"own": "initial weight", "initial": "initial weight (at unit gain)"}
-        what = (kinds | {"gradient": "gradient", "weights": "weight after the update"})[first.kind]
+        what = (kinds | {"gradient": "gradient", "weights": "weight after the update", "buffers": "buffer"})[first.kind]
         sentence = f"{when}: the first {what} that differs is {name} in {where}{size}{others}"
     else:
         what = "the loss" if first.kind == "loss" else "the gradient norm"

@@ -23,6 +23,7 @@ from shardtrain.errors import Problem
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.tied import tie, tied_names
 from shardtrain.verify import dropout
+from shardtrain.verify.meshes import OPTIONS
 from shardtrain.verify.run import model_of
 from shardtrain.verify.traces import Trace, blame, off, outputs_of, trace
 
@@ -122,6 +123,7 @@ class Prober:
             self._writes,
             self._mixing,
             self._places,
+            self._shared,
         ):
             question()
             if self.found.broken:
@@ -255,8 +257,10 @@ class Prober:
                 if told["draws"].get(pattern) != draw:
                     rule = f"starts from other weights {here}: initial() gives {pattern} {told['draws'].get(pattern)}, alone {draw}"
                     return self._break(rule, fix)
-            if told["shape"] != repr(self._shape) or told["parameters"] != sizes:
-                return self._break(f"has other sizes {here}: {told['shape']}, alone {self._shape!r}", fix)
+            for name in sorted({*sizes, *told["parameters"]}):
+                if told["parameters"].get(name) != sizes.get(name):
+                    there, alone = told["parameters"].get(name, "absent"), sizes.get(name, "absent")
+                    return self._break(f"has other weights {here}: {name} is {there}, alone {alone}", fix)
             if "error" in told:
                 return self._break(f"fails {here}, and not alone: {told['error']}", fix)
             row = slice(rank, rank + 1)
@@ -340,12 +344,24 @@ class Prober:
                 return self._break(rule, "use positions_BT wherever a token's place counts, never arange")
         return None
 
+    def _shared(self) -> None:
+        """Weights that two layers share cannot be sharded with each; those that two ends share are on one stage."""
+        for names in tied_names(self._model):
+            tops = {_top(name, self._layout.layers): name for name in names}
+            if len(tops) > 1:
+                first, second, *_ = tops.values()
+                if sum(top.startswith(f"{self._layout.layers}.") for top in tops) > 0:
+                    rule = f"shares one weight between {first} and {second}, and each layer is sharded by itself"
+                    return self._break(rule, "give each layer weights of its own")
+                rule = f"shares one weight between {first} and {second}, of which pipeline stages would train copies"
+                self.found.impossible["pp"] = self._axis("pp", rule, "give each its own weight")
+                return
+
     def _outermost(self, path: str) -> bool:
         return not self._is_core(path.rpartition(".")[0])
 
     def _axis(self, axis: str, rule: str, fix: str) -> str:
-        option = {"cp": "parallelism.context_parallel_degree", "tp": "parallelism.tensor_parallel_degree"}[axis]
-        return str(Problem(option, None, f"must be 1: the model {rule}", fix))
+        return str(Problem(f"parallelism.{OPTIONS[axis]}", None, f"must be 1: the model {rule}", fix))
 
     def _mixes(self, fixed: Sequence[str]) -> str | None:
         """The module in which one half of the tokens changes the other, with what ``fixed`` gave replayed."""
@@ -366,6 +382,12 @@ def _starts(path: str) -> list[str]:
     """A path and those of the modules around it: a.b.c, a.b, a."""
     pieces = path.split(".")
     return [".".join(pieces[:count]) for count in range(len(pieces), 0, -1)]
+
+
+def _top(name: str, layers: str) -> str:
+    """What a pipeline stage holds as a whole: an end, or one layer."""
+    pieces = name.split(".")
+    return ".".join(pieces[:2] if pieces[0] == layers else pieces[:1])
 
 
 def _within(path: str, modules: Sequence[str]) -> bool:

@@ -39,6 +39,15 @@ from shardtrain.verify.batches import SyntheticStream
 from shardtrain.verify.shrink import Task
 
 
+MAX_NORM = 0.1
+"""Norm to which gradients are clipped in the last of several steps, far below that of a model at unit gain."""
+
+
+def is_clipped(step: int, steps: int) -> bool:
+    """Whether gradients are clipped in a step, counted from 0: in the last one, where there are others without."""
+    return steps > 1 and step == steps - 1
+
+
 class Trainer(Protocol):
     """What verify needs of ``shardtrain.train``, which it is given: the step that is verified is the trainer's own."""
 
@@ -158,11 +167,14 @@ def _run_steps(
     optimizer.register_step_pre_hook(lambda *_: recorder.keep_gradients())
     for _ in range(task.steps):
         recorder.begin_step()
+        if is_clipped(recorder.step, task.steps):
+            run.config = replace(config, training=replace(config.training, max_norm=MAX_NORM))
         outcome = trainer.step(run)
         watch.end()
         recorder.losses.append(_global_loss(outcome, mesh))
         recorder.norms.append(outcome.grad_norm)
         recorder.keep(f"weights/{recorder.step}", runner.parameters())
+        recorder.keep(f"buffers/{recorder.step}", runner.buffers())
     recorder.write(Path(folder) / f"rank-{rank}.safetensors", rank, config, watch)
 
 
@@ -174,8 +186,9 @@ def _global_loss(outcome: Any, mesh: Mesh) -> float:
 
 
 class _Watch:
-    """Follows the modules of a rank's parts through the first step: where it is, and what each first call was given
-    and gave. What a module has as a partial sum is not kept: no other rank's part says what it should be."""
+    """Follows the modules of a rank's parts through the first step: where it is, what each first call was given and
+    gave, and the gradients of both. What a module has as a partial sum is not kept: no other rank's part says what it
+    should be."""
 
     def __init__(self, keep: bool) -> None:
         self.layout: Layout | None = None
@@ -184,7 +197,8 @@ class _Watch:
         self._keep, self._begun = keep, False
         self._stack: list[str] = []
         self._handles: list[Any] = []
-        self._inputs: dict[str, list[Tensor | None]] = {}
+        self._inputs: dict[str, list[Tensor]] = {}
+        self._copies: dict[str, list[Tensor | None]] = {}
 
     def begin(self, parts: Sequence[nn.Module]) -> None:
         """Watch from now on."""
@@ -221,29 +235,42 @@ class _Watch:
             self._stack.clear()  # a recomputation that stops early leaves modules without a word
         self._stack.append(path)
         if self._keep and path not in self._inputs:
-            self._inputs[path] = _local_leaves((given, named))
+            self._inputs[path] = _number_tensors((given, named))
+            self._copies[path] = [_local_part(leaf) for leaf in self._inputs[path]]
 
     def _leave(self, path: str, _: nn.Module, given: Any, named: Any, output: Any) -> None:
         while self._stack and self._stack.pop() != path:
             pass
         if not self._keep or path in self.calls:
             return
-        number = len(self.calls)
+        number, given_leaves = len(self.calls), self._inputs.pop(path, [])
         self.calls.append(path)
-        for kind, leaves in (("in", self._inputs[path]), ("out", _local_leaves(output))):
-            for index, leaf in enumerate(leaves):
-                if leaf is not None:
-                    self.tensors[f"trace/{number}/{kind}/{index}"] = leaf
+        outputs = _number_tensors(output)
+        self._note(number, "in", given_leaves, self._copies.pop(path, []))
+        self._note(number, "out", outputs, [_local_part(leaf) for leaf in outputs])
+        self._inputs[path] = []
+
+    def _note(self, number: int, kind: str, leaves: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
+        for index, (leaf, copied) in enumerate(zip(leaves, copies, strict=True)):
+            key = f"{number}/{kind}/{index}"
+            if copied is not None:
+                self.tensors[f"trace/{key}"] = copied
+            if leaf.requires_grad:
+                leaf.register_hook(functools.partial(self._note_gradient, f"back/{key}"))
+
+    def _note_gradient(self, key: str, gradient: Tensor) -> None:
+        if key not in self.tensors and (copied := _local_part(gradient)) is not None:
+            self.tensors[key] = copied
 
 
-def _local_leaves(value: Any) -> list[Tensor | None]:
-    """What this rank holds of each number tensor among arguments or results; None for a part of a sum."""
-    found: list[Tensor | None] = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            partial = isinstance(leaf, DTensor) and any(placement.is_partial() for placement in leaf.placements)
-            found.append(None if partial else _copy(leaf))
-    return found
+def _number_tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _local_part(tensor: Tensor) -> Tensor | None:
+    """What this rank holds of a tensor; None for a part of a sum."""
+    is_sum = isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+    return None if is_sum else _copy(tensor)
 
 
 class _Recorder:

@@ -163,7 +163,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "more layers on more ranks": Fault(
         [("range(c.num_layers)", "range(c.num_layers + int(os.environ.get('RANK', 0)))")],
-        "dp_shard=2", "refused", ["has other sizes on rank 1 of 2"],
+        "dp_shard=2", "refused", ["has other weights on rank 1 of 2: blocks.2."],
     ),
     # numbers
     "bfloat16 inside": Fault(
@@ -249,7 +249,11 @@ FAULTS: dict[str, Fault] = {
     "one block for two layers": Fault(
         [("self.norm = nn.LayerNorm(c.dim)\n", "self.norm = nn.LayerNorm(c.dim)\n        self.blocks['1'].ffn = "
           "self.blocks['0'].ffn\n")],
-        "pp=2", "refused", ["shares"],
+        "dp_shard=2", "refused", ["shares one weight between blocks.0.ffn.up.weight and blocks.1.ffn.up.weight"],
+    ),
+    "a tied head": Fault(
+        [(HEAD_INIT, HEAD_INIT + "        self.head.weight = self.embed.weight\n")],
+        "pp=2", "not possible", ["shares one weight between embed.weight and head.weight"],
     ),
     "a number of the stage": Fault(
         [("for block in self.blocks.values():", "for i, block in enumerate(self.blocks.values()):\n"
