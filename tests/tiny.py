@@ -111,6 +111,7 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
     run = make_run(rank, config)
     initial, losses, norms, lrs, ids = whole(run), [], [], [], []
     pull = run.stream.__next__
+    filler: list[int] = []
 
     class Recorded:
         def __getattr__(self, name: str) -> Any:
@@ -118,6 +119,7 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
 
         def __next__(self) -> Any:
             batch = pull()
+            filler.append(int((batch.tokens_BT.size(1) - batch.lengths_B).sum()))
             ids[-1].extend(batch.sample_ids_B.tolist())
             return batch
 
@@ -146,6 +148,7 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
     )
     local_numel = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in run.runner.parameters().values())
     facts = {"optimizer_bytes": optimizer_bytes, "local_numel": local_numel, "num_params": run.num_params}
+    facts["filler"] = sum(filler)
     return Result(losses, norms, lrs, initial, whole(run), ids, run.state.to_dict(), facts, gradients)
 
 

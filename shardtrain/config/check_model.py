@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from shardtrain.config import derived
 from shardtrain.config.check_values import any_of, problem
 from shardtrain.config.coerce import Unfit, coerce
 from shardtrain.config.load import Loaded
@@ -89,14 +90,19 @@ def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_sequence(loaded: Loaded) -> Iterator[Problem]:
-    """The sequence is cut into equal parts over tensor-parallel ranks, and into two per context-parallel rank."""
+    """Each context-parallel rank holds a part of the sequence, or two with a balanced load, cut again over tp ranks."""
     p, c = loaded.config.parallelism, loaded.config
     tp, cp = p.tensor_parallel_degree, p.context_parallel_degree
-    cuts = tp * (2 * cp if cp > 1 else 1)
+    if min(tp, cp) < 1:
+        return
+    chunks = 2 if cp > 1 and derived.is_context_balanced(p) else 1
+    cuts = cp * math.lcm(chunks, tp)
+    parts = [f"context_parallel_degree {cp}" if cp > 1 else "", f"tensor_parallel_degree {tp}" if tp > 1 else ""]
+    what = ", ".join(part for part in parts if part)
+    what += ', and two chunks a rank of context_parallel_load_balancer "headtail"' if chunks == 2 else ""
     for option, used in (("training.seq_len", True), ("validation.seq_len", c.validation.enable)):
         seq_len = loaded.value(option)
-        if used and min(tp, cp, seq_len) >= 1 and seq_len % cuts:
-            what = f"tensor_parallel_degree {tp}" + (f" times twice context_parallel_degree {cp}" if cp > 1 else "")
+        if used and seq_len >= 1 and seq_len % cuts:
             low, high = seq_len // cuts * cuts, -(-seq_len // cuts) * cuts
             rule = f"is not a multiple of {cuts} ({what})"
             yield problem(loaded, option, rule, f"use {any_of([n for n in (low, high) if n])}")

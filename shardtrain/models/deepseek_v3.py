@@ -163,7 +163,8 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D); of ``ffn`` and ``moe``, one is the identity."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
-        return x_BTD + self.moe(self.ffn(self.ffn_norm(x_BTD)))
+        hidden_BTD = self.ffn(self.ffn_norm(x_BTD))
+        return x_BTD + (hidden_BTD if isinstance(self.moe, nn.Identity) else self.moe(hidden_BTD, documents_BT))
 
 
 class Model(Decoder):

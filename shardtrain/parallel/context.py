@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches
@@ -79,8 +80,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
 def is_balanced(config: Config) -> bool:
     """Whether ranks hold a chunk from the head and one from the tail of the sequence, and so equal causal work."""
-    p = config.parallelism
-    return p.context_parallel_method == "ring" and p.context_parallel_load_balancer == "headtail"
+    return derived.is_context_balanced(config.parallelism)
 
 
 def cut(batch: Batch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:

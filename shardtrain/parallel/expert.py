@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches
+from shardtrain.parallel import context
 from shardtrain.parallel.local_weights import use_local_weights
 from shardtrain.parallel.mesh import LOSS_AXES, Mesh
+from shardtrain.parallel.pieces import sequence_part
 from shardtrain.rows import inverse_of, permute
 
 AXIS = "ep"
@@ -52,12 +54,14 @@ def mesh_of_experts(mesh: Mesh, config: Config) -> DeviceMesh:
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Split the experts over ep and replace each dispatch by one that exchanges tokens, in place."""
     split_sequence = mesh.size("cp", "tp") > 1
+    balanced = context.is_balanced(config)
     for moe in _blocks(model, layout):
         moe.router.force_balance = config.debug.moe_force_load_balance
         if moe.router.expert_bias is not None:  # steps of 1e-3 would be lost in a bfloat16 model
             moe.router.expert_bias = moe.router.expert_bias.float()
         if split_sequence:
             moe.balance.sum_over_sequence = partial(_sum_over_sequence, mesh)
+            moe.balance.own_part = partial(_own_part, mesh, balanced)
         if config.parallelism.expert_parallel_degree > 1:
             _split_experts(moe.experts, mesh_of_experts(mesh, config)[AXIS])
             moe.dispatch = AllToAllDispatch(mesh_of_experts(mesh, config).get_group(AXIS))
@@ -82,6 +86,11 @@ def shard(layer: nn.Module, mesh: Mesh, config: Config, options: Mapping[str, An
         fully_shard(moe.experts, **unit, shard_placement_fn=partial(_place, dim))
         if config.activation_checkpoint.mode == "selective":
             _hide_from_modes(moe.experts)
+
+
+def has_experts(parts: Sequence[nn.Module]) -> bool:
+    """Whether this rank's parts of a model hold experts."""
+    return any(True for _ in _named_blocks(parts))
 
 
 def before_step(parts: Sequence[nn.Module], weight: Tensor) -> None:
@@ -181,6 +190,13 @@ class _Exchange(torch.autograd.Function):
 
 def _sum_over_sequence(mesh: Mesh, count_BE: Tensor) -> Tensor:
     return mesh.sum(count_BE.clone(), over=("cp", "tp"))  # sums are taken in place
+
+
+def _own_part(mesh: Mesh, balanced: bool, column_BT: Tensor) -> Tensor:
+    part_BT = column_BT
+    if mesh.size("cp") > 1:
+        part_BT = sequence_part(part_BT, mesh.rank("cp"), mesh.size("cp"), balanced)
+    return part_BT.chunk(mesh.size("tp"), dim=1)[mesh.rank("tp")]
 
 
 def _exchange(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -59,6 +59,11 @@ class Runner(ABC):
         """Whether the loss is computed here."""
         return True
 
+    @property
+    def counts_filler(self) -> bool:
+        """Whether it matters which tokens of a batch are filler: to experts it does (``data.mark_filler``)."""
+        return expert.has_experts(self.parts)
+
     def own_targets(self, batches: Sequence[Batch]) -> int:
         """Target tokens whose loss this rank computes: with context parallelism those of its part of each sequence."""
         if not self.has_loss:

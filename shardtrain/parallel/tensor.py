@@ -55,6 +55,32 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     parallelize_module(model, mesh.submesh(AXIS), plan)
     adapters.put_back(model, layout, mesh.submesh(AXIS), factors)
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
+    _watch_dropout(model, layout, mesh)
+
+
+def _watch_dropout(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
+    """Refuse dropout of activations that every rank holds whole: each would drop others, and compute something else.
+
+    Random numbers are different on each rank (``seeding.seed_step``), as split activations need.
+    """
+    whole = {path.rpartition(".")[0] for path, _ in model.named_modules() if word_of(layout, path) == "replicate"}
+
+    def refuse(path: str) -> None:
+        rule = f"drops in {path}, where every tensor-parallel rank holds the same activations, and would drop others"
+        fix = "drop after the rowwise linear, where ranks hold different tokens, or set the degree to 1"
+        raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
+
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.modules.dropout._DropoutNd) or module.p == 0:
+            continue
+        if path.rpartition(".")[0] in whole:
+            refuse(path)
+
+        def look(_: nn.Module, inputs: tuple[Any, ...], path: str = path) -> None:
+            if isinstance(inputs[0], DTensor) and not any(place.is_shard() for place in inputs[0].placements):
+                refuse(path)
+
+        module.register_forward_pre_hook(look)
 
 
 def _overlap_with_matmuls(mesh: Mesh) -> None:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from shardtrain import first_weights
 from shardtrain.config.schema import Config
+from shardtrain.data.batch import filler_documents
 from shardtrain.data.document import Document
 from shardtrain.data.encode import PromptEncoder
 from shardtrain.data.feed import digest
@@ -35,6 +36,7 @@ from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.log import logger
+from shardtrain.models.moe import has_experts
 from shardtrain.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks.text_task import TextTask
@@ -141,7 +143,12 @@ def log_probabilities(model: nn.Module, batch: RowBatch) -> Tensor:
     tokens_B2T, targets_B2T = batch["tokens_B2T"], batch["targets_B2T"]
     tokens_RT, targets_RT = tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1)
     positions_RT = torch.arange(tokens_RT.size(1), device=tokens_RT.device).expand_as(tokens_RT)
-    logits_RTV = model(tokens_RT, positions_RT)
+    # the last target of a row is that of its last token: an answer ends a text
+    documents = {}
+    if has_experts(model):
+        lengths_R = ((targets_RT != IGNORE) * (positions_RT + 1)).amax(1)
+        documents["documents_BT"] = filler_documents(lengths_R, positions_RT)
+    logits_RTV = model(tokens_RT, positions_RT, **documents)
     # row by row: of the logits in float32 only those of one answer exist at a time in forward
     losses = [
         F.cross_entropy(logits_TV.float(), targets_T, ignore_index=IGNORE, reduction="sum")

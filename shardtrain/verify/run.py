@@ -160,6 +160,7 @@ def _run_steps(
         total_steps=task.steps,
         num_params=num_params,
         flops_per_token=0.0,
+        compares_norms=False,
     )
     recorder.keep("initial", runner.parameters())
     recorder.watch_core(module.LAYOUT, first_layer)
@@ -172,7 +173,7 @@ def _run_steps(
         outcome = trainer.step(run)
         watch.end()
         recorder.losses.append(_global_loss(outcome, mesh))
-        recorder.norms.append(outcome.grad_norm)
+        recorder.norms.append(float(outcome.own_grad_norm))
         recorder.keep(f"weights/{recorder.step}", runner.parameters())
         recorder.keep(f"buffers/{recorder.step}", runner.buffers())
     recorder.write(Path(folder) / f"rank-{rank}.safetensors", rank, config, watch)
