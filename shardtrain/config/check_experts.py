@@ -83,9 +83,6 @@ def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterat
     if score not in ("softmax", "sigmoid"):
         rule = "is no way to score experts"
         yield problem_of(loaded, "model.overrides.score_func", score, rule, 'use "softmax" or "sigmoid"')
-    if sizes.get("num_dense_layers") == 0:
-        rule = "leaves no dense layer, which the layout of the model names"
-        yield problem_of(loaded, "model.overrides.num_dense_layers", 0, rule, "use 1 or more")
 
 
 def problem_of(loaded: Loaded, option: str, value: Any, rule: str, fix: str) -> Problem:

@@ -34,8 +34,8 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 class Config:
     """The shape of a DeepSeek-V3; each field can be set by ``model.overrides``.
 
-    ``q_lora_rank`` 0 computes queries without a latent. The first ``num_dense_layers`` (1 or more) have a feed-forward
-    of ``ffn_dim`` in place of experts. ``rope_factor`` 1 leaves the rotary angles unscaled.
+    ``q_lora_rank`` 0 computes queries without a latent. The first ``num_dense_layers`` have a feed-forward of
+    ``ffn_dim`` in place of experts, and ``num_shared_experts`` may be 0. ``rope_factor`` 1 leaves the rotary angles unscaled.
     """
 
     vocab_size: int = 129280
@@ -109,6 +109,7 @@ LAYOUT = Layout(
     context="layers.*.attn.core",
     expert="layers.*.moe",
     buffers=EXPERT_BIAS,
+    optional=("layers.*.ffn", "layers.*.moe"),  # where no layer is dense, where all are, where no expert is shared
 )
 
 

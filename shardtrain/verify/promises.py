@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardtrain.config import Config
 from shardtrain.errors import Problem
 from shardtrain.layout import Layout, matches, word_of
+from shardtrain.parallel import pipeline
 from shardtrain.verify import dropout, probes
 from shardtrain.verify.batches import whole_batch
 from shardtrain.verify.run import model_of
@@ -119,7 +120,7 @@ class _Prober:
         whole, _, _ = self._run(self._model, self._tokens_BT, self._positions_BT)
         layers = list(getattr(self._model, self._layout.layers))
         promise = "breaks the promise that forward is a chain of first modules, layers and last modules"
-        fix = "pass x alone from one to the next, with no other path around them"
+        fix = "pass x alone from one to the next, with nothing between them and no other path around them"
         x = self._tokens_BT
         for keep in (
             [*self._layout.first],
@@ -222,16 +223,8 @@ class _NoTensor(Exception):
 
 
 def _only(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
-    """A copy that has some of the modules: Identity for ends that it lacks, and no other layers."""
-    piece = copy.deepcopy(model)
-    layers: nn.ModuleDict = getattr(piece, layout.layers)
-    for name in list(layers):
-        if f"{layout.layers}.{name}" not in keep:
-            del layers[name]
-    for name in (*layout.first, *layout.last):
-        if name not in keep:
-            setattr(piece, name, nn.Identity())
-    return piece
+    """A copy that has some of the modules, as a pipeline stage has them."""
+    return pipeline.stage(copy.deepcopy(model), layout, keep)
 
 
 def _halve(module: nn.Module, dim: int) -> bool:
