@@ -62,8 +62,9 @@ def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
         for chosen in itertools.combinations(axes if count == 1 else e.axes, count):
             by_size.setdefault(math.prod(e.sizes[axis] for axis in chosen), []).append(" x ".join(chosen))
     for size, names in by_size.items():
-        yield 1 / size, f"scaled by 1/{size}, the size of axis {' or '.join(names)}: averaged where it must be summed"
-        yield float(size), f"scaled by {size}, the size of axis {' or '.join(names)}: counted {size} times"
+        told = " or ".join(names) + (", or the number of micro-batches" if size == e.num_micro else "")
+        yield 1 / size, f"scaled by 1/{size}, the size of axis {told}: averaged where it must be summed"
+        yield float(size), f"scaled by {size}, the size of axis {told}: counted {size} times"
     if e.num_micro > 1:
         yield 1 / e.num_micro, f"scaled by 1/{e.num_micro}, the number of micro-batches: averaged over micro-batches"
         yield float(e.num_micro), f"scaled by {e.num_micro}, the number of micro-batches: counted {e.num_micro} times"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -77,6 +78,7 @@ def tokens_of(count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 def run_with_peers(rank: int, _num: int, config: Config, folder: str) -> None:
     """As one of several ranks, run the model on the row of this rank and leave what every module gave."""
     dropout.switch_off()
+    dist.barrier()  # one that has nothing to exchange must not leave before the other has come
     module, shape, model = model_of(config)
     fill(model)
     count = num_tokens(model, config.training.seq_len)
