@@ -14,7 +14,7 @@ from typing import Literal
 
 TENSOR_WORDS = {
     "embed": "embedding, vocabulary rows split over tp, output split along the sequence",
-    "sequence": "norm on activations that are split along the sequence, as is its output; weights whole on every tp rank",
+    "sequence": "norm on activations split along the sequence, as its output is; weights whole on every tp rank",
     "gather": "the module's first input is gathered along the sequence; holds no weights of its own",
     "colwise": "linear, output features split over tp; an input split along the sequence is gathered",
     "rowwise": "linear, input features split over tp, output split along the sequence",
@@ -23,7 +23,7 @@ TENSOR_WORDS = {
     "router": "linear on activations that are split along the sequence; weights whole on every tp rank",
     "expert": "weights never split over tp; split on dim 0 over ep, and over all other ranks that hold other tokens",
     "heads": "norm of each head by itself, on the heads that this tp rank has; weights whole on every tp rank",
-    "features": "norm over all features, of which each tp rank has some: they are gathered; weights whole on every tp rank",
+    "features": "norm over all features, of which a tp rank has some: these are gathered; weights whole on each",
     "replicate": "computed alike on every tp rank from whole inputs; weights whole on every tp rank",
     "copy": "identity whose input is whole on every tp rank and whose output each rank uses for its own heads",
 }
@@ -37,7 +37,7 @@ class Layout:
     layers:  the ModuleDict of repeated layers: unit of sharding, recompute, compile and pipeline cuts.
     last:    modules of the last pipeline stage only, in the order of the forward chain.
     tensor:  module path -> one of TENSOR_WORDS.
-    context: path of the weightless attention core: softmax(scale q k + bias) v, as docs/models.md says, and nothing else.
+    context: path of the weightless attention core: softmax(scale q k + bias) v, as docs/models.md says.
     expert:  path of the mixture-of-experts module, or empty: it has ``.router``, ``.balance``, ``.dispatch`` and
              ``.experts`` (see models/moe.py).
     buffers: buffers that start at zero and belong to checkpoints; a model may have no others.
@@ -116,9 +116,9 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
     for role, names in (("first", layout.first), ("layers", (layout.layers,)), ("last", layout.last)):
         problems += [f"LAYOUT.{role} names {name!r}, which is no module" for name in names if name not in modules]
     for role, pattern in (("context", layout.context), ("expert", layout.expert)):
-        if pattern and not any(matches(module, pattern) for module in modules):
-            if not _may_be_absent(pattern, layout.optional):
-                problems.append(f"LAYOUT.{role}={pattern!r} names no module; remove it or correct the path")
+        absent = pattern and not any(matches(module, pattern) for module in modules)
+        if absent and not _may_be_absent(pattern, layout.optional):
+            problems.append(f"LAYOUT.{role}={pattern!r} names no module; remove it or correct the path")
     for name in parameter_names:
         owner = name.rpartition(".")[0]
         hits = [pattern for pattern in layout.tensor if matches(owner, pattern)]

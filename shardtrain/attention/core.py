@@ -74,13 +74,13 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
                 )
             )
         elif layout.expert and matches(path, layout.expert) and "forward" not in vars(module):
-            module.forward = lambda x, *_: x  # type: ignore[method-assign]
+            module.forward = lambda x, *_, **__: x  # type: ignore[method-assign]
             experts.append(module)
     knows_documents = "documents_BT" in inspect.signature(model.forward).parameters
     try:
         with torch.no_grad():
             model(tokens_BT, tokens_BT, **({"documents_BT": documents_BT} if knows_documents else {}))
-    except Exception:  # noqa: BLE001  # what cannot run without numbers shows when it runs with them
+    except Exception:  # what cannot run without numbers shows when it runs with them
         pass
     finally:
         for handle in handles:
@@ -151,7 +151,8 @@ def broken_when_heads_are_dealt(core: nn.Module, given: Given | None) -> Broken 
     for half in (0, 1):
         if slopes:
             core.alibi_slopes = tuple(slopes[half * heads // 2 : (half + 1) * heads // 2])  # type: ignore[assignment]
-        part = run(core, *(x.chunk(2, dim=2)[half] for x in (q, k, v)), None, heads_first)
+        half_q, half_k, half_v = (x.chunk(2, dim=2)[half] for x in (q, k, v))
+        part = run(core, half_q, half_k, half_v, None, heads_first)
         if isinstance(part, Broken):
             rule = "cannot be given half of its heads" + part.rule.removeprefix("cannot be tried on small tensors")
             return Broken(rule, fix)
@@ -161,13 +162,24 @@ def broken_when_heads_are_dealt(core: nn.Module, given: Given | None) -> Broken 
     return None
 
 
+def broken_number_of_heads(core: nn.Module, given: Given | None, ranks: int) -> Broken | None:
+    """Why the heads of a core cannot be dealt evenly to ranks, which no size of the configuration may show."""
+    if given is None or len(given.shapes) < 3 or any(len(shape) != 4 for shape in given.shapes):
+        return None
+    heads_first = bool(getattr(core, "heads_first", False)) or _looks_heads_first(given)
+    key_heads = _sizes(core, given, heads_first)[1]
+    if key_heads % ranks == 0:
+        return None
+    return Broken(f"has {key_heads} key-value heads, which {ranks} ranks cannot share", "use fewer ranks")
+
+
 def run(core: nn.Module, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None, heads_first: bool) -> Any:
     """What a core gives for (B, T, heads, H), in that layout; or why it gives none."""
     inputs = [x.transpose(1, 2) if heads_first else x for x in (q, k, v)]
     try:
         with torch.no_grad():
             out = core(*inputs) if documents_BT is None else core(*inputs, documents_BT)
-    except Exception as error:  # noqa: BLE001  # a user's code may raise anything
+    except Exception as error:  # a user's code may raise anything
         text = str(error).splitlines() or [""]
         fix = "correct it; it must run on a CPU in float32 too, and hold no tensor (the model is built without memory)"
         return Broken(f"cannot be tried on small tensors: {type(error).__name__}: {text[0]}", fix)
@@ -252,7 +264,7 @@ def _diagnose(
 def _fit(core: nn.Module, got: Any, q: Tensor, k: Tensor, scoring: scores.Scores) -> Broken | None:
     """Scores are logarithms of weights up to a number per query: fit a scale and a slope of the distance to them.
 
-    Token 1 sees two tokens: log(p_0 / p_1) = scale q (k_0 - k_1) - slope, with p_0 read off values that are one and zero.
+    Token 1 sees two tokens: log(p_0 / p_1) = scale q (k_0 - k_1) - slope, and values of one and zero show p_0.
     """
     tokens, heads, width = q.shape[1:]
     k = k.repeat_interleave(heads // k.size(2), dim=2)

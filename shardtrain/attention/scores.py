@@ -42,13 +42,15 @@ def scores_of(core: Any) -> Scores:
     """What an attention core's attributes ``scale``, ``softcap`` and ``alibi_slopes`` say; it may have any of them."""
     scale, slopes = getattr(core, "scale", None), getattr(core, "alibi_slopes", None)
     softcap = getattr(core, "softcap", None) or 0.0
-    return Scores(None if scale is None else float(scale), float(softcap), tuple(float(slope) for slope in slopes or ()))
+    return Scores(
+        None if scale is None else float(scale), float(softcap), tuple(float(slope) for slope in slopes or ())
+    )
 
 
 def attention(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scores: Scores
 ) -> Tensor:
-    """Causal attention written out, within documents and a window (0 is none): (B, T, N, H), with (B, N, T, T) scores."""
+    """Causal attention written out, in documents and a window (0 is none): (B, T, N, H), by (B, N, T, T) scores."""
     tokens = q_BTNH.size(1)
     q, k, v = _heads_first(q_BTNH, k_BTKH, v_BTKH)
     seen_1TT = torch.ones(1, tokens, tokens, dtype=torch.bool, device=q.device).tril()

@@ -35,7 +35,8 @@ class Config:
     """The shape of a DeepSeek-V3; each field can be set by ``model.overrides``.
 
     ``q_lora_rank`` 0 computes queries without a latent. The first ``num_dense_layers`` have a feed-forward of
-    ``ffn_dim`` in place of experts, and ``num_shared_experts`` may be 0. ``rope_factor`` 1 leaves the rotary angles unscaled.
+    ``ffn_dim`` in place of experts, and ``num_shared_experts`` may be 0. ``rope_factor`` 1 leaves the rotary angles
+    unscaled.
     """
 
     vocab_size: int = 129280

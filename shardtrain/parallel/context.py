@@ -56,7 +56,7 @@ class SplitAttentionCore(nn.Module):
 
     @torch.compiler.disable  # collectives inside an autograd function end a graph anyway
     def forward(self, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Attention of this rank's queries to all keys and values: (B, t, N, H), or all (B, N, t, H) if heads come first.
+        """Attention of this rank's queries to all keys and values: (B, t, N, H), or (B, N, t, H) if heads come first.
 
         ``documents_BT`` are the documents of whole rows, which every rank has: they are not cut.
         """
@@ -103,12 +103,15 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
         if kind in tried:
             continue
         tried.add(kind)
-        broken, option = None, "parallelism.context_parallel_degree"
-        if split:
-            broken = core_contract.broken_when_split(core, given.get(path), config.training.seq_len)
-        if dealt and broken is None:
+        call, option = given.get(path), "parallelism.context_parallel_degree"
+        broken = core_contract.broken_when_split(core, call, config.training.seq_len) if split else None
+        ranks = mesh.size(AXIS, "tp") if split and config.parallelism.context_parallel_method == "ulysses" else 1
+        if broken is None:
+            broken = core_contract.broken_number_of_heads(core, call, ranks)
+        if broken is None and dealt:
             option = "parallelism.tensor_parallel_degree"
-            broken = core_contract.broken_when_heads_are_dealt(core, given.get(path))
+            broken = core_contract.broken_number_of_heads(core, call, mesh.size("tp"))
+            broken = broken or core_contract.broken_when_heads_are_dealt(core, call)
         if broken:
             degree = mesh.size(AXIS if option.endswith("context_parallel_degree") else "tp")
             rule = f"needs an attention core that can be split, and {path} {broken.rule}"

@@ -28,7 +28,7 @@ from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
 from shardtrain.loss import cross_entropy_sum
-from shardtrain.parallel import context, expert
+from shardtrain.parallel import context, expert, shard
 from shardtrain.parallel.context import Batch
 from shardtrain.parallel.mesh import Mesh
 from shardtrain.parallel.runner import Parts, Runner
@@ -50,9 +50,9 @@ def cut(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> list[nn
 class Absent(nn.Identity):
     """Stands for an end of the model that another stage has: gives its first input back, whatever else it is given."""
 
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
         """The first input."""
-        return x
+        return input
 
 
 def stage(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
@@ -71,7 +71,9 @@ def _check_ties(model: nn.Module, parts: list[list[str]], degree: int) -> None:
     """Refuse parameters that modules of different stages share: each stage would have and train its own."""
     stage_of = {name: index for index, names in enumerate(parts) for name in names}
     for names in tied_names(model):
-        owners = [next((stage for path, stage in stage_of.items() if name.startswith(f"{path}.")), -1) for name in names]
+        owners = [
+            next((stage for path, stage in stage_of.items() if name.startswith(f"{path}.")), -1) for name in names
+        ]
         if len(set(owners)) > 1:
             rule = f"would put the tied parameters {' and '.join(names)} into different stages"
             fix = "build the model without the tie, or set it to 1"
@@ -87,12 +89,12 @@ def _check_chain(model: nn.Module, layout: Layout, degree: int) -> None:
 
     def refuse(rule: str, fix: str) -> ConfigError:
         option = "parallelism.pipeline_parallel_degree"
-        return ConfigError(Problem(option, degree, f"needs a forward that is a chain: {rule}", f"{fix}, or set it to 1"))
+        return ConfigError(
+            Problem(option, degree, f"needs a forward that is a chain: {rule}", f"{fix}, or set it to 1")
+        )
 
     ends = (*layout.first, *layout.last)
-    outside = [
-        name for name, _ in model.named_parameters() if name.partition(".")[0] not in (*ends, layout.layers)
-    ]
+    outside = [name for name, _ in model.named_parameters() if name.partition(".")[0] not in (*ends, layout.layers)]
     if outside:
         rule = f"{outside[0]} belongs to no module of LAYOUT.first, layers or last, so every stage would have its own"
         raise refuse(rule, "move it into one of them")
@@ -110,7 +112,9 @@ def _check_chain(model: nn.Module, layout: Layout, degree: int) -> None:
             fix = f"do what lies between in {name}" if reached else "give it the tokens as they are"
             if name in layout.first[1:]:
                 fix = "let one module do both, as self.embed(tokens_BT, positions_BT)"
-            raise refuse(f"{name} is not given just what {giver} gives" if reached else f"{name} is not given them", fix)
+            raise refuse(
+                f"{name} is not given just what {giver} gives" if reached else f"{name} is not given them", fix
+            )
         more = [*others, *keywords.values()]
         if any(isinstance(value, Tensor) and value.requires_grad for value in more):
             raise refuse(f"{name} is given more of what other modules compute than x", "pass x alone along the chain")
@@ -153,7 +157,19 @@ def _check_parts(parts: list[list[str]], layout: Layout, layer_names: list[str])
 
 
 class _Stage(PipelineStage):
-    """A stage that a V-shaped schedule can evaluate: such a schedule hands gradients on even where there are none."""
+    """PyTorch's stage, with two things that its split-backward and V-shaped schedules need.
+
+    Evaluation: a V-shaped schedule hands gradients on even where there are none. Gradients of inputs and of weights
+    apart: PyTorch looks for the weights that the module names, and those must be the gathered ones that the forward
+    pass used. FSDP units that reshard after forward name their shards, whose gradients would be left out in silence.
+    """
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if backward_type != "full":
+            shard.gather(self.submod)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()

@@ -223,7 +223,7 @@ class WholeWeights(ParallelStyle):
 
 
 class GatherFeatures(WholeWeights):
-    """A norm over features that ranks have some of each: they are gathered, all ranks compute alike, and each keeps its own."""
+    """A norm over features of which each rank has some: they are gathered, and each rank keeps its part."""
 
     def __init__(self) -> None:
         super().__init__(Replicate())

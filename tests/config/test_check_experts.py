@@ -43,7 +43,6 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
         (f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 5", "top_groups=5", "between 1 and the 4 groups"),
         (f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 1", "top_k=3", "more than the 2 experts"),
         (f'{MIXTRAL}[model.overrides]\nscore_func = "tanh"', "score_func", "no way to score"),
-        (f"{DEEPSEEK}[model.overrides]\nnum_dense_layers = 0", "num_dense_layers=0", "leaves no dense layer"),
         (
             f"{DEEPSEEK}[model.overrides]\nmoe_ffn_dim = 33\n[parallelism]\ntensor_parallel_degree = 4",
             "tensor_parallel_degree=4",

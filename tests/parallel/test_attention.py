@@ -158,7 +158,7 @@ def errors_of_scores(rank: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
 def test_split_attention_with_other_scores_equals_attention_written_out(num_ranks: int) -> None:
     for worst in run_ranks(num_ranks, errors_of_scores):
         assert len(worst) >= 4

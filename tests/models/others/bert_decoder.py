@@ -1,4 +1,4 @@
-"""A causal BERT (Devlin et al. 2018), as BertLMHeadModel with is_decoder: norm(x + f(x)), token types, a head with a transform."""
+"""A causal BERT (Devlin et al. 2018): norm(x + f(x)), token types, norms after the embedding and in the head."""
 
 from dataclasses import dataclass
 

@@ -107,7 +107,10 @@ class Model(nn.Module):
         return self.lm_head(self.ln_f(x))
 
 
-FLAVORS = {"tiny": {}, "124M": {"vocab_size": 50304, "dim": 768, "num_layers": 12, "num_heads": 12, "max_positions": 1024}}
+FLAVORS = {
+    "tiny": {},
+    "124M": {"vocab_size": 50304, "dim": 768, "num_layers": 12, "num_heads": 12, "max_positions": 1024},
+}
 
 
 def initial(c):

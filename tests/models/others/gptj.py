@@ -1,4 +1,4 @@
-"""GPT-J (Wang and Komatsuzaki 2021): attention and feed-forward from one norm, interleaved partial rotary, a head with bias."""
+"""GPT-J (Wang and Komatsuzaki 2021): both parts of a layer from one norm, interleaved partial rotary, heads first."""
 
 from dataclasses import dataclass
 

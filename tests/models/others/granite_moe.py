@@ -1,4 +1,4 @@
-"""Granite-like mixture of experts (IBM 2024): multipliers on embedding, attention, residual and logits; no shared expert."""
+"""Granite-like experts (IBM 2024): multipliers on embedding, attention, residual and logits; no shared expert."""
 
 from dataclasses import dataclass
 
@@ -88,7 +88,7 @@ class Layer(nn.Module):
 
     def forward(self, x, angles, documents_BT):
         x = x + self.residual_multiplier * self.attn(self.attn_norm(x), angles, documents_BT)
-        return x + self.residual_multiplier * self.moe(self.ffn_norm(x))
+        return x + self.residual_multiplier * self.moe(self.ffn_norm(x), documents_BT)
 
 
 class Model(nn.Module):

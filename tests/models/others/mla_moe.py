@@ -95,7 +95,8 @@ class Layer(nn.Module):
 
     def forward(self, x, angles, documents_BT):
         x = x + self.attn(self.attn_norm(x), angles, documents_BT)
-        return x + (self.ffn if self.dense else self.moe)(self.ffn_norm(x))
+        y = self.ffn_norm(x)
+        return x + (self.ffn(y) if self.dense else self.moe(y, documents_BT))
 
 
 class Model(nn.Module):

@@ -1,4 +1,4 @@
-"""muP's scales (Yang et al. 2022): scores divided by the width of a head and not its root, output divided by a width ratio."""
+"""muP's scales (Yang et al. 2022): scores divided by the width of a head, output divided by a ratio of widths."""
 
 from dataclasses import dataclass
 

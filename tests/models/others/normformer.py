@@ -1,4 +1,4 @@
-"""NormFormer and Swin 2's styles: cosine attention with a learned temperature, a norm within the feed-forward, sandwich norms."""
+"""NormFormer and Swin 2: cosine attention with a learned temperature, a norm in the feed-forward, sandwich norms."""
 
 from dataclasses import dataclass
 
@@ -68,7 +68,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(c.dim, c.ffn_dim), nn.LayerNorm(c.ffn_dim), nn.Linear(c.ffn_dim, c.dim)
+        self.up, self.norm, self.down = (
+            nn.Linear(c.dim, c.ffn_dim),
+            nn.LayerNorm(c.ffn_dim),
+            nn.Linear(c.ffn_dim, c.dim),
+        )
 
     def forward(self, x):
         return self.down(self.norm(F.gelu(self.up(x))))

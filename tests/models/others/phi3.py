@@ -1,4 +1,4 @@
-"""Phi-3's style (Abdin et al. 2024): fused q, k, v and fused gate and value, side by side, with a window and dropout off."""
+"""Phi-3's style (Abdin et al. 2024): fused q, k, v and fused gate and value, feature by feature, with a window."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""RWKV's style (Peng et al. 2023): no attention; tokens meet in a shift by one and in a decaying sum, inside gathered modules."""
+"""RWKV's style (Peng et al. 2023): no attention; tokens meet in a shift by one and in a decaying sum."""
 
 from dataclasses import dataclass
 

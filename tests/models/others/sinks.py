@@ -1,4 +1,4 @@
-"""gpt-oss's style (OpenAI 2025): a learned sink per head takes a part of the attention, outside of the core by its log-sum-exp."""
+"""gpt-oss's style (OpenAI 2025): a learned sink per head takes a part of the attention."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The style of NanoGPT speedruns: norms without weights, ReLU squared, norms of queries and keys, soft-capped logits."""
+"""NanoGPT speedruns: norms without weights, ReLU squared, norms of queries and keys, soft-capped logits."""
 
 from dataclasses import dataclass
 
