@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardtrain import models
 from shardtrain.config import Config
 from shardtrain.errors import Problem
 from shardtrain.layout import Layout, matches, word_of
@@ -175,7 +176,7 @@ class Prober:
         if buffers:
             rule = f"changes the buffer {buffers[0]} in forward: each rank sees other tokens, and its copies part"
             return self._break(rule, "keep no running statistics; compute from the inputs alone")
-        _, _, again_built = model_of(self._config)
+        again_built = models.build(self._module, self._shape)
         fill(again_built)
         other = trace(again_built, tokens, positions)
         if off(other.out, one.out, REPEATED):
