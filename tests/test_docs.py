@@ -11,6 +11,7 @@ from pathlib import Path
 
 import patience
 import pytest
+from tiers import cases
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -114,9 +115,13 @@ def shell(tmp_path_factory):
     return run
 
 
+WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]
+FIRST = [page for page in WITH_COMMANDS if page.name in ("README.md", "CONTRIBUTING.md", "clusters.md", "launch.md")]
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if "```console" in page.read_text()], ids=lambda page: page.name
+    "page", cases(FIRST, nightly=[page for page in WITH_COMMANDS if page not in FIRST]), ids=lambda page: page.name
 )
 def test_each_command_of_a_page_runs_in_the_order_of_the_page(shell, tmp_path, page):
     for number, (_, line) in enumerate(commands([page])):

@@ -104,6 +104,9 @@ def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterat
         available = top_groups * (experts // groups)
         rule = f"is more than the {available} experts of {top_groups} groups"
         yield problem_of(loaded, option, top_k, rule, f"use at most {available}, or more groups")
+    elif groups > 1 and not 1 <= (best := _count(sizes, "group_top_k")) <= experts // groups:
+        rule = f"is not between 1 and the {experts // groups} experts of a group"
+        yield problem_of(loaded, "model.overrides.group_top_k", best, rule, f"use 1 to {experts // groups}")
     score = sizes.get("score_func", "softmax")
     if score not in ("softmax", "sigmoid"):
         rule = "is no way to score experts"

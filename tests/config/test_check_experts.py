@@ -56,6 +56,12 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
             "all 2 layers are dense",
         ),
         (
+            f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 4\ngroup_top_k = 3",
+            "group_top_k=3",
+            "2 experts of a",
+        ),
+        (f"{DEEPSEEK}[model.overrides]\nnum_experts = 0", "num_experts=0", "leaves nothing to compute"),
+        (
             f"{DEEPSEEK}[model.overrides]\nmoe_ffn_dim = 33\n[parallelism]\ntensor_parallel_degree = 4",
             "tensor_parallel_degree=4",
             "shared experts' feed-forward dimension 66",
@@ -81,6 +87,7 @@ def test_ranks_that_follow_from_the_world_are_checked_too(tmp_path: Path) -> Non
     "text",
     [
         f"{MIXTRAL}[parallelism]\nexpert_parallel_degree = 8\ntensor_parallel_degree = 2",
+        f"{DEEPSEEK}[model.overrides]\nnum_dense_layers = 0\nnum_shared_experts = 0",
         f"{DEEPSEEK}[parallelism]\nexpert_parallel_degree = 2\n[debug]\nmoe_force_load_balance = true",
         '[model]\nname = "deepseek_v3"\nflavor = "671B"\n[parallelism]\nexpert_parallel_degree = 64',
     ],
