@@ -322,6 +322,17 @@ def differences(found: Numbers, expected: Numbers, tolerance: Tolerance) -> list
     return wrong
 
 
+def refusal(case: Case) -> Verdict:
+    """What the check alone says: ``refused``, a refusal without need, ``accepted``, or ``accepted though`` a rule is
+    broken."""
+    try:
+        load(case)
+    except ConfigError as error:
+        return judge_refusal(case, error)
+    rules = "; ".join(rule.rule for rule in broken(case))
+    return Verdict("accepted though", rules) if rules else Verdict("accepted")
+
+
 def judge_refusal(case: Case, error: ConfigError) -> Verdict:
     """Whether a refusal is one that the documented rules ask for."""
     rules = [*broken(case), *(broken(case.moved()) if case.then is not None else ())]
@@ -371,18 +382,18 @@ class Searcher:
     def _plan(self, case: Case) -> list[tuple[int, Job]]:
         """The parts of a run and their numbers of ranks; raises ConfigError as the command does before ranks start."""
         if case.then is None:
-            return [(case.num_ranks, Job(_load(case)))]
+            return [(case.num_ranks, Job(load(case)))]
         self._runs += 1
         folder = self._folder / f"run-{self._runs}"
         shutil.rmtree(folder, ignore_errors=True)
         saved = ["--job.dump_folder", str(folder), "--checkpoint.enable", "--checkpoint.interval", "1"]
         # the second run is the first, continued: what it says of its mesh alone is new
-        first, second = _load(case, saved), _load(case.moved(), saved)
+        first, second = load(case, saved), load(case.moved(), saved)
         return [(case.num_ranks, Job(first, stop_after=STEPS // 2)), (case.moved().num_ranks, Job(second))]
 
     def _run_references(self, cases: Sequence[Case]) -> None:
         missing = {_key(case): case.one_process() for case in cases if _key(case) not in self._expected}
-        jobs = [Job(_load(case)) for case in missing.values()]
+        jobs = [Job(load(case)) for case in missing.values()]
         for key, answer in zip(missing, run_jobs(1, jobs), strict=True):
             self._expected[key] = answer if isinstance(answer, Failure) else answer[0]
 
@@ -408,7 +419,7 @@ def _key(case: Case) -> tuple[str, ...]:
     return tuple(case.one_process().words())
 
 
-def _load(case: Case, more: Sequence[str] = ()) -> Loaded:
+def load(case: Case, more: Sequence[str] = ()) -> Loaded:
     """The configuration as the command line gives it, refused as ``shardtrain train`` refuses it."""
     loaded = configs.load(None, [*case.words(), *more])
     configs.require(loaded, case.num_ranks, "cpu", 0)

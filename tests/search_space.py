@@ -143,6 +143,11 @@ def is_of_mesh(option: str) -> bool:
     return option.startswith((P, A, "compile.", "training.dataloader")) or option in (LOCAL, f"{T}enable_cpu_offload")
 
 
+def draw_any(seed: int, number: int) -> Case:
+    """Options as they come, of which about half break a rule; another sequence than ``draw``."""
+    return _draw(random.Random(f"any {seed}/{number}"))
+
+
 def draw(seed: int, number: int) -> Case:
     """Case ``number`` of a seed: nearly always a legal one, now and then the first that comes."""
     rng = random.Random(f"{seed}/{number}")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import search
 import torch.distributed as dist
-from search import Searcher, Verdict, command, parse, shrink
+from search import Searcher, Verdict, command, parse, refusal, shrink
 from search_space import (
     CP,
     DDP,
@@ -33,6 +33,7 @@ from search_space import (
     P,
     broken,
     draw,
+    draw_any,
 )
 from tiers import cases
 
@@ -94,6 +95,16 @@ def test_a_case_is_the_same_in_every_search_and_its_command_gives_it_back() -> N
             case.accumulation,
             case.then,
         )
+
+
+def test_the_check_refuses_what_breaks_a_rule_and_nothing_else() -> None:
+    counts: Counter[str] = Counter()
+    for number in range(100):
+        case = draw_any(5, number)
+        verdict = refusal(case)
+        assert verdict.kind in ("accepted", "refused"), f"{verdict.kind}: {verdict.text}\n{command(case)}"
+        counts[verdict.kind] += 1
+    assert min(counts.values()) > 15
 
 
 def test_cases_reach_every_kind_of_option() -> None:
