@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import cases
 from tiny import assert_same_numbers, make_run, reference, run_tiny, tiny_config
 
 from shardtrain import train
@@ -49,14 +50,17 @@ def test_each_token_goes_to_one_rank_with_its_position_and_target(way: str, size
     assert torch.equal(torch.cat(seen, 1).sort(1).values, tokens)
 
 
-@pytest.mark.parametrize("way", WAYS)
+IN_ORDER = ("gather, in order", "ring, in order")
+
+
+@pytest.mark.parametrize("way", cases([way for way in WAYS if way not in IN_ORDER], nightly=IN_ORDER))
 def test_context_parallelism_changes_no_number(way: str) -> None:
     config = tiny_config(parallelism={"context_parallel_degree": 2, **WAYS[way]})
     for result in run_tiny(2, config):
         assert_same_numbers(result, reference())
 
 
-@pytest.mark.parametrize("way", ["gather", "ring"])
+@pytest.mark.parametrize("way", cases(["ring"], nightly=["gather"]))
 def test_four_context_ranks_change_no_number(way: str) -> None:
     config = tiny_config(parallelism={"context_parallel_degree": 4, **WAYS[way]})
     for result in run_tiny(4, config, steps=4):
