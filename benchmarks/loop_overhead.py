@@ -90,7 +90,7 @@ def trainer_step(config: Config, here: world.World) -> Callable[[], None]:
 
     def step() -> None:
         outcome = train.step(run)
-        metrics.update(run.state.step, **vars(outcome))
+        metrics.update(run.state.step, **outcome.measures())
 
     return step
 

@@ -14,15 +14,16 @@ from typing import Literal
 
 TENSOR_WORDS = {
     "embed": "embedding, vocabulary rows split over tp, output split along the sequence",
-    "sequence": "norm on activations that are split along the sequence; weights whole on every tp rank",
+    "sequence": "norm on activations split along the sequence, as its output is; weights whole on every tp rank",
     "gather": "the module's first input is gathered along the sequence; holds no weights of its own",
-    "colwise": "linear, output features split over tp",
+    "colwise": "linear, output features split over tp; an input split along the sequence is gathered",
     "rowwise": "linear, input features split over tp, output split along the sequence",
     "head": "linear to the vocabulary, output features split over tp",
     "local": "the module works on this rank's part of the sequence; holds no weights of its own",
     "router": "linear on activations that are split along the sequence; weights whole on every tp rank",
     "expert": "weights never split over tp; split on dim 0 over ep, and over all other ranks that hold other tokens",
     "heads": "norm of each head by itself, on the heads that this tp rank has; weights whole on every tp rank",
+    "features": "norm over all features, of which a tp rank has some: these are gathered; weights whole on each",
     "replicate": "computed alike on every tp rank from whole inputs; weights whole on every tp rank",
     "copy": "identity whose input is whole on every tp rank and whose output each rank uses for its own heads",
 }
@@ -36,10 +37,12 @@ class Layout:
     layers:  the ModuleDict of repeated layers: unit of sharding, recompute, compile and pipeline cuts.
     last:    modules of the last pipeline stage only, in the order of the forward chain.
     tensor:  module path -> one of TENSOR_WORDS.
-    context: path of the weightless module that is softmax(q k) v and nothing else.
+    context: path of the weightless attention core: softmax(scale q k + bias) v, as docs/models.md says.
     expert:  path of the mixture-of-experts module, or empty: it has ``.router``, ``.balance``, ``.dispatch`` and
              ``.experts`` (see models/moe.py).
     buffers: buffers that start at zero and belong to checkpoints; a model may have no others.
+    optional: modules that some sizes of the model lack, such as shared experts: rules of ``tensor``, ``context`` and
+             ``expert`` for them and for what is in them may name nothing.
     """
 
     first: tuple[str, ...]
@@ -49,6 +52,7 @@ class Layout:
     context: str = ""
     expert: str = ""
     buffers: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
 
 Depth = Literal["none", "layer", "total"]
@@ -92,6 +96,10 @@ def word_of(layout: Layout, module_path: str) -> str | None:
     return next((word for pattern, word in layout.tensor.items() if matches(module_path, pattern)), None)
 
 
+def _may_be_absent(pattern: str, optional: tuple[str, ...]) -> bool:
+    return any(pattern == path or pattern.startswith(f"{path}.") for path in optional)
+
+
 def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable[str]) -> list[str]:
     """Every broken promise of a layout as one sentence each; an empty list means that the layout fits the model.
 
@@ -103,12 +111,13 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
     for pattern, word in layout.tensor.items():
         if word not in TENSOR_WORDS:
             problems.append(f"LAYOUT.tensor[{pattern!r}]={word!r} is no known word; use one of {sorted(TENSOR_WORDS)}")
-        if not any(matches(module, pattern) for module in modules):
+        if not any(matches(module, pattern) for module in modules) and not _may_be_absent(pattern, layout.optional):
             problems.append(f"LAYOUT.tensor[{pattern!r}] names no module; remove the rule or correct the path")
     for role, names in (("first", layout.first), ("layers", (layout.layers,)), ("last", layout.last)):
         problems += [f"LAYOUT.{role} names {name!r}, which is no module" for name in names if name not in modules]
     for role, pattern in (("context", layout.context), ("expert", layout.expert)):
-        if pattern and not any(matches(module, pattern) for module in modules):
+        absent = pattern and not any(matches(module, pattern) for module in modules)
+        if absent and not _may_be_absent(pattern, layout.optional):
             problems.append(f"LAYOUT.{role}={pattern!r} names no module; remove it or correct the path")
     for name in parameter_names:
         owner = name.rpartition(".")[0]

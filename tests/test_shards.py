@@ -35,8 +35,8 @@ def test_squared_norm_is_that_of_all_tensors_together(dtype) -> None:
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     expected = sum(tensor.double().square().sum() for tensor in tensors)
     result = squared_norm(tensors)
-    assert result.dtype == torch.float32 and result.shape == ()
-    assert result.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert result.dtype == torch.float64 and result.shape == ()
+    assert result.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_squared_norm_of_large_bfloat16_values_is_finite() -> None:

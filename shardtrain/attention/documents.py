@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardtrain.attention import flash
+from shardtrain.attention.scores import Scores
 from shardtrain.attention.window import blocks, queries_at_once
 
 _QUERIES_AT_ONCE = 1024
@@ -30,10 +31,18 @@ class Shared(NamedTuple):
     keys: slice
 
 
-def attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int = 0) -> Tensor:
+def attention(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    documents_BT: Tensor | None,
+    window: int = 0,
+    scale: float | None = None,
+) -> Tensor:
     """Causal attention within each document and window: (B, T, N, H). Without ``documents_BT`` a row is one document.
 
-    ``window`` counts the tokens that a token sees, itself among them; 0 is no window. On a CPU the flash kernel runs
+    ``window`` counts the tokens that a token sees, itself among them; 0 is no window. ``scale`` is 1 / sqrt(H) unless
+    given. On a CPU the flash kernel runs
     once per document, which costs no more than the documents do (20 documents in 2,048 tokens: an eighth of the time of
     a mask), or once per block of queries where the window is shorter; on CUDA its form for ragged sequences runs once.
     Other types and devices mask a part of the queries at a time.
@@ -42,12 +51,17 @@ def attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tens
         ValueError: when the numbers of a row do not ascend.
     """
     if q_BTNH.device.type in ("cpu", "meta") or (q_BTNH.is_cuda and flash.has_flash(q_BTNH)):
-        return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window)[0]  # type: ignore[no-any-return]
-    return masked_attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window)
+        return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)[0]  # type: ignore[no-any-return]
+    return masked_attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
 
 
 def masked_attention(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int = 0
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    documents_BT: Tensor | None,
+    window: int = 0,
+    scale: float | None = None,
 ) -> Tensor:
     """The same by boolean masks: works on any device and type, and does the work of all that it masks."""
     # heads are repeated: with grouped heads and a mask PyTorch falls back to (B, N, T, T) numbers
@@ -63,7 +77,7 @@ def masked_attention(
         if documents_BT is not None:
             mask_Bls = mask_Bls & (documents_BT[:, start:stop, None] == documents_BT[:, None, low:stop])
         parts = (q_BNTH[:, :, start:stop], k_BNTH[:, :, low:stop], v_BNTH[:, :, low:stop])
-        outputs.append(F.scaled_dot_product_attention(*parts, attn_mask=mask_Bls[:, None]))
+        outputs.append(F.scaled_dot_product_attention(*parts, attn_mask=mask_Bls[:, None], scale=scale))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -172,23 +186,23 @@ def _ragged_rows(q_BTNH: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, i
 # without data pass through. Its backward is another.
 @torch.library.custom_op("shardtrain::document_attention", mutates_args=())
 def _attention(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     if q_BTNH.is_cuda:
         starts, longest = _ragged_rows(q_BTNH, documents_BT)
         q_SNH, k_SKH, v_SKH = (x.flatten(0, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
-        out_SNH, lse_NS = flash.attend_ragged(q_SNH, k_SKH, v_SKH, starts, longest, window)
+        out_SNH, lse_NS = flash.attend_ragged(q_SNH, k_SKH, v_SKH, starts, longest, window, scale)
         return out_SNH.view_as(q_BTNH), lse_NS.unflatten(1, q_BTNH.shape[:2]).transpose(0, 1).contiguous()
     out_BTNH, lse_BNT = _like_attention(q_BTNH)
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
         q, k, v = q_BTNH[row, queries], k_BTKH[row, keys], v_BTKH[row, keys]
-        out_BTNH[row, queries], lse_BNT[row, :, queries] = flash.attend(q, k, v, **sight)
+        out_BTNH[row, queries], lse_BNT[row, :, queries] = flash.attend(q, k, v, **sight, scores=Scores(scale))
     return out_BTNH, lse_BNT
 
 
 @_attention.register_fake
 def _(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     return _like_attention(q_BTNH)
 
@@ -209,13 +223,14 @@ def _attention_backward(
     lse_BNT: Tensor,
     documents_BT: Tensor | None,
     window: int,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = (q_BTNH, k_BTKH, v_BTKH)
     if q_BTNH.is_cuda:
         starts, longest = _ragged_rows(q_BTNH, documents_BT)
         gradient, q, k, v, out = (x.flatten(0, 1) for x in (gradient_BTNH, *inputs, out_BTNH))
         lse_NS = lse_BNT.transpose(0, 1).flatten(1)
-        grads = flash.attend_ragged_backward(gradient, q, k, v, out, lse_NS, starts, longest, window)
+        grads = flash.attend_ragged_backward(gradient, q, k, v, out, lse_NS, starts, longest, window, scale)
         dq, dk, dv = (grad.view_as(x) for grad, x in zip(grads, inputs, strict=True))
         return dq, dk, dv
     # blocks of queries share keys, whose gradients are then summed in float32
@@ -224,7 +239,7 @@ def _attention_backward(
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
         gradient, q, out = (x[row, queries] for x in (gradient_BTNH, q_BTNH, out_BTNH))
         k, v, lse = k_BTKH[row, keys], v_BTKH[row, keys], lse_BNT[row, :, queries]
-        part = flash.attend_backward(gradient, q, k, v, out, lse, **sight)
+        part = flash.attend_backward(gradient, q, k, v, out, lse, **sight, scores=Scores(scale))
         dq[row, queries] = part[0]
         dk[row, keys] += part[1]
         dv[row, keys] += part[2]
@@ -239,12 +254,14 @@ def _(gradient_BTNH: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], *output, inputs[3])
-    ctx.window = inputs[4]
+    ctx.window, ctx.scale = inputs[4:]
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, gradient_BTNH: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None, None]:
-    return *_attention_backward(gradient_BTNH, *ctx.saved_tensors, ctx.window), None, None
+def _differentiate(
+    ctx: Any, gradient_BTNH: Tensor, _: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    return *_attention_backward(gradient_BTNH, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

@@ -9,32 +9,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardtrain.attention import scores as scored
+from shardtrain.attention.scores import PLAIN, Scores
 from shardtrain.attention.window import Band, mask
 from shardtrain.errors import ConfigError, Problem
 
 
 def attend(
-    q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, causal: bool, band: Band | None = None
+    q_BlNH: Tensor,
+    k_BsKH: Tensor,
+    v_BsKH: Tensor,
+    causal: bool,
+    band: Band | None = None,
+    scores: Scores = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Attention output (B, l, N, H) and its log-sum-exp (B, N, l) in float32, by the device's flash kernel.
 
-    With a ``band``, which takes the place of ``causal``, each query must see a key.
+    With a ``band``, which takes the place of ``causal``, each query must see a key. Scores that no kernel computes need
+    one: it says where the queries lie.
     """
+    if not scores.has_kernel:
+        assert band is not None
+        return scored.attend(q_BlNH, k_BsKH, v_BsKH, band, scores)
     if band is not None and q_BlNH.device.type != "cpu":
         _check_flash(q_BlNH)
         (q, k, v), rows = _end_to_end(q_BlNH, k_BsKH, v_BsKH), _Rows(q_BlNH, k_BsKH, band)
         out_SNH, lse_NS, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *rows.starts, *rows.lengths, 0.0, False, False, **rows.window
+            q, k, v, *rows.starts, *rows.lengths, 0.0, False, False, scale=scores.scale, **rows.window
         )
         return out_SNH.view_as(q_BlNH), lse_NS.unflatten(1, q_BlNH.shape[:2]).transpose(0, 1).contiguous()
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=_mask(q, k, band)
+            q, k, v, 0.0, causal, attn_mask=_mask(q, k, band), scale=scores.scale
         )
     else:
         _check_flash(q)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scores.scale)
     return out.transpose(1, 2), lse.float()
 
 
@@ -47,8 +58,12 @@ def attend_backward(
     lse_BNl: Tensor,
     causal: bool,
     band: Band | None = None,
+    scores: Scores = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values from one part of the keys, given the output and log-sum-exp over all."""
+    if not scores.has_kernel:
+        assert band is not None
+        return scored.attend_backward(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, band, scores)
     if band is not None and q_BlNH.device.type != "cpu":
         (gradient, q, k, v, out), rows = (
             _end_to_end(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH),
@@ -56,7 +71,19 @@ def attend_backward(
         )
         lse_NS = lse_BNl.transpose(0, 1).flatten(1).contiguous()
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            gradient, q, k, v, out, lse_NS, *rows.starts, *rows.lengths, 0.0, False, *_no_randomness(q), **rows.window
+            gradient,
+            q,
+            k,
+            v,
+            out,
+            lse_NS,
+            *rows.starts,
+            *rows.lengths,
+            0.0,
+            False,
+            *_no_randomness(q),
+            scale=scores.scale,
+            **rows.window,
         )
         return dq.view_as(q_BlNH), dk.view_as(k_BsKH), dv.view_as(v_BsKH)
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
@@ -64,13 +91,26 @@ def attend_backward(
     lse = lse_BNl.contiguous()
     if q.device.type == "cpu":
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(q, k, band)
+            gradient, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(q, k, band), scale=scores.scale
         )
     else:
         # lengths and random state of the forward call: dense inputs and no dropout, so neither is read
         lengths = torch.empty(0, dtype=torch.int32, device=q.device)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, out, lse, lengths, lengths, q.size(2), k.size(2), 0.0, causal, *_no_randomness(q)
+            gradient,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            lengths,
+            lengths,
+            q.size(2),
+            k.size(2),
+            0.0,
+            causal,
+            *_no_randomness(q),
+            scale=scores.scale,
         )
     dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
     groups = q_BlNH.size(2) // k_BsKH.size(2)
@@ -110,7 +150,13 @@ def _ragged_window(window: int) -> dict[str, int]:
 
 
 def attend_ragged(
-    q_SNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, starts: Tensor, longest: int, window: int = 0
+    q_SNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    starts: Tensor,
+    longest: int,
+    window: int = 0,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within each of some sequences laid end to end, on CUDA: output (S, N, H), log-sum-exp (N, S).
 
@@ -120,7 +166,7 @@ def attend_ragged(
     q, k, v = (x.contiguous() for x in (q_SNH, k_SKH, v_SKH))
     lengths, causal = (starts, starts, longest, longest), not window
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *lengths, 0.0, causal, False, **_ragged_window(window)
+        q, k, v, *lengths, 0.0, causal, False, scale=scale, **_ragged_window(window)
     )
     return out, lse
 
@@ -135,6 +181,7 @@ def attend_ragged_backward(
     starts: Tensor,
     longest: int,
     window: int = 0,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values of ``attend_ragged``."""
     gradient, q, k, v, out = (x.contiguous() for x in (gradient_SNH, q_SNH, k_SKH, v_SKH, out_SNH))
@@ -150,6 +197,7 @@ def attend_ragged_backward(
         0.0,
         causal,
         *_no_randomness(q),
+        scale=scale,
         **_ragged_window(window),
     )
 

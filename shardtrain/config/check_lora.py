@@ -73,11 +73,9 @@ def _sizes(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _mesh(loaded: Loaded) -> Iterator[Problem]:
-    p = loaded.config.parallelism
-    for degree in ("tensor_parallel_degree", "context_parallel_degree"):
-        if loaded.config.lora.dropout > 0 and getattr(p, degree) > 1:
-            rule = f"would drop alike on ranks that hold other features or tokens (parallelism.{degree})"
-            yield problem(loaded, "lora.dropout", rule, f"use 0, or set {degree} = 1")
+    if loaded.config.lora.dropout > 0 and loaded.config.parallelism.tensor_parallel_degree > 1:
+        rule = "would drop other numbers on each tensor-parallel rank of what they all hold whole"
+        yield problem(loaded, "lora.dropout", rule, "use 0, or set parallelism.tensor_parallel_degree = 1")
 
 
 def _low_bits(loaded: Loaded) -> Iterator[Problem]:

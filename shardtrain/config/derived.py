@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardtrain.config.schema import Config
+from shardtrain.config.schema import Config, Parallelism
 
 
 def shard_degree(config: Config, world_size: int) -> int:
@@ -50,3 +50,8 @@ def initial_weights(config: Config) -> str | None:
     """Where a run that has no checkpoint of its own takes its weights; None where it draws them."""
     options = config.checkpoint
     return options.initial_load_path or (config.model.hf_assets_path if options.initial_load_in_hf else None)
+
+
+def is_context_balanced(p: Parallelism) -> bool:
+    """Whether a context-parallel rank holds a chunk from the head and one from the tail of each sequence."""
+    return p.context_parallel_method == "ring" and p.context_parallel_load_balancer == "headtail"

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardtrain.data.batch import IGNORE, Batch
+    from shardtrain.data.batch import IGNORE, Batch, mark_filler
     from shardtrain.data.loader import Stream, open_stream
     from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
     from shardtrain.data.workers import death_of_worker
@@ -20,6 +20,7 @@ __all__ = [
     "Stream",
     "Tokenizer",
     "death_of_worker",
+    "mark_filler",
     "open_stream",
     "open_tokenizer",
 ]
@@ -27,6 +28,7 @@ __all__ = [
 _HOMES = {
     "IGNORE": "batch",
     "Batch": "batch",
+    "mark_filler": "batch",
     "Stream": "loader",
     "death_of_worker": "workers",
     "open_stream": "loader",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from shardtrain.attention import documents
-from shardtrain.targets import IGNORE
+from shardtrain.targets import FILLER_DOCUMENT, IGNORE
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Batch:
     ``targets_BT[b, t]`` is the token that follows ``tokens_BT[b, t]``, or ``IGNORE``. ``positions_BT`` are the places
     of the tokens in their sequence or document, from 0. ``sample_ids_B`` names the rows within the dataset; -1 is a
     filler row. ``documents_BT`` numbers the documents of a row, ascending along it: a token attends to earlier tokens
-    of its own number alone. None lets every token attend to all before it.
+    of its own number alone. None lets every token attend to all before it. ``lengths_B`` is how many tokens of each row
+    are text; what follows them is filler. None says that all are.
     """
 
     tokens_BT: Tensor
@@ -27,6 +28,7 @@ class Batch:
     positions_BT: Tensor
     sample_ids_B: Tensor
     documents_BT: Tensor | None = None
+    lengths_B: Tensor | None = None
 
     @property
     def num_targets(self) -> int:
@@ -51,6 +53,32 @@ class Batch:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         documents_BT = None if self.documents_BT is None else change(self.documents_BT)
+        lengths_B = None if self.lengths_B is None else change(self.lengths_B)
         columns = (self.tokens_BT, self.targets_BT, self.positions_BT, self.sample_ids_B)
         tokens_BT, targets_BT, positions_BT, sample_ids_B = map(change, columns)
-        return Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT)
+        return Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT, lengths_B)
+
+
+def mark_filler(batches: Sequence[Batch]) -> list[Batch]:
+    """Batches of a model with experts, whose documents say which tokens are filler: those have FILLER_DOCUMENT.
+
+    Filler chooses experts like any token, but must count in no balance loss and in no load: rows that are padded have
+    the gradients of rows that are not. Text sees no filler either way, which comes after it. Of the micro-batches of a
+    step either all have documents afterwards or, where none has filler, those that had.
+    """
+    has_filler = any(b.lengths_B is not None and bool((b.lengths_B < b.tokens_BT.size(1)).any()) for b in batches)
+    if not has_filler:
+        return list(batches)
+    marked = []
+    for batch in batches:
+        documents_BT = torch.zeros_like(batch.tokens_BT) if batch.documents_BT is None else batch.documents_BT
+        if batch.lengths_B is not None:
+            columns_T = torch.arange(documents_BT.size(1))
+            documents_BT = documents_BT.masked_fill(columns_T >= batch.lengths_B[:, None], FILLER_DOCUMENT)
+        marked.append(replace(batch, documents_BT=documents_BT))
+    return marked
+
+
+def filler_documents(lengths_B: Tensor, columns_BT: Tensor) -> Tensor:
+    """Documents (B, T) of rows of one document each and filler behind it, given the column of each token."""
+    return (columns_BT >= lengths_B[:, None]).long() * FILLER_DOCUMENT

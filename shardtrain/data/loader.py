@@ -85,10 +85,10 @@ class MicroBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
             sample_ids[slot] = sample + (source << SOURCE_BITS) if sample >= 0 else -1
             if move is not None:
                 moved[source, move.reader] = move
-        columns = (rows.tokens_BT, rows.targets_BT, rows.positions_BT, sample_ids)
-        tokens_BT, targets_BT, positions_BT, sample_ids_B = map(torch.from_numpy, columns)
+        columns = (rows.tokens_BT, rows.targets_BT, rows.positions_BT, sample_ids, rows.lengths_B)
+        tokens_BT, targets_BT, positions_BT, sample_ids_B, lengths_B = map(torch.from_numpy, columns)
         documents_BT = None if rows.documents_BT is None else torch.from_numpy(rows.documents_BT)
-        batch = Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT)
+        batch = Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT, lengths_B)
         return batch, [(source, move) for (source, _), move in moved.items()]
 
 

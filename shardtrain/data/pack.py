@@ -42,10 +42,12 @@ class Sequences:
         self.targets_BT = np.full(shape, IGNORE, dtype=np.int64)
         self.positions_BT = np.tile(np.arange(packing.seq_len, dtype=np.int64), (num_rows, 1))
         self.documents_BT = np.zeros(shape, dtype=np.int64) if packing.needs_documents else None
+        self.lengths_B = np.zeros(num_rows, dtype=np.int64)  # tokens of a row; filler follows them
 
     def write(self, slot: int, column: int, tokens: Tokens, learned: Mask | None) -> None:
         """Put inputs ``tokens[:-1]`` and targets ``tokens[1:]`` into row ``slot`` from ``column`` on."""
         stop = column + len(tokens) - 1
+        self.lengths_B[slot] = max(self.lengths_B[slot], stop)
         self.tokens_BT[slot, column:stop] = tokens[:-1]
         self.targets_BT[slot, column:stop] = (
             tokens[1:] if learned is None else np.where(learned[1:], tokens[1:], IGNORE)

@@ -76,7 +76,7 @@ def _outputs(run: Run, local: list[data.Batch]) -> list[str]:
     """
     mesh = run.mesh
     found: list[str] = []
-    seed_step(run.config.debug.seed, run.state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES))
+    seed_step(run.config.debug.seed, run.state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
     batches = [_joined(local)] if mesh.size("pp") > 1 and local else local
     with torch.compiler.set_stance("force_eager"), _Watch(run.runner.parts) as watch:
         for number, batch in enumerate(batches):

@@ -13,6 +13,7 @@ from shardtrain import resume
 from shardtrain.checkpoint.agree import exchange
 from shardtrain.errors import NumericalError
 from shardtrain.log import logger
+from shardtrain.parallel.clip import NORMS_AGREE
 from shardtrain.shards import local_slices, local_tensor
 
 if TYPE_CHECKING:
@@ -70,6 +71,29 @@ class Replicas:
         places = [{name: place for place, name in enumerate(names, len(COUNTS))} for names in self._names]
         for (name, _), ranks in self._holders.items():
             _refuse_odd(step, name, {rank: rows[rank][places[rank][name]] for rank in ranks})
+
+
+def refuse_norms(run: Run, norm: Tensor) -> None:
+    """Stop before an update whose global gradient norm is not the same on all ranks, as ``clip.agree`` found.
+
+    Raises:
+        NumericalError: on all ranks the same; names the odd ranks. Not where ``run.compares_norms`` is off.
+    """
+    if not run.compares_norms:
+        return
+    step, norms = run.state.step + 1, exchange(float(norm))
+    middle = sorted(norms)[len(norms) // 2]
+    odd = [rank for rank, value in enumerate(norms) if abs(value - middle) > NORMS_AGREE * middle]
+    if 2 * len(odd) < len(norms):
+        others = f"{middle:.6g} on the other {len(norms) - len(odd)}"
+        who = f"{', '.join(f'{norms[rank]:.6g} on rank {rank}' for rank in odd[:8])} and {others}"
+    else:
+        who = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(norms[:8]))
+    raise NumericalError(
+        f"step {step}: the gradient norm is {who}, where all ranks must have the same: a device computes wrongly, or "
+        f"ranks ran other programs; the weights are still those of step {step - 1}; go on from the last checkpoint "
+        "without that device"
+    )
 
 
 def _refuse_odd(step: int, name: str, sums: dict[int, int]) -> None:

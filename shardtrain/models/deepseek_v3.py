@@ -34,8 +34,9 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 class Config:
     """The shape of a DeepSeek-V3; each field can be set by ``model.overrides``.
 
-    ``q_lora_rank`` 0 computes queries without a latent. The first ``num_dense_layers`` (1 or more) have a feed-forward
-    of ``ffn_dim`` in place of experts. ``rope_factor`` 1 leaves the rotary angles unscaled.
+    ``q_lora_rank`` 0 computes queries without a latent. The first ``num_dense_layers`` have a feed-forward of
+    ``ffn_dim`` in place of experts, and ``num_shared_experts`` may be 0. ``rope_factor`` 1 leaves the rotary angles
+    unscaled.
     """
 
     vocab_size: int = 129280
@@ -109,6 +110,7 @@ LAYOUT = Layout(
     context="layers.*.attn.core",
     expert="layers.*.moe",
     buffers=EXPERT_BIAS,
+    optional=("layers.*.ffn", "layers.*.moe"),  # where no layer is dense, where all are, where no expert is shared
 )
 
 
@@ -163,7 +165,8 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D); of ``ffn`` and ``moe``, one is the identity."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
-        return x_BTD + self.moe(self.ffn(self.ffn_norm(x_BTD)))
+        hidden_BTD = self.ffn(self.ffn_norm(x_BTD))
+        return x_BTD + (hidden_BTD if isinstance(self.moe, nn.Identity) else self.moe(hidden_BTD, documents_BT))
 
 
 class Model(Decoder):

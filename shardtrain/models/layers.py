@@ -6,13 +6,13 @@ Shape suffixes: B batch, T tokens, D model, N heads, K key-value heads, H head, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.attention import documents
+from shardtrain.attention import documents, scores
 
 
 def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:
@@ -128,23 +128,41 @@ def yarn_scale(factor: float, mscale: float) -> float:
 class AttentionCore(nn.Module):
     """softmax(q k / sqrt(H)) v with a causal mask, and nothing else: the one seam that context parallelism needs.
 
-    With a ``window`` a token attends to itself and the ``window - 1`` tokens before it; 0 is no window.
+    With a ``window`` a token attends to itself and the ``window - 1`` tokens before it; 0 is no window. ``scale`` takes
+    the place of 1 / sqrt(H); ``softcap`` bounds the scaled scores by softcap tanh(score / softcap), 0 is none;
+    ``alibi_slopes``, one number per query head of the whole model, times the distance in tokens are subtracted from
+    them. These four attributes are what context parallelism reads of a core, and tensor parallelism leaves each rank
+    the slopes of its heads. ``heads_first`` says that a core takes and gives (B, N, T, H): this one does not.
     """
 
-    def __init__(self, window: int = 0) -> None:
+    heads_first = False
+
+    def __init__(
+        self,
+        window: int = 0,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Sequence[float] | None = None,
+    ) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.scale, self.softcap = window, scale, softcap
+        self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Attention of queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K: (B, T, N, H).
 
         With ``documents_BT`` a token attends within its own document alone.
         """
+        scoring = scores.scores_of(self)
+        if not scoring.has_kernel:
+            return scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scoring)
         if documents_BT is not None or 0 < self.window < q_BTNH.size(1):
-            return documents.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window)
+            return documents.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale)
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         grouped = q_BNTH.size(1) != k_BKTH.size(1)
-        out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
+        out_BNTH = F.scaled_dot_product_attention(
+            q_BNTH, k_BKTH, v_BKTH, is_causal=True, scale=self.scale, enable_gqa=grouped
+        )
         return out_BNTH.transpose(1, 2)
 
 

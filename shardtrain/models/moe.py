@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from shardtrain.layout import Depth, Draw
 from shardtrain.models.layers import FeedForward
 from shardtrain.rows import inverse_of, permute, repeat_and_permute
+from shardtrain.targets import FILLER_DOCUMENT
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Router(nn.Module):
 
     ``expert_bias`` (E,) takes part in the choice but not in the weights: raised for experts that got too few tokens,
     lowered for others, once per optimizer step, it evens the load without a loss (Wang et al. 2024; DeepSeek-V3,
-    section 2.1.2). ``force_balance`` deals experts in turn, for benchmarks.
+    section 2.1.2). ``force_balance`` deals experts in turn along each sequence, for benchmarks; ``places`` gives, for a
+    number of tokens T, their places (T,) in the sequence, of which a rank may hold a part.
     """
 
     expert_bias: Tensor | None
@@ -102,6 +104,7 @@ class Router(nn.Module):
         self.gate = Gate(dim, routing.num_experts, bias=False)
         self.register_buffer("expert_bias", torch.zeros(routing.num_experts) if routing.load_balance_coeff else None)
         self.force_balance = False
+        self.places: Callable[[int], Tensor] = torch.arange
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits and scores (B, T, E), float32, and the indices of the chosen experts (B, T, K)."""
@@ -124,7 +127,9 @@ class Router(nn.Module):
 
     def _in_turn(self, scores_BTE: Tensor) -> Tensor:
         (B, T, _), r = scores_BTE.shape, self.routing
-        return torch.arange(B * T * r.top_k, device=scores_BTE.device).remainder(r.num_experts).view(B, T, r.top_k)
+        first_T = self.places(T).to(scores_BTE.device) * r.top_k
+        expert_TK = first_T.unsqueeze(-1) + torch.arange(r.top_k, device=scores_BTE.device)
+        return expert_TK.remainder(r.num_experts).expand(B, T, r.top_k)
 
     def weights(self, scores_BTE: Tensor, expert_BTK: Tensor) -> Tensor:
         """What each chosen expert's output is multiplied by (B, T, K), float32."""
@@ -150,14 +155,29 @@ class Balance(nn.Module):
         self.count_E: Tensor | None = None
         self.loss_sum: Tensor | None = None
 
-    def forward(self, weights_BTK: Tensor, logits_BTE: Tensor, scores_BTE: Tensor, expert_BTK: Tensor) -> Tensor:
-        """Give the weights back unchanged, with the losses hung onto their backward pass."""
+    def forward(
+        self,
+        weights_BTK: Tensor,
+        logits_BTE: Tensor,
+        scores_BTE: Tensor,
+        expert_BTK: Tensor,
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Give the weights back unchanged, with the losses hung onto their backward pass.
+
+        Tokens whose number in ``documents_BT`` is FILLER_DOCUMENT are filler: they count in no loss and in no load.
+        """
         if not torch.is_grad_enabled():
             return weights_BTK
         expert_BR = expert_BTK.flatten(1)
+        is_text_BT1 = None
+        ones_BR = torch.ones_like(expert_BR)
+        if documents_BT is not None:
+            is_text_BT1 = (self.own_part(documents_BT) != FILLER_DOCUMENT).unsqueeze(-1)
+            ones_BR = is_text_BT1.expand_as(expert_BTK).flatten(1).to(expert_BR.dtype)
         count_BE = expert_BR.new_zeros(expert_BR.size(0), self.routing.num_experts)
-        count_BE.scatter_add_(1, expert_BR, torch.ones_like(expert_BR))
-        loss = self._loss(logits_BTE, scores_BTE, count_BE)
+        count_BE.scatter_add_(1, expert_BR, ones_BR)
+        loss = self._loss(logits_BTE, scores_BTE, count_BE, is_text_BT1)
         weight = self.loss_weight
         if weight is None and loss is not None:
             raise RuntimeError("a balance loss needs its weight: set loss_weight to one over the number of tokens")
@@ -168,12 +188,18 @@ class Balance(nn.Module):
         """Counts of whole sequences, from those of this rank's part of each."""
         return count_BE
 
+    def own_part(self, documents_BT: Tensor) -> Tensor:
+        """The documents of this rank's part of each sequence, from those of whole sequences."""
+        return documents_BT
+
     def reset(self) -> None:
         """Forget what was counted; called before each step."""
         self.count_E = self.loss_sum = None
 
-    def _loss(self, logits_BTE: Tensor, scores_BTE: Tensor, count_BE: Tensor) -> Tensor | None:
-        """The losses' sum over this rank's tokens, or None where no loss is asked for.
+    def _loss(
+        self, logits_BTE: Tensor, scores_BTE: Tensor, count_BE: Tensor, is_text_BT1: Tensor | None
+    ) -> Tensor | None:
+        """The losses' sum over this rank's tokens, filler left out, or None where no loss is asked for.
 
         Per sequence, DeepSeek-V3 equations 17-20: f_i = E/(K T) (tokens that chose i), P_i = mean of normalised scores,
         loss = sum of f_i P_i; the mean over T times T tokens leaves the sum of the scores. z-loss: squared
@@ -182,16 +208,22 @@ class Balance(nn.Module):
         r, losses = self.routing, []
         if r.balance_loss_coeff:
             total_BE = self.sum_over_sequence(count_BE)
-            share_BE = total_BE * r.num_experts / total_BE.sum(1, keepdim=True)
+            share_BE = total_BE * r.num_experts / total_BE.sum(1, keepdim=True).clamp_min(1)  # a row may be all filler
             mean_scores_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+            if is_text_BT1 is not None:
+                mean_scores_BTE = mean_scores_BTE * is_text_BT1
             losses.append(r.balance_loss_coeff * (share_BE * mean_scores_BTE.sum(1)).sum())
         if r.z_loss_coeff:
-            losses.append(r.z_loss_coeff * logits_BTE.logsumexp(-1).square().sum())
+            squares_BT = logits_BTE.logsumexp(-1).square()
+            losses.append(
+                r.z_loss_coeff * (squares_BT if is_text_BT1 is None else squares_BT * is_text_BT1[..., 0]).sum()
+            )
         return sum(losses[1:], losses[0]) if losses else None
 
     def _record(self, count_E: Tensor, loss: Tensor | None) -> None:
         self.count_E = count_E if self.count_E is None else self.count_E + count_E
         if loss is not None:
+            loss = loss.double()  # hundreds of micro-batches are added one by one
             self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
 
 
@@ -254,6 +286,11 @@ class Dispatch(nn.Module):
         return experts(x_RD, count_E)  # type: ignore[no-any-return]
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model has experts, for whom it matters which tokens are filler."""
+    return any(isinstance(module, Balance) for module in model.modules())
+
+
 class MoE(nn.Module):
     """A feed-forward block of many experts, of which each token uses a few, beside optional shared ones."""
 
@@ -266,10 +303,11 @@ class MoE(nn.Module):
         self.experts = Experts(routing.num_experts, dim, ffn_dim)
         self.shared = FeedForward(dim, shared_ffn_dim) if shared_ffn_dim else None
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Map (B, T, D) to (B, T, D)."""
+    def forward(self, x_BTD: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Map (B, T, D) to (B, T, D); ``documents_BT``, of whole rows, tell which tokens are filler (see Balance)."""
         logits_BTE, scores_BTE, expert_BTK = self.router(x_BTD)
-        weights_BTK = self.balance(self.router.weights(scores_BTE, expert_BTK), logits_BTE, scores_BTE, expert_BTK)
+        weights_BTK = self.router.weights(scores_BTE, expert_BTK)
+        weights_BTK = self.balance(weights_BTK, logits_BTE, scores_BTE, expert_BTK, documents_BT)
         out_BTD = self._mix(x_BTD.flatten(0, 1), weights_BTK.flatten(0, 1), expert_BTK.flatten()).view_as(x_BTD)
         return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
 

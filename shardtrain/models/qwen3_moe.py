@@ -56,7 +56,7 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
-        return x_BTD + self.moe(self.ffn_norm(x_BTD))
+        return x_BTD + self.moe(self.ffn_norm(x_BTD), documents_BT)
 
 
 class Model(Decoder):

@@ -33,6 +33,7 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
         model.to(getattr(torch, config.training.dtype))
     if layout.expert:
         expert.mesh_of_experts(mesh, config)  # by all ranks together, also those of a stage without experts
+    context.check_cores(model, layout, mesh, config)
     piped = mesh.size("pp") > 1
     modules = pipeline.cut(model, layout, mesh, config) if piped else [model]
     for module in modules:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from shardtrain.attention import documents
 from shardtrain.attention.flash import attend, attend_backward
+from shardtrain.attention.scores import PLAIN, QUERIES_AT_ONCE, Scores
 from shardtrain.attention.window import queries_at_once
 from shardtrain.parallel.pieces import Piece, Window, prefix_pieces, ring_pieces
 
@@ -32,6 +33,7 @@ def gathered_attention(
     balanced: bool,
     documents_BT: Tensor | None = None,
     window: int = 0,
+    scores: Scores = PLAIN,
 ) -> Tensor:
     """Gather all keys and values, then attend with this rank's queries; the gradients are reduce-scattered back.
 
@@ -49,7 +51,7 @@ def gathered_attention(
         stop = (chunk + 1) * length
         seen = slice(max(0, stop - length - window + 1) if window else 0, stop)
         documents_Bs = None if documents_BT is None else documents_BT[:, seen]
-        outputs.append(_PrefixAttention.apply(q_BlNH, k_BTKH[:, seen], v_BTKH[:, seen], documents_Bs, window))
+        outputs.append(_PrefixAttention.apply(q_BlNH, k_BTKH[:, seen], v_BTKH[:, seen], documents_Bs, window, scores))
     return torch.cat(outputs, dim=1)
 
 
@@ -61,10 +63,11 @@ def ring_attention(
     balanced: bool,
     documents_BT: Tensor | None = None,
     window: int = 0,
+    scores: Scores = PLAIN,
 ) -> Tensor:
     """Pass keys and values round the ring and merge what each part contributes; memory stays that of one part."""
     documents_BT = None if documents_BT is None else documents.on_host(documents_BT)
-    return _Ring.apply(q_BtNH, k_BtKH, v_BtKH, group, balanced, documents_BT, window)  # type: ignore[no-any-return]
+    return _Ring.apply(q_BtNH, k_BtKH, v_BtKH, group, balanced, documents_BT, window, scores)  # type: ignore[no-any-return]
 
 
 def ulysses_attention(
@@ -75,15 +78,25 @@ def ulysses_attention(
     _: bool,
     documents_BT: Tensor | None = None,
     window: int = 0,
+    scores: Scores = PLAIN,
 ) -> Tensor:
     """Exchange heads for tokens, attend to whole sequences with some of the heads, and exchange back."""
     q_BTnH, k_BTkH, v_BTkH = (_HeadsForTokens.apply(x, group) for x in (q_BtNH, k_BtKH, v_BtKH))
+    if scores.slopes:
+        heads = q_BTnH.size(2)
+        scores = scores._replace(slopes=scores.slopes[group.rank() * heads : (group.rank() + 1) * heads])
+    if not scores.has_kernel:
+        documents_BT = None if documents_BT is None else documents.on_host(documents_BT)
+        out_BTnH = _PrefixAttention.apply(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores)
+        return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     if documents_BT is not None or 0 < window < q_BTnH.size(1):
-        out_BTnH = documents.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window)
+        out_BTnH = documents.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores.scale)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     q_BnTH, k_BkTH, v_BkTH = (x.transpose(1, 2) for x in (q_BTnH, k_BTkH, v_BTkH))
     grouped = q_BnTH.size(1) != k_BkTH.size(1)
-    out_BnTH = F.scaled_dot_product_attention(q_BnTH, k_BkTH, v_BkTH, is_causal=True, enable_gqa=grouped)
+    out_BnTH = F.scaled_dot_product_attention(
+        q_BnTH, k_BkTH, v_BkTH, is_causal=True, scale=scores.scale, enable_gqa=grouped
+    )
     return _TokensForHeads.apply(out_BnTH.transpose(1, 2), group)  # type: ignore[no-any-return]
 
 
@@ -162,10 +175,17 @@ class _PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, documents_Bs: Tensor | None, window: int
+        ctx: Any,
+        q_BlNH: Tensor,
+        k_BsKH: Tensor,
+        v_BsKH: Tensor,
+        documents_Bs: Tensor | None,
+        window: int,
+        scores: Scores,
     ) -> Tensor:
-        merged, ctx.window = Merged(q_BlNH), window
-        seen = Window(window, queries_at_once(window, q_BlNH.device))
+        merged, ctx.scores = Merged(q_BlNH, scores), scores
+        seen = _window(window, k_BsKH.size(1), q_BlNH, scores)
+        ctx.blocked = bool(seen.tokens)
         ctx.pieces = list(prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, seen))
         for piece in ctx.pieces:
             merged.attend(piece, q_BlNH, k_BsKH, v_BsKH)
@@ -174,24 +194,35 @@ class _PrefixAttention(torch.autograd.Function):
         return out_BlNH
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl = ctx.saved_tensors
         saved = (gradients[0], q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl)
-        exact = torch.float32 if ctx.window else k_BsKH.dtype  # blocks of queries within a window share keys
+        exact = torch.float32 if ctx.blocked else k_BsKH.dtype  # blocks of queries share keys
         dq = torch.zeros_like(q_BlNH, dtype=torch.float32)
         dk, dv = torch.zeros_like(k_BsKH, dtype=exact), torch.zeros_like(v_BsKH, dtype=exact)
         for piece in ctx.pieces:
-            part = _backward_of(piece, *saved)
+            part = _backward_of(piece, ctx.scores, *saved)
             dq[piece.batch, piece.rows] += part[0]
             dk[piece.batch, piece.columns] += part[1]
             dv[piece.batch, piece.columns] += part[2]
-        return dq.to(q_BlNH.dtype), dk.to(q_BlNH.dtype), dv.to(q_BlNH.dtype), None, None
+        return dq.to(q_BlNH.dtype), dk.to(q_BlNH.dtype), dv.to(q_BlNH.dtype), None, None, None
+
+
+def _window(window: int, tokens: int, q_BtNH: Tensor, scores: Scores) -> Window:
+    """How queries are cut into blocks; scores without a kernel are taken so too, within a window of all tokens.
+
+    Blocks lie in a row and know how far their queries are past their keys, which the distance of a slope needs.
+    """
+    if scores.has_kernel:
+        return Window(window, queries_at_once(window, q_BtNH.device))
+    return Window(window or tokens, QUERIES_AT_ONCE)
 
 
 class Merged:
     """A running softmax over parts of the keys: outputs and log-sum-exp in float32 (Milakov and Gimelshein 2018)."""
 
-    def __init__(self, q_BtNH: Tensor) -> None:
+    def __init__(self, q_BtNH: Tensor, scores: Scores = PLAIN) -> None:
+        self._scores = scores
         self.out_BtNH = torch.zeros_like(q_BtNH, dtype=torch.float32)
         B, t, N, _ = q_BtNH.shape
         self.lse_BNt = torch.full((B, N, t), -torch.inf, dtype=torch.float32, device=q_BtNH.device)
@@ -199,7 +230,8 @@ class Merged:
     def attend(self, piece: Piece, q_BtNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> None:
         """Add what the queries of a piece get from its keys."""
         batch, rows, columns, causal, band = piece
-        out_BlNH, lse_BNl = attend(q_BtNH[batch, rows], k_BsKH[batch, columns], v_BsKH[batch, columns], causal, band)
+        q_BlNH, k_BsKH, v_BsKH = q_BtNH[batch, rows], k_BsKH[batch, columns], v_BsKH[batch, columns]
+        out_BlNH, lse_BNl = attend(q_BlNH, k_BsKH, v_BsKH, causal, band, self._scores)
         old_BNl = self.lse_BNt[batch, :, rows]
         new_BNl = torch.logaddexp(old_BNl, lse_BNl)
         keep, take = ((old - new_BNl).exp().transpose(1, 2)[..., None] for old in (old_BNl, lse_BNl))
@@ -208,13 +240,20 @@ class Merged:
 
 
 def _backward_of(
-    piece: Piece, gradient_BtNH: Tensor, q_BtNH: Tensor, k: Tensor, v: Tensor, out_BtNH: Tensor, lse_BNt: Tensor
+    piece: Piece,
+    scores: Scores,
+    gradient_BtNH: Tensor,
+    q_BtNH: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out_BtNH: Tensor,
+    lse_BNt: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a piece adds to the gradients of its queries, keys and values."""
     batch, rows, columns, causal, band = piece
     gradient, q, out = (x[batch, rows] for x in (gradient_BtNH, q_BtNH, out_BtNH))
     k, v, lse_BNl = k[batch, columns], v[batch, columns], lse_BNt[batch, :, rows]
-    return attend_backward(gradient, q, k, v, out, lse_BNl, causal, band)
+    return attend_backward(gradient, q, k, v, out, lse_BNl, causal, band, scores)
 
 
 class _Ring(torch.autograd.Function):
@@ -228,10 +267,11 @@ class _Ring(torch.autograd.Function):
         balanced: bool,
         documents_BT: Tensor | None,
         window: int,
+        scores: Scores,
     ) -> Tensor:
-        merged = Merged(q_BtNH)
+        merged, ctx.scores = Merged(q_BtNH, scores), scores
         keys_values = torch.stack((k_BtKH, v_BtKH))
-        seen = Window(window, queries_at_once(window, q_BtNH.device))
+        seen = _window(window, q_BtNH.size(1) * group.size(), q_BtNH, scores)
         ctx.pieces = ring_pieces(q_BtNH.size(1), group.rank(), group.size(), balanced, documents_BT, seen)
         for pieces in ctx.pieces:
             for piece in pieces:
@@ -243,7 +283,7 @@ class _Ring(torch.autograd.Function):
         return out_BtNH
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None, None]:
         q_BtNH, k_BtKH, v_BtKH, out_BtNH, lse_BNt = ctx.saved_tensors
         dq_BtNH = torch.zeros_like(q_BtNH, dtype=torch.float32)
         keys_values = torch.stack((k_BtKH, v_BtKH))
@@ -253,14 +293,14 @@ class _Ring(torch.autograd.Function):
             for piece in pieces:
                 batch, rows, columns = piece[:3]
                 k, v = keys_values
-                dq, dk, dv = _backward_of(piece, gradients[0], q_BtNH, k, v, out_BtNH, lse_BNt)
+                dq, dk, dv = _backward_of(piece, ctx.scores, gradients[0], q_BtNH, k, v, out_BtNH, lse_BNt)
                 dq_BtNH[batch, rows] += dq
                 summed[0][batch, columns] += dk
                 summed[1][batch, columns] += dv
             keys_values = _pass_on(keys_values, ctx.group)
             summed = _pass_on(summed, ctx.group)
         dtype = q_BtNH.dtype
-        return dq_BtNH.to(dtype), summed[0].to(dtype), summed[1].to(dtype), None, None, None, None
+        return dq_BtNH.to(dtype), summed[0].to(dtype), summed[1].to(dtype), None, None, None, None, None
 
 
 def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

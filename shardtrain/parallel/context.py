@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardtrain.attention import core as core_contract
+from shardtrain.attention.scores import Scores, scores_of
+from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches
@@ -22,7 +25,7 @@ from shardtrain.parallel.mesh import Mesh
 from shardtrain.parallel.pieces import sequence_part
 
 AXIS = "cp"
-CoreFunction = Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None, int], Tensor]
+CoreFunction = Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None, int, Scores], Tensor]
 
 
 class Batch(Protocol):
@@ -41,21 +44,28 @@ class Batch(Protocol):
 class SplitAttentionCore(nn.Module):
     """The attention core of a rank that holds a part of the sequence; causal over the whole sequence.
 
-    ``window`` is that of the core whose place it takes: how many tokens a token sees, or 0 for no window.
+    It computes what the attributes of the core whose place it takes say: ``window``, ``scale``, ``softcap``,
+    ``alibi_slopes`` (those of this rank's heads) and ``heads_first`` (see ``attention/core.py``).
     """
 
-    def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, window: int = 0) -> None:
+    def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, core: nn.Module) -> None:
         super().__init__()
-        self._function, self._group, self._balanced, self.window = function, group, balanced, window
+        self._function, self._group, self._balanced = function, group, balanced
+        self.window, self.heads_first = int(getattr(core, "window", 0) or 0), bool(getattr(core, "heads_first", False))
+        self._scores = scores_of(core)
 
     @torch.compiler.disable  # collectives inside an autograd function end a graph anyway
     def forward(self, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Attention of this rank's queries to all keys and values: (B, t, N, H).
+        """Attention of this rank's queries to all keys and values: (B, t, N, H), or (B, N, t, H) if heads come first.
 
         ``documents_BT`` are the documents of whole rows, which every rank has: they are not cut.
         """
+        if self.heads_first:
+            q_BtNH, k_BtKH, v_BtKH = (x.transpose(1, 2) for x in (q_BtNH, k_BtKH, v_BtKH))
         window = self.window if self.window < q_BtNH.size(1) * self._group.size() else 0
-        return self._function(q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced, documents_BT, window)
+        inputs = (q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced, documents_BT, window, self._scores)
+        out_BtNH = self._function(*inputs)
+        return out_BtNH.transpose(1, 2) if self.heads_first else out_BtNH
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -73,14 +83,44 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         fix = "name the weightless module that is softmax(q k) v there, or set the degree to 1"
         raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
     for path in cores:
-        window = getattr(model.get_submodule(path), "window", 0)
-        model.set_submodule(path, SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config), window))
+        core = model.get_submodule(path)
+        model.set_submodule(path, SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config), core))
+
+
+def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    """Try every kind of attention core that parallelism replaces, or gives some of its heads, on small tensors.
+
+    The model is the whole one, on the meta device. Raises ConfigError for the first that breaks the contract.
+    """
+    split, dealt = mesh.size(AXIS) > 1, mesh.size("tp") > 1
+    if not layout.context or not (split or dealt) or hasattr(model, "tensor_plan"):
+        return
+    given, tried = core_contract.trace(model, layout), set()
+    for path, core in model.named_modules():
+        if not matches(path, layout.context):
+            continue
+        kind = (type(core), repr({k: v for k, v in vars(core).items() if k[0] != "_"}), repr(given.get(path)))
+        if kind in tried:
+            continue
+        tried.add(kind)
+        call, option = given.get(path), "parallelism.context_parallel_degree"
+        broken = core_contract.broken_when_split(core, call, config.training.seq_len) if split else None
+        ranks = mesh.size(AXIS, "tp") if split and config.parallelism.context_parallel_method == "ulysses" else 1
+        if broken is None:
+            broken = core_contract.broken_number_of_heads(core, call, ranks)
+        if broken is None and dealt:
+            option = "parallelism.tensor_parallel_degree"
+            broken = core_contract.broken_number_of_heads(core, call, mesh.size("tp"))
+            broken = broken or core_contract.broken_when_heads_are_dealt(core, call)
+        if broken:
+            degree = mesh.size(AXIS if option.endswith("context_parallel_degree") else "tp")
+            rule = f"needs an attention core that can be split, and {path} {broken.rule}"
+            raise ConfigError(Problem(option, degree, rule, broken.fix))
 
 
 def is_balanced(config: Config) -> bool:
     """Whether ranks hold a chunk from the head and one from the tail of the sequence, and so equal causal work."""
-    p = config.parallelism
-    return p.context_parallel_method == "ring" and p.context_parallel_load_balancer == "headtail"
+    return derived.is_context_balanced(config.parallelism)
 
 
 def cut(batch: Batch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches
+from shardtrain.parallel import context
 from shardtrain.parallel.local_weights import use_local_weights
 from shardtrain.parallel.mesh import LOSS_AXES, Mesh
+from shardtrain.parallel.pieces import sequence_part
 from shardtrain.rows import inverse_of, permute
 
 AXIS = "ep"
@@ -52,12 +54,15 @@ def mesh_of_experts(mesh: Mesh, config: Config) -> DeviceMesh:
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Split the experts over ep and replace each dispatch by one that exchanges tokens, in place."""
     split_sequence = mesh.size("cp", "tp") > 1
+    balanced = context.is_balanced(config)
     for moe in _blocks(model, layout):
         moe.router.force_balance = config.debug.moe_force_load_balance
         if moe.router.expert_bias is not None:  # steps of 1e-3 would be lost in a bfloat16 model
             moe.router.expert_bias = moe.router.expert_bias.float()
         if split_sequence:
+            moe.router.places = partial(_places, mesh, config)
             moe.balance.sum_over_sequence = partial(_sum_over_sequence, mesh)
+            moe.balance.own_part = partial(_own_part, mesh, balanced)
         if config.parallelism.expert_parallel_degree > 1:
             _split_experts(moe.experts, mesh_of_experts(mesh, config)[AXIS])
             moe.dispatch = AllToAllDispatch(mesh_of_experts(mesh, config).get_group(AXIS))
@@ -82,6 +87,11 @@ def shard(layer: nn.Module, mesh: Mesh, config: Config, options: Mapping[str, An
         fully_shard(moe.experts, **unit, shard_placement_fn=partial(_place, dim))
         if config.activation_checkpoint.mode == "selective":
             _hide_from_modes(moe.experts)
+
+
+def has_experts(parts: Sequence[nn.Module]) -> bool:
+    """Whether this rank's parts of a model hold experts."""
+    return any(True for _ in _named_blocks(parts))
 
 
 def before_step(parts: Sequence[nn.Module], weight: Tensor) -> None:
@@ -128,8 +138,9 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
     worst = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if blocks:
         counts = [_counts(moe) for moe in blocks]
-        losses = [torch.zeros((), device=mesh.device) if (s := moe.balance.loss_sum) is None else s for moe in blocks]
-        rows = torch.cat([torch.cat(counts).double(), torch.stack(losses).double()])
+        nothing = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        losses = [nothing if (s := moe.balance.loss_sum) is None else s for moe in blocks]
+        rows = torch.cat([torch.cat(counts).double(), torch.stack(losses)])
         *summed, losses_L = mesh.sum(rows, over=TOKEN_AXES).split([*(c.numel() for c in counts), len(blocks)])
         totals_L = torch.stack([count_E.sum() for count_E in summed]).clamp_min(1.0)
         busiest_L = torch.stack([count_E.max() * count_E.numel() for count_E in summed]) / totals_L
@@ -179,8 +190,24 @@ class _Exchange(torch.autograd.Function):
         return _exchange(gradients[0], ctx.sent, ctx.received, ctx.group), None, None, None
 
 
+def _places(mesh: Mesh, config: Config, length: int) -> Tensor:
+    """Places in the whole sequence of the ``length`` tokens of it that this rank holds: cut over cp, then over tp."""
+    cp, tp = mesh.size("cp"), mesh.size("tp")
+    whole_1T = torch.arange(length * cp * tp).unsqueeze(0)
+    if cp > 1:
+        whole_1T = sequence_part(whole_1T, mesh.rank("cp"), cp, context.is_balanced(config))
+    return whole_1T[0].chunk(tp)[mesh.rank("tp")]
+
+
 def _sum_over_sequence(mesh: Mesh, count_BE: Tensor) -> Tensor:
     return mesh.sum(count_BE.clone(), over=("cp", "tp"))  # sums are taken in place
+
+
+def _own_part(mesh: Mesh, balanced: bool, column_BT: Tensor) -> Tensor:
+    part_BT = column_BT
+    if mesh.size("cp") > 1:
+        part_BT = sequence_part(part_BT, mesh.rank("cp"), mesh.size("cp"), balanced)
+    return part_BT.chunk(mesh.size("tp"), dim=1)[mesh.rank("tp")]
 
 
 def _exchange(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -43,6 +43,11 @@ class TaskRunner(PlainRunner):
         super().__init__(Parts(plain.parts, plain._mesh, plain._config, plain._chunk_loss))
         self.task = task
 
+    @property
+    def counts_filler(self) -> bool:
+        """Not of the batch: the task tells the model itself."""
+        return False
+
     def own_targets(self, batches: Sequence[Any]) -> int:
         """See Runner."""
         return sum(batch.num_targets for batch in batches)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -14,14 +15,13 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Placement
 
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.layout import TENSOR_WORDS, Layout, word_of
+from shardtrain.layout import TENSOR_WORDS, Layout, matches, word_of
 from shardtrain.parallel import adapters, foreign_tensor
 from shardtrain.parallel.local_weights import use_local_weights
 from shardtrain.parallel.mesh import Mesh
@@ -39,12 +39,17 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     # FSDP warns of in-place operations on the views that sequence parallelism returns; models here have none
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     loss_parallel = not config.parallelism.disable_loss_parallel
+    length = _Length(mesh.size(AXIS))
+    model.register_forward_pre_hook(length.note, with_kwargs=True)
     plan = {}
     for path, module in model.named_modules():
         word = word_of(layout, path)
         # experts are not split here (see expert.py), and the identities of a "copy" are what is to be replaced
         if word not in (None, "expert") and (word == "copy" or not isinstance(module, nn.Identity)):
-            plan[path] = _style(word, loss_parallel)
+            plan[path] = _style(word, loss_parallel, path, length)
+            rows = module.num_embeddings if word == "embed" and isinstance(module, nn.Embedding) else mesh.size(AXIS)
+            if -(-rows // mesh.size(AXIS)) * (mesh.size(AXIS) - 1) >= rows:  # FSDP fails on ranks without a row
+                plan[path] = WholeEmbedding()
     if not layout.tensor:
         rule = "needs LAYOUT.tensor of the model, which names no module"
         fix = f"give every weight one of the words {', '.join(TENSOR_WORDS)}, or set the degree to 1"
@@ -55,6 +60,33 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     parallelize_module(model, mesh.submesh(AXIS), plan)
     adapters.put_back(model, layout, mesh.submesh(AXIS), factors)
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
+    _deal_slopes(model, layout, mesh)
+    _watch_dropout(model, layout, mesh)
+
+
+def _watch_dropout(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
+    """Refuse dropout of activations that every rank holds whole: each would drop others, and compute something else.
+
+    Random numbers are different on each rank (``seeding.seed_step``), as split activations need.
+    """
+    whole = {path.rpartition(".")[0] for path, _ in model.named_modules() if word_of(layout, path) == "replicate"}
+
+    def refuse(path: str) -> None:
+        rule = f"drops in {path}, where every tensor-parallel rank holds the same activations, and would drop others"
+        fix = "drop after the rowwise linear, where ranks hold different tokens, or set the degree to 1"
+        raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
+
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.modules.dropout._DropoutNd) or module.p == 0:
+            continue
+        if path.rpartition(".")[0] in whole:
+            refuse(path)
+
+        def look(_: nn.Module, inputs: tuple[Any, ...], path: str = path) -> None:
+            if isinstance(inputs[0], DTensor) and not any(place.is_shard() for place in inputs[0].placements):
+                refuse(path)
+
+        module.register_forward_pre_hook(look)
 
 
 def _overlap_with_matmuls(mesh: Mesh) -> None:
@@ -66,16 +98,47 @@ def _overlap_with_matmuls(mesh: Mesh) -> None:
     enable_symm_mem_for_group(mesh.group(AXIS).group_name)
 
 
-def _style(word: str, loss_parallel: bool) -> ParallelStyle:
-    sequence = Shard(1)
+class _Length:
+    """How many tokens a row of the pass has, so that a plain tensor tells by its shape whether it is a part of a row.
+
+    Positions say it: every pipeline stage is given them, and tensor-parallel ranks have all of them.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._tokens = ranks, 0
+
+    def note(self, model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        positions_BT = inputs[1] if len(inputs) > 1 else next(iter(keywords.values()))
+        self._tokens = positions_BT.size(1)
+
+    def is_part(self, x_BtD: Tensor) -> bool:
+        """Whether a plain tensor is this rank's part of the sequence."""
+        return x_BtD.ndim == 3 and x_BtD.size(1) * self._ranks == self._tokens
+
+    def require(self, path: str, word: str, x_BtD: Tensor, part: bool) -> Tensor:
+        """A module's input as a plain tensor; ConfigError where it is whole and must be a part, or the other way."""
+        x_BtD = _plain(x_BtD)
+        if part and x_BtD.ndim == 3 and x_BtD.size(1) == self._tokens:
+            rule = "works on a part of the sequence, and is given all of it"
+            fix = 'write "replicate" for a module within one that is gathered'
+        elif not part and self.is_part(x_BtD):
+            rule = "works on the whole sequence, and is given this rank's part of it"
+            fix = 'write "sequence", or put it into a module with the word "gather"'
+        else:
+            return x_BtD
+        raise ConfigError(Problem(f"LAYOUT.tensor[{path!r}]", word, rule, fix))
+
+
+def _style(word: str, loss_parallel: bool, path: str = "", length: _Length | None = None) -> ParallelStyle:
+    sequence, length = Shard(1), length or _Length(1)
     if word == "embed":
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
     if word == "sequence":
-        return SequenceParallel()
+        return WholeWeights(Partial(), lambda x: length.require(path, word, x, part=True))
     if word == "gather":
         return GatherSequence()
     if word == "colwise":
-        return ColwiseParallel()
+        return GatheringColwise(length)
     if word == "rowwise":
         return RowwiseParallel(output_layouts=sequence)
     if word == "head":
@@ -84,11 +147,22 @@ def _style(word: str, loss_parallel: bool) -> ParallelStyle:
         return LocalSequence()
     if word in ("router", "heads"):
         return WholeWeights(Partial())
+    if word == "features":
+        return GatherFeatures()
     if word == "replicate":
-        return WholeWeights(Replicate())
+        return WholeWeights(Replicate(), lambda x: length.require(path, word, x, part=False))
     if word == "copy":
         return CopyToHeads()
     raise ValueError(f"unknown layout word {word!r}")  # layout.check has refused it
+
+
+def _deal_slopes(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
+    """Leave each attention core the slopes of the heads that this rank has."""
+    size, rank = mesh.size(AXIS), mesh.rank(AXIS)
+    for path, module in model.named_modules():
+        if layout.context and matches(path, layout.context) and (slopes_N := getattr(module, "alibi_slopes", None)):
+            heads = len(slopes_N) // size
+            module.alibi_slopes = tuple(slopes_N[rank * heads : (rank + 1) * heads])  # type: ignore[assignment]
 
 
 class GatherSequence(ParallelStyle):
@@ -96,13 +170,32 @@ class GatherSequence(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            x_BtD = inputs[0]
-            if not isinstance(x_BtD, DTensor):
-                x_BtD = DTensor.from_local(x_BtD, device_mesh, (Shard(1),), run_check=False)
-            return (x_BtD.redistribute(placements=(Replicate(),)), *inputs[1:])
+            return (_gathered(inputs[0], device_mesh), *inputs[1:])
 
         module.register_forward_pre_hook(gather)
         return module
+
+
+class GatheringColwise(ColwiseParallel):
+    """Output features split; an input that is a part of the sequence is gathered, as if a "gather" were around it."""
+
+    def __init__(self, length: _Length) -> None:
+        super().__init__()
+        self._length = length
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            is_part = not isinstance(inputs[0], DTensor) and self._length.is_part(inputs[0])
+            return (_gathered(inputs[0], device_mesh), *inputs[1:]) if is_part else inputs
+
+        module.register_forward_pre_hook(gather)
+        return super()._apply(module, device_mesh)
+
+
+def _gathered(x_BtD: Tensor, device_mesh: DeviceMesh) -> DTensor:
+    if not isinstance(x_BtD, DTensor):
+        x_BtD = DTensor.from_local(x_BtD, device_mesh, (Shard(1),), run_check=False)
+    return x_BtD.redistribute(placements=(Replicate(),))
 
 
 class LocalSequence(ParallelStyle):
@@ -117,17 +210,53 @@ class WholeWeights(ParallelStyle):
     """Weights whole on every rank, computing with plain tensors; ``gradient`` says what a rank's gradient of them is.
 
     Partial: its share, where ranks compute on different tokens or heads. Replicate: all, where they compute alike.
+    ``take`` makes the first input a plain tensor, and may refuse it.
     """
 
-    def __init__(self, gradient: Placement) -> None:
-        self._gradient = gradient
+    def __init__(self, gradient: Placement, take: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._gradient, self._take = gradient, take or _plain
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             whole = DTensor.from_local(parameter.detach(), device_mesh, (Replicate(),), run_check=False)
             module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-        module.register_forward_pre_hook(lambda _, inputs: (_plain(inputs[0]), *inputs[1:]))
+        module.register_forward_pre_hook(lambda _, inputs: (self._take(inputs[0]), *inputs[1:]))
         use_local_weights(module, (self._gradient,))
+        return module
+
+
+class WholeEmbedding(WholeWeights):
+    """A table of fewer rows than ranks, such as token types: whole on every rank, each looks up its part of a row."""
+
+    def __init__(self) -> None:
+        super().__init__(Partial())
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (_plain(inputs[0]).chunk(device_mesh.size(), dim=1)[device_mesh.get_local_rank()], *inputs[1:])
+
+        module.register_forward_pre_hook(cut)
+        return super()._apply(module, device_mesh)
+
+
+class GatherFeatures(WholeWeights):
+    """A norm over features of which each rank has some: they are gathered, and each rank keeps its part."""
+
+    def __init__(self) -> None:
+        super().__init__(Replicate())
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            split = DTensor.from_local(_plain(inputs[0]), device_mesh, (Shard(-1),), run_check=False)
+            return (split.redistribute(placements=(Replicate(),)), *inputs[1:])
+
+        def keep(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            whole = DTensor.from_local(output, device_mesh, (Replicate(),), run_check=False)
+            return whole.redistribute(placements=(Shard(-1),)).to_local()
+
+        module.register_forward_pre_hook(gather)
+        super()._apply(module, device_mesh)
+        module.register_forward_hook(keep)
         return module
 
 

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from shardtrain import models
 from shardtrain.config.schema import Config
 from shardtrain.data import columns
+from shardtrain.data.batch import filler_documents
 from shardtrain.data.columns import Unusable
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow, every_row
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
 from shardtrain.loss import cross_entropy_sum
+from shardtrain.models.moe import has_experts
 from shardtrain.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks.text_task import Example, ExampleTask
@@ -90,8 +92,9 @@ class Classification(ExampleTask):
         if hasattr(model, "kind"):  # a network of transformers, which knows itself where to read the scores
             return model(tokens_BT, lengths_B=lengths_B)  # type: ignore[no-any-return]
         positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
-        # what a causal model sees at the last token comes before the padding
-        documents = {} if self._is_causal else {"documents_BT": (positions_BT >= lengths_B[:, None]).long()}
+        # what a causal model sees at the last token comes before the padding; experts must not count it
+        needs_documents = not self._is_causal or has_experts(model)
+        documents = {"documents_BT": filler_documents(lengths_B, positions_BT)} if needs_documents else {}
         scores_BTL = model(tokens_BT, positions_BT, **documents)
         return scores_BTL[torch.arange(len(lengths_B), device=tokens_BT.device), lengths_B - 1]
 

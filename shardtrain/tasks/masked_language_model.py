@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
 from shardtrain.data import columns
+from shardtrain.data.batch import filler_documents
 from shardtrain.data.columns import Unusable
 from shardtrain.data.feed import digest
 from shardtrain.data.loader import Stream
@@ -85,7 +86,7 @@ class MaskedLanguageModel(ExampleTask):
         if hasattr(model, "kind"):
             return model(tokens_BT, lengths_B=lengths_B)  # type: ignore[no-any-return]
         positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
-        return model(tokens_BT, positions_BT, documents_BT=(positions_BT >= lengths_B[:, None]).long())  # type: ignore[no-any-return]
+        return model(tokens_BT, positions_BT, documents_BT=filler_documents(lengths_B, positions_BT))  # type: ignore[no-any-return]
 
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
         """Cross-entropy of the chosen tokens."""

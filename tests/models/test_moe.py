@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardtrain.models.moe import MoE, Routing, _grouped, _one_by_one
 from shardtrain.rows import inverse_of, permute, repeat_and_permute
+from shardtrain.targets import FILLER_DOCUMENT
 
 DIM, FFN, EXPERTS = 16, 12, 8
 ROUTINGS = {
@@ -202,6 +203,38 @@ def test_balance_losses_do_not_depend_on_how_rows_are_batched() -> None:
             (moe(rows) ** 2).sum().backward()
         found.append((moe.router.gate.weight.grad.clone(), moe.balance.loss_sum, moe.balance.count_E))
     torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("shared", [0, 12])
+def test_filler_behind_a_text_changes_no_gradient_and_no_load(shared: int) -> None:
+    routing = Routing(EXPERTS, 2, balance_loss_coeff=0.3, z_loss_coeff=0.1, load_balance_coeff=1e-3)
+    x_BTD, lengths = tokens(3), (11, 6, 1)
+    found = []
+    for padded in (True, False):
+        moe = block(routing, shared)
+        moe.balance.loss_weight = torch.tensor(0.1, dtype=torch.float64)
+        x = x_BTD.clone().requires_grad_()
+        if padded:
+            documents_BT = torch.full((3, 11), FILLER_DOCUMENT)
+            for row, length in enumerate(lengths):
+                documents_BT[row, :length] = torch.arange(length) // 4  # of several documents
+            is_text_BT1 = (documents_BT != FILLER_DOCUMENT).unsqueeze(-1)
+            (moe(x, documents_BT) ** 2 * is_text_BT1).sum().backward()
+        else:
+            for row, length in enumerate(lengths):
+                (moe(x[row : row + 1, :length]) ** 2).sum().backward()
+        gradients = {name: p.grad for name, p in moe.named_parameters()}
+        found.append((gradients, x.grad, moe.balance.loss_sum, moe.balance.count_E))
+    torch.testing.assert_close(found[0], found[1])
+    assert int(found[0][3].sum()) == 2 * sum(lengths)
+
+
+def test_a_row_of_filler_alone_has_no_balance_loss() -> None:
+    moe = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3, z_loss_coeff=0.1))
+    moe.balance.loss_weight = torch.tensor(1.0)
+    (moe(tokens(), torch.full((2, 11), FILLER_DOCUMENT)) * 0.0).sum().backward()
+    assert float(moe.balance.loss_sum) == 0.0 and int(moe.balance.count_E.sum()) == 0
+    assert all(bool((p.grad == 0).all()) for p in moe.parameters())
 
 
 def test_a_balance_loss_without_its_weight_is_an_error() -> None:

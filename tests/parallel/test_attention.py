@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from shardtrain.attention import window as windows
+from shardtrain.attention.scores import PLAIN, Scores
 from shardtrain.parallel import attention, pieces
 
 B, T, N, K, H = 2, 48, 4, 2, 8
@@ -29,10 +30,17 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int = 0) -> Tensor:
+def by_hand(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int = 0, scores_of: Scores = PLAIN
+) -> Tensor:
     """Causal grouped attention written out in float64; with a window, a query sees so many keys."""
     q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
-    scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(H)
+    scores = torch.einsum("btnh,bsnh->bnts", q, k) * (scores_of.scale or 1 / math.sqrt(H))
+    if scores_of.softcap:
+        scores = scores_of.softcap * (scores / scores_of.softcap).tanh()
+    if scores_of.slopes:
+        distance = torch.arange(T)[:, None] - torch.arange(T)
+        scores = scores - torch.tensor(scores_of.slopes, dtype=torch.float64)[:, None, None] * distance
     hidden = torch.ones(T, T).triu(1).bool().expand(B, T, T)
     if documents is not None:
         hidden = hidden | (documents[:, :, None] != documents[:, None])
@@ -50,12 +58,12 @@ def part(whole: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
 
 
 def largest_errors(
-    rank: int, dtype: torch.dtype, documents: Tensor | None = None, window: int = 0
+    rank: int, dtype: torch.dtype, documents: Tensor | None = None, window: int = 0, scores: Scores = PLAIN
 ) -> dict[str, list[float]]:
     size = dist.get_world_size()
     *whole, gradient = inputs(dtype)
     leaves = [x.double().requires_grad_() for x in whole]
-    expected = by_hand(*leaves, documents, window)
+    expected = by_hand(*leaves, documents, window, scores)
     expected.backward(gradient.double())
     targets = [expected.detach(), *(leaf.grad for leaf in leaves)]
     errors = {}
@@ -63,7 +71,7 @@ def largest_errors(
         if name == "ulysses" and K % size:
             continue
         local = [part(x, rank, size, balanced).requires_grad_() for x in whole]
-        out = function(*local, dist.group.WORLD, balanced, documents, window)
+        out = function(*local, dist.group.WORLD, balanced, documents, window, scores)
         out.backward(part(gradient, rank, size, balanced))
         got = [out.detach(), *(x.grad for x in local)]
         pairs = zip(got, targets, strict=True)
@@ -126,6 +134,33 @@ def errors_of_many_windows(rank: int) -> dict[str, float]:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_split_attention_within_a_window_equals_attention_written_out(num_ranks: int) -> None:
     for worst in run_ranks(num_ranks, errors_of_many_windows):
+        assert len(worst) >= 4
+        assert max(worst.values()) < 5e-6, worst  # few keys have large weights, and gradients reach 10
+
+
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
+SCORES = {
+    "scale": Scores(scale=0.1),
+    "soft cap": Scores(softcap=1.5),
+    "slopes": Scores(slopes=SLOPES),
+    "all": Scores(0.7, 2.0, SLOPES),
+}
+
+
+def errors_of_scores(rank: int) -> dict[str, float]:
+    worst: dict[str, float] = {}
+    attention.QUERIES_AT_ONCE = 5  # in a forked process of its own: blocks end within chunks
+    for scores in SCORES.values():
+        for documents, window in ((None, 0), (None, 13), (random_documents(2), 0), (random_documents(3), 7)):
+            for name, values in largest_errors(rank, torch.float32, documents, window, scores).items():
+                assert not any(math.isnan(value) for value in values), name
+                worst[name] = max(worst.get(name, 0.0), *values)
+    return worst
+
+
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
+def test_split_attention_with_other_scores_equals_attention_written_out(num_ranks: int) -> None:
+    for worst in run_ranks(num_ranks, errors_of_scores):
         assert len(worst) >= 4
         assert max(worst.values()) < 5e-6, worst  # few keys have large weights, and gradients reach 10
 

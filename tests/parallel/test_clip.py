@@ -10,8 +10,10 @@ from ranks import run_ranks
 from tiny import make_run, tiny_config, whole
 
 from shardtrain import train
+from shardtrain.errors import NumericalError
+from shardtrain.parallel import LOSS_AXES
 from shardtrain.parallel.clip import gradient_norm, scale_gradients
-from shardtrain.shards import to_full
+from shardtrain.shards import local_tensor, to_full
 
 REPLICATE, TENSOR = {"data_parallel_replicate_degree": 2}, {"tensor_parallel_degree": 2}
 MESHES = {
@@ -42,10 +44,70 @@ def test_the_norm_is_that_of_the_whole_gradient_on_every_mesh(num_ranks: int) ->
     assert all(pairs == by_rank[0] for pairs in by_rank)  # equal on all ranks, to the bit
     pairs = by_rank[0]
     for mine, expected in pairs:
-        assert mine == pytest.approx(expected, rel=1e-5)  # squares summed in float32
+        assert mine == pytest.approx(expected, rel=1e-12)  # squares are summed in float64
         assert mine > 0.01
     for before, after in zip(pairs[::2], pairs[1::2], strict=True):
         assert after[0] == pytest.approx(before[0] / 4, rel=1e-6)
+
+
+def _norms_of_a_layer_at_real_width(rank: int, parallelism: dict) -> list[float]:
+    """The norm that each of two steps reports, for a layer as wide as that of a model of a billion parameters."""
+    sizes = {"dim": 2048, "ffn_dim": 8192, "num_layers": 1, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
+    config = tiny_config(
+        model={"overrides": sizes},
+        parallelism=parallelism,
+        training={"seq_len": 16, "local_batch_size": 2, "global_batch_size": 4, "max_norm": 0.1},
+    )
+    run = make_run(rank, config)
+    found = []
+    for _ in range(2):
+        outcome = train.step(run)
+        found += [outcome.grad_norm, run.mesh.sum(outcome.loss_sum.double(), over=LOSS_AXES).item()]
+    return found
+
+
+def test_the_norm_of_a_wide_layer_does_not_depend_on_the_mesh() -> None:
+    # 64 million numbers: squares added in float32 chains are 1e-3 off by an amount of the mesh's, and so is the clipped
+    # update. The gradients themselves differ by rounding, some 1e-7.
+    [alone] = run_ranks(1, _norms_of_a_layer_at_real_width, {})
+    for parallelism in ({}, TENSOR):
+        for found in run_ranks(2, _norms_of_a_layer_at_real_width, parallelism):
+            assert found == pytest.approx(alone, rel=1e-6)
+
+
+def _disagree(rank: int, parallelism: dict, damage: str) -> tuple[str, bool]:
+    """What a step says when a gradient of rank 1 changes after the reduction, and whether its weights are the old."""
+    run = make_run(rank, tiny_config(parallelism=parallelism))
+    before = {name: local_tensor(p).detach().clone() for name, p in run.runner.parameters().items()}
+    reduce = run.runner.forward_backward
+
+    def damaged(batches, weight):
+        loss = reduce(batches, weight)
+        if rank == 1:
+            # a weight that no axis but the replicas' holds; bit 30 of a number below 2 makes it huge, NaN stays NaN
+            gradient = local_tensor(run.runner.parameters()["norm.weight"].grad).view(-1)
+            gradient[:1] = math.nan if damage == "nan" else gradient[:1].abs() * 1e3 + 1.0
+        return loss
+
+    run.runner.forward_backward = damaged
+    said = ""
+    try:
+        train.step(run)
+    except NumericalError as error:
+        said = str(error)
+    after = run.runner.parameters()
+    return said, all(torch.equal(local_tensor(after[name]), weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("damage", ["nan", "finite"])
+@pytest.mark.parametrize(("num_ranks", "parallelism"), [(2, REPLICATE), (4, REPLICATE), (2, TENSOR)])
+def test_one_replica_with_another_gradient_stops_all_ranks_at_the_same_step(num_ranks, parallelism, damage) -> None:
+    results = run_ranks(num_ranks, _disagree, parallelism, damage)
+    assert len({said for said, _ in results}) == 1
+    for said, unchanged in results:
+        assert unchanged
+        assert said.startswith("step 1: ") and "rank 1" in said
+        assert ("is not finite" in said) == (damage == "nan")
 
 
 def _changes(rank: int, parallelism: dict) -> list[tuple[float, float]]:

@@ -11,7 +11,9 @@ from ranks import run_ranks
 from tiers import cases
 from tiny import assert_same_numbers, make_run, reference, run_tiny, tiny_config
 
+from shardtrain import config as configs
 from shardtrain import train
+from shardtrain.config import Loaded
 from shardtrain.parallel import context
 
 WAYS = {
@@ -58,6 +60,36 @@ def test_context_parallelism_changes_no_number(way: str) -> None:
     config = tiny_config(parallelism={"context_parallel_degree": 2, **WAYS[way]})
     for result in run_tiny(2, config):
         assert_same_numbers(result, reference())
+
+
+FIRST_ODD = [("ulysses", 34, 2, 1), ("ring", 36, 2, 1)]
+ODD = [  # parts that no further cut divides: tokens a rank, or a chunk of a rank, in odd numbers
+    ("gather, in order", 34, 2, 1),
+    ("ring, in order", 34, 2, 1),
+    ("gather", 36, 2, 2),
+    ("ring, in order", 36, 2, 2),
+]
+
+
+@pytest.mark.parametrize(("way", "seq_len", "cp", "tp"), cases(FIRST_ODD, nightly=ODD))
+def test_any_length_that_the_ranks_can_share_is_accepted_and_changes_no_number(way, seq_len, cp, tp) -> None:
+    parallelism = {"context_parallel_degree": cp, "tensor_parallel_degree": tp, **WAYS[way]}
+    made = tiny_config(parallelism=parallelism, training={"seq_len": seq_len})
+    assert configs.check(Loaded(made)) == []
+    [expected] = run_tiny(1, tiny_config(training={"local_batch_size": 8, "seq_len": seq_len}), 2)
+    for result in run_tiny(cp * tp, made, 2):
+        assert_same_numbers(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("way", "seq_len", "tp", "multiple"), [("ring", 34, 1, 4), ("ulysses", 33, 1, 2), ("gather", 34, 2, 4)]
+)
+def test_a_length_that_the_ranks_cannot_share_is_refused_with_the_nearest(way, seq_len, tp, multiple) -> None:
+    parallelism = {"context_parallel_degree": 2, "tensor_parallel_degree": tp, **WAYS[way]}
+    [problem] = configs.check(Loaded(tiny_config(parallelism=parallelism, training={"seq_len": seq_len})))
+    low = seq_len // multiple * multiple
+    assert f"training.seq_len={seq_len} is not a multiple of {multiple} (" in str(problem)
+    assert str(problem).endswith(f"use {low} or {low + multiple}")
 
 
 @pytest.mark.parametrize("way", cases(["ring"], nightly=["gather"]))

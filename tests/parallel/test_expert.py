@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +181,52 @@ def test_no_option_changes_a_number_of_experts(name: str) -> None:
         assert_same_numbers(result, mine, **low)
 
 
+TEXT_TOKENS = 24
+"""Of each document, as inputs: a multiple of what meshes split."""
+
+
+@functools.cache
+def texts() -> str:
+    """A file of documents of one length: bos, bytes, eos."""
+    letters = random.Random(0).choices("abcdefghijklmnop ", k=64 * (TEXT_TOKENS - 1))
+    rows = ["".join(letters[i : i + TEXT_TOKENS - 1]) for i in range(0, len(letters), TEXT_TOKENS - 1)]
+    path = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return str(path)
+
+
+def config_of_texts(family: str, seq_len: int, local_batch_size: int = 4, **parallelism: int) -> Config:
+    """Each document a row, filled up to ``seq_len``."""
+    training = {"dataset": "jsonl", "dataset_path": texts(), "seq_len": seq_len, "local_batch_size": local_batch_size}
+    made = family_config(family, training=training, parallelism=degrees(**parallelism))
+    return dataclasses.replace(made, data=dataclasses.replace(made.data, packing="padded"))
+
+
+@functools.cache
+def unpadded(family: str) -> Result:
+    return run_tiny(1, config_of_texts(family, TEXT_TOKENS, 8), 2)[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_padded_rows_have_the_gradients_of_rows_without_filler(family: str) -> None:
+    """Else filler, 62 of 100 tokens here, would steer the balance losses and the biases of routers."""
+    expected = unpadded(family)
+    assert expected.facts["filler"] == 0
+    meshes: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {"tp": 2, "ep": 2}), (2, {"cp": 2}), (2, {"pp": 2})]
+    if family == "deepseek_v3":
+        meshes += [(2, {"ep": 2}), (4, {"tp": 2, "cp": 2})]
+    for num_ranks, mesh in meshes:
+        for result in run_tiny(num_ranks, config_of_texts(family, 64, 8 if num_ranks == 1 else 4, **mesh), 2):
+            assert result.facts["filler"] > 0
+            held = {name: expected.initial[name] for name in result.initial}
+            assert_same_numbers(result, dataclasses.replace(expected, initial=held))
+            for name, gradient in result.gradients.items():
+                theirs = expected.gradients[name]
+                assert (gradient - theirs).norm() <= 1e-5 * theirs.norm() + 1e-7, name
+            for name, weight in result.final.items():
+                assert (weight - expected.final[name]).abs().max() <= 1e-6, name
+
+
 def biases(rank: int, config: Config, steps: int) -> tuple[list[Tensor], dict[str, float]]:
     run = make_run(rank, config)
     for _ in range(steps):
@@ -235,6 +284,19 @@ def test_forced_balance_gives_every_expert_the_same_load() -> None:
     config = family_config("qwen3_moe", parallelism=degrees(ep=2), debug={"moe_force_load_balance": True})
     for _, measures in run_ranks(2, biases, config, 1):
         assert measures["moe_max_load"] == 1.0
+
+
+def test_forced_balance_deals_along_the_sequence_on_any_mesh() -> None:
+    # a rank's own count would start anew at its first token, and with other rows in its batch
+    def forced(parallelism: dict[str, int], **training: int) -> Config:
+        return family_config(
+            "qwen3_moe", parallelism=parallelism, training=training, debug={"moe_force_load_balance": True}
+        )
+
+    expected = run_tiny(1, forced({}, local_batch_size=8, seq_len=60), 2)[0]
+    for num_ranks, mesh in ((2, degrees()), (4, degrees(tp=2, cp=2, ep=2))):
+        for result in run_tiny(num_ranks, forced(mesh, local_batch_size=2, seq_len=60), 2):
+            assert_same_numbers(result, expected)
 
 
 def test_a_dense_model_measures_nothing_of_experts() -> None:

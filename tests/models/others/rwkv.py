@@ -1,0 +1,121 @@
+"""RWKV's style (Peng et al. 2023): no attention; tokens meet in a shift by one and in a decaying sum."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardtrain.layout import Draw, Layout
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int = 512
+    dim: int = 32
+    num_layers: int = 4
+
+
+LAYOUT = Layout(
+    first=("emb", "ln0"),
+    layers="blocks",
+    last=("ln_out", "head"),
+    tensor={
+        "emb": "embed",
+        "ln0": "sequence",
+        "blocks.*.ln[12]": "sequence",
+        "blocks.*.att": "gather",
+        "blocks.*.att.shift": "replicate",
+        "blocks.*.att.decay": "colwise",
+        "blocks.*.att.receptance": "colwise",
+        "blocks.*.att.key": "colwise",
+        "blocks.*.att.value": "colwise",
+        "blocks.*.att.output": "rowwise",
+        "blocks.*.ffn": "gather",
+        "blocks.*.ffn.shift": "replicate",
+        "blocks.*.ffn.key": "colwise",
+        "blocks.*.ffn.value": "rowwise",
+        "ln_out": "sequence",
+        "head": "head",
+    },
+)
+
+
+class Shift(nn.Module):
+    """A mix of each token with the one before it, by a weight per feature."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.mix = nn.Parameter(torch.full((dim,), 0.5))
+
+    def forward(self, x):
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        return x * self.mix + before * (1.0 - self.mix)
+
+
+class TimeMix(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.shift = Shift(dim)
+        self.decay, self.receptance, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.output = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x):
+        x = self.shift(x)
+        w, r, k, v = (f(x) for f in (self.decay, self.receptance, self.key, self.value))
+        decay = (-0.5 - F.softplus(w)).cumsum(1)  # logarithms of how much of a token is left at each later one
+        left = decay[:, :, None] - decay[:, None]
+        hidden = torch.ones(x.size(1), x.size(1), dtype=torch.bool, device=x.device).triu(1)
+        share = (left + k[:, None].tanh()).masked_fill(hidden[None, :, :, None], -torch.inf).exp()
+        summed = (share * v[:, None]).sum(2) / share.sum(2)
+        return self.output(r.sigmoid() * summed)
+
+
+class ChannelMix(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.shift = Shift(dim)
+        self.key, self.value = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x):
+        return self.value(self.key(self.shift(x)).relu().square())
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.att, self.ffn = TimeMix(dim), ChannelMix(dim)
+
+    def forward(self, x):
+        x = x + self.att(self.ln1(x))
+        return x + self.ffn(self.ln2(x))
+
+
+class Model(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.emb, self.ln0 = nn.Embedding(c.vocab_size, c.dim), nn.LayerNorm(c.dim)
+        self.blocks = nn.ModuleDict({str(i): Block(c.dim) for i in range(c.num_layers)})
+        self.ln_out, self.head = nn.LayerNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+
+    def forward(self, tokens, positions):
+        x = self.ln0(self.emb(tokens))
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.ln_out(x))
+
+
+FLAVORS = {"tiny": {}}
+
+
+def initial(c):
+    return {
+        "ln*.weight": Draw("ones"),
+        "blocks.*.ln?.weight": Draw("ones"),
+        "*.bias": Draw("zeros"),
+        "blocks.*.ln?.bias": Draw("zeros"),
+        "blocks.*.*.shift.mix": Draw("normal", std=0.5),
+        "*.weight": Draw("normal", std=0.1),
+        "blocks.*.*.*.weight": Draw("normal", std=0.2),
+    }

@@ -1,0 +1,110 @@
+"""gpt-oss's style (OpenAI 2025): a learned sink per head takes a part of the attention."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardtrain.layout import Draw, Layout
+from shardtrain.models.layers import RotaryAngles, rotate
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int = 512
+    dim: int = 32
+    num_layers: int = 4
+    num_heads: int = 4
+
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.*_norm": "sequence",
+        "layers.*.attn": "gather",
+        "layers.*.attn.[qkv]": "colwise",
+        "layers.*.attn.sinks": "colwise",
+        "layers.*.attn.out": "rowwise",
+        "layers.*.mlp": "gather",
+        "layers.*.mlp.up": "colwise",
+        "layers.*.mlp.down": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+    },
+    context="layers.*.attn.core",
+)
+
+
+class SinkCore(nn.Module):
+    def forward(self, q, k, v, documents, sinks):
+        scores = torch.einsum("btnh,bsnh->bnts", q, k) * q.size(-1) ** -0.5
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
+        return torch.einsum("bnts,bsnh->btnh", scores.softmax(-1)[..., :-1], v)
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.head_dim = c.dim // c.num_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(c.dim, c.dim) for _ in range(4))
+        self.sinks = nn.Embedding(1, c.num_heads)  # a table of one row, whose columns go with the heads
+        self.core = SinkCore()
+
+    def forward(self, x, angles):
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q, self.k, self.v))
+        sinks = self.sinks(torch.zeros(1, dtype=torch.long, device=q.device))[0]
+        return self.out(self.core(rotate(q, angles), rotate(k, angles), v, None, sinks).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.up, self.down = nn.Linear(c.dim, 2 * c.dim), nn.Linear(2 * c.dim, c.dim)
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.attn_norm, self.ffn_norm = nn.RMSNorm(c.dim, eps=1e-5), nn.RMSNorm(c.dim, eps=1e-5)
+        self.attn, self.mlp = Attention(c), MLP(c)
+
+    def forward(self, x, angles):
+        x = x + self.attn(self.attn_norm(x), angles)
+        return x + self.mlp(self.ffn_norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.rope = RotaryAngles(c.dim // c.num_heads, 150000.0)
+        self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
+        self.norm, self.head = nn.RMSNorm(c.dim, eps=1e-5), nn.Linear(c.dim, c.vocab_size, bias=False)
+
+    def forward(self, tokens, positions):
+        x, angles = self.embed(tokens), self.rope(positions)
+        for layer in self.layers.values():
+            x = layer(x, angles)
+        return self.head(self.norm(x))
+
+
+FLAVORS = {"tiny": {}}
+
+
+def initial(c):
+    return {
+        "norm.weight": Draw("ones"),
+        "layers.*.*_norm.weight": Draw("ones"),
+        "layers.*.attn.sinks.weight": Draw("normal", std=0.5),
+        "layers.*.*.*.bias": Draw("normal", std=0.02),
+        "*.weight": Draw("normal", std=0.1),
+        "layers.*.*.*.weight": Draw("normal", std=0.1),
+    }

@@ -1,0 +1,171 @@
+"""Model files in other people's styles, as users write them: each has the numbers of one process on every kind of mesh,
+or is refused there for a reason that is true.
+
+Two steps in float32, as tests/test_grid.py compares them; one launch of ranks runs all files on a mesh. A file that is
+refused is so before its weights have memory, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import Result, run_tiny, tiny_config, train_steps
+
+from shardtrain import config as configs
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Config
+from shardtrain.errors import ConfigError
+
+FOLDER = Path(__file__).parent / "others"
+FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
+STEPS, BATCH = 2, 4
+
+TP, CP, PP, EP = (
+    {f"{axis}_degree": 2} for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
+)
+RING, ULYSSES = {"context_parallel_rotate_method": "alltoall"}, {"context_parallel_method": "ulysses"}
+IN_ORDER = {"context_parallel_load_balancer": "none"}
+PIPED = {
+    **PP,
+    "pipeline_parallel_schedule": "1F1B",
+    "pipeline_parallel_first_stage_less_layers": 0,
+    "pipeline_parallel_last_stage_less_layers": 0,
+}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp": (2, {}),
+    "tp": (2, TP),
+    "cp gather": (2, CP),
+    "cp ring": (2, {**CP, **RING}),
+    "cp ulysses": (2, {**CP, **ULYSSES}),
+    "pp": (2, PIPED),
+    "tp x cp": (4, {**TP, **CP}),
+    "tp x pp": (4, {**TP, **PIPED}),
+    "fsdp x ep": (4, EP),
+}
+NIGHTLY: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp ring in order": (2, {**CP, **RING, **IN_ORDER}),
+    "cp 4 gather": (4, {"context_parallel_degree": 4}),
+    "tp 4": (4, {"tensor_parallel_degree": 4}),
+    "tp x cp ring": (4, {**TP, **CP, **RING}),
+    "tp x cp ulysses": (4, {**TP, **CP, **ULYSSES}),
+    "fsdp x tp": (4, TP),
+    "fsdp x cp": (4, CP),
+    "cp x pp": (4, {**CP, **PIPED}),
+    "pp Interleaved1F1B": (2, {**PIPED, "pipeline_parallel_schedule": "Interleaved1F1B"}),
+}
+ALL = {**MESHES, **NIGHTLY}
+MIXTURES = ("granite_moe", "mla_moe")
+
+# What a run takes in place of a file's own sizes. Masks of dropout depend on the mesh and have laws of their own.
+OVERRIDES: dict[str, dict[str, Any]] = {"dropout": {"dropout": 0.0}}
+WHOLE_CORE = "is given more than queries, keys, values and documents_BT"
+OWN_HEADS = "has 2 key-value heads, which 4 ranks cannot share"
+# file -> part of the mesh's name -> why it is refused there
+REFUSED: dict[str, dict[str, str]] = {
+    "falcon": {"tp": "the 1 KV heads", "ulysses": "does not divide the 1 KV heads"},
+    "gpt2": {"pp": "one tensor"},
+    "gemma2": {"pp": "one tensor", "tp 4": "the 2 KV heads", "tp x cp ulysses": "split by tensor_parallel_degree"},
+    "rwkv": {"cp": "needs to know the attention core, which LAYOUT.context"},
+    "sinks": {"cp": WHOLE_CORE},
+    "t5_bias": {"cp": WHOLE_CORE},
+    "mup": {"tp 4": "the 2 attention heads", "tp x cp ulysses": "split by tensor_parallel_degree"},
+    "openelm": {"tp 4": OWN_HEADS, "tp x cp ulysses": OWN_HEADS},
+    **{
+        name: {"tp 4": "the 2 KV heads", "tp x cp ulysses": "split by tensor_parallel_degree"}
+        for name in ("olmo2", "cohere", "granite_moe", "phi3")
+    },
+}
+
+
+def config(name: str, parallelism: dict[str, Any], num_layers: int, num_ranks: int = 1) -> Config:
+    degrees = [parallelism.get(f"{axis}_parallel_degree", 1) for axis in ("tensor", "context", "pipeline")]
+    data_ranks = num_ranks // (degrees[0] * degrees[1] * degrees[2])
+    training = {"local_batch_size": BATCH if num_ranks == 1 else max(1, BATCH // (2 * data_ranks)) * degrees[2]}
+    tiny = tiny_config(training={"seq_len": 32, "global_batch_size": BATCH, **training}, parallelism=parallelism)
+    overrides = {"num_layers": num_layers, **OVERRIDES.get(name, {})}
+    model = replace(tiny.model, name=str(FOLDER / f"{name}.py"), flavor="tiny", overrides=overrides)
+    return replace(tiny, model=model)
+
+
+def num_layers(mesh: str) -> int:
+    return 4 if "Interleaved" in mesh else 2
+
+
+def files_of(mesh: str) -> list[str]:
+    return list(MIXTURES) if "ep" in mesh else FILES
+
+
+def reason(name: str, mesh: str) -> str | None:
+    """Why a file is refused on a mesh, or None where it runs."""
+    return next((why for part, why in REFUSED.get(name, {}).items() if part in mesh), None)
+
+
+def run_files(rank: int, mesh: str) -> dict[str, Result | str]:
+    num_ranks, keys = ALL[mesh]
+    found: dict[str, Result | str] = {}
+    for name in files_of(mesh):
+        asked = config(name, keys, num_layers(mesh), num_ranks)
+        problems = configs.check(Loaded(asked))
+        try:
+            if problems:
+                raise ConfigError(problems)
+            found[name] = train_steps(rank, asked, STEPS)
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+@functools.cache
+def one_process(name: str, layers: int) -> Result:
+    return run_tiny(1, config(name, {}, layers), STEPS)[0]
+
+
+def differences(result: Result, expected: Result) -> list[str]:
+    """Every way in which a rank's numbers are not those of one process."""
+    found = [f"initial {name}" for name, w in result.initial.items() if not torch.equal(w, expected.initial[name])]
+    for step in range(STEPS):
+        if not abs(result.losses[step] - expected.losses[step]) <= 1e-5:
+            found.append(f"loss of step {step + 1}: {result.losses[step]} for {expected.losses[step]}")
+        if not abs(result.grad_norms[step] - expected.grad_norms[step]) <= 1e-4:
+            found.append(f"norm of step {step + 1}: {result.grad_norms[step]} for {expected.grad_norms[step]}")
+    # some gradients are nothing but rounding: those of key biases, which no softmax sees
+    whole = sum(gradient.norm() ** 2 for gradient in expected.gradients.values()) ** 0.5
+    for name, gradient in result.gradients.items():
+        theirs = expected.gradients[name]
+        if not (gradient - theirs).norm() <= 1e-5 * theirs.norm() + 1e-7 * whole:
+            found.append(f"gradient of {name}: off by {(gradient - theirs).norm() / theirs.norm():.1e} of its norm")
+    for name, weight in result.final.items():
+        if not (weight - expected.final[name]).abs().max() <= 2e-6:
+            found.append(f"final {name}: off by {(weight - expected.final[name]).abs().max():.1e}")
+    return found
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.nightly) for mesh in NIGHTLY)])
+def test_files_of_other_styles_have_the_numbers_of_one_process_or_are_refused_for_a_true_reason(mesh: str) -> None:
+    wrong: list[str] = []
+    for rank, results in enumerate(run_ranks(ALL[mesh][0], run_files, mesh)):
+        for name, result in results.items():
+            why = reason(name, mesh)
+            if isinstance(result, str):
+                if why is None or why not in result:
+                    wrong.append(f"{name}, rank {rank}: refused: {result}")
+            elif why is not None:
+                wrong.append(f"{name}, rank {rank}: runs, and was to be refused: {why}")
+            else:
+                found = differences(result, one_process(name, num_layers(mesh)))
+                wrong += [f"{name}, rank {rank}: {line}" for line in found[:3]]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_twenty_files_and_each_learns() -> None:
+    assert len(FILES) >= 20
+    for name in FILES:
+        losses = one_process(name, 2).losses
+        assert losses[-1] < losses[0], name
