@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import cases
 from tiny import make_run, reference, run_tiny, tiny_config, train_steps
 from torch import nn
 
@@ -51,7 +52,11 @@ def test_stages_share_the_model_out_and_keep_its_names(schedule: str) -> None:
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
 
 
-@pytest.mark.parametrize("schedule", [name for name in stages.SCHEDULES if name not in stages.FROM_CSV])
+FIRST = ("Interleaved1F1B", "DualPipeV")  # test_grid.py has them all
+SCHEDULES = [name for name in stages.SCHEDULES if name not in stages.FROM_CSV]
+
+
+@pytest.mark.parametrize("schedule", cases(FIRST, nightly=[name for name in SCHEDULES if name not in FIRST]))
 def test_every_schedule_changes_no_number(schedule: str) -> None:
     for result in run_tiny(2, tiny_config(parallelism=piped(schedule=schedule)), steps=5):
         assert_same_losses(result)
@@ -171,7 +176,7 @@ def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:
     return loss, batch.num_targets, same and all(p.grad is None for p in run.runner.parameters().values())
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("schedule", cases(["1F1B", "ZBVZeroBubble"], nightly=["Interleaved1F1B", "DualPipeV"]))
 def test_evaluation_gives_the_loss_of_one_process_and_changes_nothing(schedule: str) -> None:
     training = {"local_batch_size": 8}
     expected = run_ranks(1, evaluated, tiny_config(training=training))[0]
