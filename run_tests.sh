@@ -1,7 +1,14 @@
 #!/usr/bin/env bash
 # Run the tests: ./run_tests.sh [arguments of pytest]. On the first call it installs what they need into .venv.
 #
+# ./run_tests.sh                  the default tier: every law once, as many tests at a time as there are cores
+# ./run_tests.sh --all            everything: the same laws at more sizes, meshes and seeds
+# ./run_tests.sh --share 2/5      of what the default tier leaves out, the second fifth
+# ./run_tests.sh --laws           print every law and where it runs; run nothing
+# ./run_tests.sh -n 0 --pdb tests/test_cli.py -k help    pytest's own arguments, here one test at a time
+#
 # SHARDTRAIN_VENV  folder of the environment (.venv)     PYTHON  interpreter that makes it (3.11 or newer)
+# SHARDTRAIN_TEST_PATIENCE  what limits of time are multiplied by (1); they grow with the machine's load by themselves
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
@@ -11,4 +18,7 @@ source "$here/.ci/environment.sh"
 cd "$here"
 # tests start processes of their own; more threads than cores would make each of them slower
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$python" -m pytest "$@"
+workers="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
+((workers <= 16)) || workers=16 # each holds PyTorch and starts ranks of its own
+# worksteal: what tests of a file share is made by one worker, and the last tests are dealt again to one that is idle
+exec "$python" -m pytest -n "$workers" --dist worksteal "$@"

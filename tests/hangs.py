@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import patience
 import torch
 from launched import HELD, TIMEOUT, fork
 from tiny import text_file, tiny_config
@@ -22,8 +23,9 @@ from shardtrain.data.loader import MicroBatches
 from shardtrain.launch import environment, local
 from shardtrain.parallel.runner import PlainRunner
 
-LIMIT = 3
-"""comm.hang_timeout_seconds."""
+LIMIT = max(3, round(patience.seconds(0.5)))
+"""comm.hang_timeout_seconds: more than a rank that is well may be silent on a machine as busy as this one is."""
+WAIT = round(patience.seconds(30))
 STEPS = 6
 PLACES = {
     "stop": "step",
@@ -47,7 +49,12 @@ def config(folder: Path, workers: int = 0, comm: dict | None = None, parallelism
             **training,
         },
         parallelism=parallelism or {},
-        comm={"hang_timeout_seconds": LIMIT, "init_timeout_seconds": 60, "train_timeout_seconds": 60, **(comm or {})},
+        comm={
+            "hang_timeout_seconds": LIMIT,
+            "init_timeout_seconds": WAIT,
+            "train_timeout_seconds": WAIT,
+            **(comm or {}),
+        },
         checkpoint={"enable": True, "interval": HELD, "grace_seconds": 60},
         validation={
             "enable": True,

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+import patience
+
 from shardtrain.config import Config, Loaded
 from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError
@@ -110,7 +112,12 @@ class Recorder:
     def run(self, command: Sequence[str], text: str = "", **more: str) -> None:
         """Run a command with these programs; nothing else may have happened."""
         done = subprocess.run(
-            command, input=text.encode(), cwd=self.inside, env=self.names(more), capture_output=True, timeout=TIMEOUT
+            command,
+            input=text.encode(),
+            cwd=self.inside,
+            env=self.names(more),
+            capture_output=True,
+            timeout=patience.seconds(TIMEOUT),
         )
         assert done.returncode == 0, done.stderr[-2000:]
         self.untouched()

@@ -10,13 +10,13 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import kube_schemas
+import patience
 
 FOLDER = Path(os.environ.get("SHARDTRAIN_KUBE") or "/nonexistent")
 """What .ci/kube_apiserver.sh has made."""
@@ -49,7 +49,9 @@ class Server:
     def kubectl(self, *words: str, text: str = "", user: str = "admin") -> subprocess.CompletedProcess[str]:
         names = {**os.environ, "KUBECONFIG": str(self.config(user)), "HOME": str(self.folder)}
         command = ["kubectl", *words]
-        return subprocess.run(command, input=text, env=names, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            command, input=text, env=names, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+        )
 
     def get(self, *words: str) -> dict:
         done = self.kubectl("get", *words, "--output", "json")
@@ -112,7 +114,7 @@ def server(folder: Path) -> Iterator[Server]:
             one.terminate()
         for one in daemons:
             try:
-                one.wait(20)
+                one.wait(patience.seconds(20))
             except subprocess.TimeoutExpired:
                 one.kill()
                 one.wait()
@@ -140,7 +142,4 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _wait(condition, seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} does not come"
-        time.sleep(0.3)
+    patience.wait_for(condition, seconds, what, 0.3)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import time
 from pathlib import Path
 
+import patience
 from tiny import text_file, tiny_config
 
 from shardtrain import stopping
@@ -28,10 +28,7 @@ def config(folder: Path, grace: int = 60, enable: bool = True, parallelism: dict
 
 
 def wait_for(condition, seconds=TIMEOUT):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
+    patience.wait_for(condition, seconds)
 
 
 def fork(target, *arguments):
@@ -41,7 +38,7 @@ def fork(target, *arguments):
 
 
 def end(process) -> int:
-    process.join(TIMEOUT)
+    process.join(patience.seconds(TIMEOUT))
     try:
         assert not process.is_alive(), "does not end"
     finally:

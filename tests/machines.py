@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import patience
 import sshd
 
 HOLE = "10.77.0.99"
@@ -34,7 +35,7 @@ def missing() -> str:
     if programs:
         return f"no {', '.join(programs)} here: apt-get install iproute2 util-linux (.ci/components.sh does)"
     words = ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link add wire0 type veth peer name wire1"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=patience.seconds(SECONDS), check=False)
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
 
 
@@ -60,7 +61,9 @@ class Machine:
 
     def do(self, *command: str) -> None:
         """Run a short command there."""
-        done = subprocess.run(self.words(*command), capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            self.words(*command), capture_output=True, text=True, timeout=patience.seconds(SECONDS), check=False
+        )
         assert done.returncode == 0, f"{command}: {done.stderr}"
 
     @contextmanager
@@ -124,7 +127,7 @@ def two(folder: Path) -> Iterator[Machines]:
 def _machine(name: str) -> Iterator[Machine]:
     process = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sleep", "3600"])
     try:
-        end, own = time.monotonic() + SECONDS, os.readlink("/proc/self/ns/mnt")
+        end, own = time.monotonic() + patience.seconds(SECONDS), os.readlink("/proc/self/ns/mnt")
         while os.readlink(f"/proc/{process.pid}/ns/mnt") == own:
             assert time.monotonic() < end and process.poll() is None, "no namespace"
             time.sleep(0.01)
@@ -134,12 +137,14 @@ def _machine(name: str) -> Iterator[Machine]:
         yield machine
     finally:
         process.kill()
-        process.wait(SECONDS)
+        process.wait(patience.seconds(SECONDS))
 
 
 def _wait_for(switch: Machine, address: str) -> None:
     code = f"import socket; socket.create_connection(({address!r}, 22), timeout=1).close()"
-    end = time.monotonic() + SECONDS
-    while subprocess.run(switch.words("python3", "-c", code), capture_output=True, timeout=SECONDS).returncode:
+    end = time.monotonic() + patience.seconds(SECONDS)
+    while subprocess.run(
+        switch.words("python3", "-c", code), capture_output=True, timeout=patience.seconds(SECONDS)
+    ).returncode:
         assert time.monotonic() < end, f"sshd at {address} does not listen"
         time.sleep(0.05)

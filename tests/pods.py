@@ -11,6 +11,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import patience
+
 from shardtrain import config
 from shardtrain.launch import kubernetes
 from shardtrain.launch.job import to_job
@@ -89,12 +91,12 @@ class Pod:
         for pid in [self.process.pid, *mine]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(20)
+        self.process.wait(patience.seconds(20))
 
     def ended(self, seconds: float) -> int:
         """Its exit status; killed when it does not come."""
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(patience.seconds(seconds))
         finally:
             self.kill()
 

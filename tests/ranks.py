@@ -15,6 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import patience
 import torch
 import torch.distributed as dist
 
@@ -40,7 +41,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
             answers = [_receive(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
         finally:
             for process in processes:
-                process.join(timeout=5)
+                process.join(timeout=patience.seconds(5))
                 if process.is_alive():
                     process.kill()
                     process.join()
@@ -48,8 +49,9 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
 
 
 def _receive(rank: int, receiver: Any) -> tuple[bool, Any]:
-    if not receiver.poll(TIMEOUT_SECONDS):
-        return False, f"did not answer in {TIMEOUT_SECONDS} s"
+    limit = patience.seconds(TIMEOUT_SECONDS)
+    if not receiver.poll(limit):
+        return False, f"did not answer in {limit:.0f} s"
     try:
         return pickle.loads(receiver.recv_bytes())  # type: ignore[no-any-return]
     except EOFError:
@@ -71,8 +73,9 @@ def _rank(rank: int, num_ranks: int, folder: str, sender: Any, function: Callabl
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     try:
         store = dist.FileStore(f"{folder}/store", num_ranks)
-        timeout = timedelta(seconds=TIMEOUT_SECONDS)
+        timeout = timedelta(seconds=patience.seconds(TIMEOUT_SECONDS))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        dist.barrier()  # a rank that ends before another has connected to it would be taken for a crash
         # plain bytes: PyTorch's own pickler would pass file descriptors of a process that is about to end
         sender.send_bytes(pickle.dumps((True, function(rank, *arguments))))
         dist.destroy_process_group()

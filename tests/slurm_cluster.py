@@ -10,11 +10,11 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import patience
 from tiny import text_file
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel")
@@ -145,8 +145,10 @@ def cluster(folder: Path, unseen: Path | None = None) -> Iterator[dict[str, str]
 
 def _cancel_all(names: dict[str, str]) -> None:
     """Jobs first: their steps are children of nobody, and would outlive the daemons."""
-    subprocess.run(["scancel", "--full", "--signal=KILL", "--user=root"], env=names, check=False, timeout=30)
-    subprocess.run(["scancel", "--user=root"], env=names, check=False, timeout=30)
+    subprocess.run(
+        ["scancel", "--full", "--signal=KILL", "--user=root"], env=names, check=False, timeout=patience.seconds(30)
+    )
+    subprocess.run(["scancel", "--user=root"], env=names, check=False, timeout=patience.seconds(30))
     with contextlib.suppress(AssertionError):
         _wait(lambda: not _jobs(names), 40)
 
@@ -156,41 +158,47 @@ def _end(daemons: list[subprocess.Popen[bytes]]) -> None:
         daemon.terminate()
     for daemon in daemons:
         try:
-            daemon.wait(10)
+            daemon.wait(patience.seconds(10))
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
 
 
 def _jobs(names: dict[str, str]) -> list[str]:
-    done = subprocess.run(["squeue", "-h", "-o", "%i"], env=names, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["squeue", "-h", "-o", "%i"], env=names, capture_output=True, text=True, timeout=patience.seconds(30)
+    )
     return done.stdout.split()
 
 
 def _answers(names: dict[str, str]) -> bool:
     command = ["scontrol", "ping"]
-    return subprocess.run(command, env=names, capture_output=True, timeout=60, check=False).returncode == 0
+    done = subprocess.run(command, env=names, capture_output=True, timeout=patience.seconds(60), check=False)
+    return done.returncode == 0
 
 
 def _idle(names: dict[str, str]) -> int:
     done = subprocess.run(
-        ["sinfo", "-h", "-N", "-p", "debug", "-o", "%T"], env=names, capture_output=True, text=True, timeout=30
+        ["sinfo", "-h", "-N", "-p", "debug", "-o", "%T"],
+        env=names,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(30),
     )
     return done.stdout.split().count("idle")
 
 
 def _wait(condition, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the cluster does not come up"
-        time.sleep(0.1)
+    patience.wait_for(condition, seconds, "the cluster", 0.1)
 
 
 def launch(names: dict[str, str], *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """``shardtrain launch`` with the cluster's variables."""
     command = [sys.executable, "-m", "shardtrain", "launch", *words]
     names = {**names, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=names, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=names, cwd=cwd, capture_output=True, text=True, timeout=patience.seconds(120), check=False
+    )
 
 
 def submit(names: dict[str, str], folder: Path, *words: str) -> str:
@@ -202,7 +210,9 @@ def submit(names: dict[str, str], folder: Path, *words: str) -> str:
 
 def shown(names: dict[str, str], job: str) -> dict[str, str]:
     """What scontrol says of a job."""
-    told = subprocess.run(["scontrol", "-o", "show", "job", job], env=names, capture_output=True, text=True, timeout=30)
+    told = subprocess.run(
+        ["scontrol", "-o", "show", "job", job], env=names, capture_output=True, text=True, timeout=patience.seconds(30)
+    )
     return dict(part.partition("=")[::2] for part in told.stdout.split())
 
 

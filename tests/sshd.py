@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import patience
+
 SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exists() else None)
 
 
@@ -30,7 +32,7 @@ def server(folder: Path, hosts: dict[str, str]) -> Iterator[Path]:
         port = free.getsockname()[1]
     config = prepare(folder, hosts, port)
     with daemon(folder) as process:
-        end = time.monotonic() + 20
+        end = time.monotonic() + patience.seconds(20)
         for address in hosts.values():
             while True:
                 try:
@@ -51,7 +53,7 @@ def daemon(folder: Path, inside: Sequence[str] = ()) -> Iterator[subprocess.Pope
         yield process
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(patience.seconds(20))
 
 
 def prepare(folder: Path, hosts: dict[str, str], port: int) -> Path:
@@ -59,7 +61,7 @@ def prepare(folder: Path, hosts: dict[str, str], port: int) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     for name in ("host", "user"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
-        subprocess.run(command, check=True, timeout=20)
+        subprocess.run(command, check=True, timeout=patience.seconds(20))
     settings = {
         "HostKey": folder / "host",
         "AuthorizedKeysFile": folder / "user.pub",

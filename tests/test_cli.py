@@ -10,6 +10,7 @@ import sys
 import types
 from pathlib import Path
 
+import patience
 import pytest
 
 from shardtrain import __version__, cli
@@ -34,7 +35,7 @@ def shell(*words, **environment):
         [sys.executable, "-m", "shardtrain", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience.seconds(120),
         env={**names, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         check=False,
     )
@@ -77,7 +78,12 @@ def test_each_verb_of_data_explains_itself_and_those_that_need_no_torch_import_n
     program += f"sys.exit({verb!r} in ('tokenizer', 'download') and 'torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr or "torch was imported"
     assert f"shardtrain data {verb}" in done.stdout
@@ -205,7 +211,7 @@ def test_torchrun_starts_the_same_command(tmp_path):
         [*torchrun, "--rdzv-endpoint=127.0.0.1:0", "-m", "shardtrain", "train", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience.seconds(120),
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         check=False,
     )
@@ -231,7 +237,7 @@ def test_a_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
                 break
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[1]), signal.SIGKILL)
-        _, rest = process.communicate(timeout=60)
+        _, rest = process.communicate(timeout=patience.seconds(60))
     finally:
         process.kill()
     assert process.returncode == 6, seen

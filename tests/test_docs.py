@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -100,7 +101,13 @@ def shell(tmp_path_factory):
 
     def run(line):
         return subprocess.run(
-            ["bash", "-c", line], cwd=ROOT, env=names, capture_output=True, text=True, timeout=150, check=False
+            ["bash", "-c", line],
+            cwd=ROOT,
+            env=names,
+            capture_output=True,
+            text=True,
+            timeout=patience.seconds(150),
+            check=False,
         )
 
     return run

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 
+import patience
 import pytest
 import torch
 import torch.distributed as dist
@@ -242,11 +243,14 @@ def test_work_is_no_wait_though_pytorchs_own_frames_are_around_it():
     assert not seen[0].compiling and not seen[0].debugging
 
 
+COMES_SECONDS = round(patience.seconds(2))  # an option, so the same on each rank
+
+
 def agree(rank: int, changes: dict[int, dict], environment: dict[int, dict] | None = None) -> str:
     """What the comparison of ranks says to one rank; rank r has other options, or other facts."""
     store = dist.distributed_c10d._get_default_store()
     one = tiny_config(**changes.get(rank, {}))
-    one = dataclasses.replace(one, comm=dataclasses.replace(one.comm, init_timeout_seconds=3))
+    one = dataclasses.replace(one, comm=dataclasses.replace(one.comm, init_timeout_seconds=COMES_SECONDS))
     facts = agreement.facts_of
     agreement.facts_of = lambda *arguments: {**facts(*arguments), **(environment or {}).get(rank, {})}
     try:

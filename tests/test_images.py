@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 import pytest
 from launched import losses, newest, wait_for
 
@@ -32,7 +33,9 @@ pytestmark = [
 
 
 def tell(command: list[str], seconds: float = 1800) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(seconds), check=False
+    )
     assert done.returncode == 0, f"{command}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
     return done.stdout.strip()
 
@@ -104,7 +107,7 @@ def test_the_image_trains_as_no_root_and_saves_when_it_is_told_to_stop(builder, 
         # what a container's runtime does: the first process inside gets the signal
         (pid,) = [one for one in trainers(folder) if parent_of(one) not in trainers(folder)]
         os.kill(pid, signal.SIGTERM)
-        assert process.wait(120) == 75
+        assert process.wait(patience.seconds(120)) == 75
     finally:
         process.kill()
     assert newest(folder) == max(losses(folder))

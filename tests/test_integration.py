@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 import pytest
 import torch
 
@@ -48,7 +49,7 @@ def train(preset: str, overrides: str, folder: Path) -> list[dict[str, float]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patience.seconds(200),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 import torch
 from tiny import tiny_config
@@ -84,12 +85,12 @@ def run_with_kills(folder: Path, kind: str, kills: int) -> list[dict[str, Any]]:
         if life < kills:
             # somewhere in the next steps or their checkpoints
             wanted = len(steps_taken(folder)) + dice.randrange(1, 6)
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + patience.seconds(120)
             while len(steps_taken(folder)) < wanted and process.is_alive() and time.monotonic() < deadline:
                 time.sleep(0.002)
             time.sleep(dice.random() * 0.03)
             process.kill()
-        process.join(120)
+        process.join(patience.seconds(120))
         assert not process.is_alive()
     assert process.exitcode == 0
     return steps_taken(folder)

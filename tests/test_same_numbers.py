@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import cases
 from tiny import assert_same_numbers, reference, run_tiny, tiny_config
 
 REPLICATE_2 = {"data_parallel_replicate_degree": 2}
@@ -41,14 +42,27 @@ MESHES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+# those that test_grid.py has too with this family, and products of what is here
+MORE_MESHES = [
+    "fsdp 4",
+    "tp 2",
+    "fsdp 2 x tp 2",
+    "ddp 2 x tp 2",
+    "hsdp 2x2 x tp 2",
+    "zero-1 2 x tp 2",
+    "zero-1 2 x fsdp 2",
+    "recompute full x tp 2",
+]
+
+
+@pytest.mark.parametrize("name", cases([name for name in MESHES if name not in MORE_MESHES], nightly=MORE_MESHES))
 def test_mesh_and_memory_options_change_no_number(name: str) -> None:
     num_ranks, sections = MESHES[name]
     for result in run_tiny(num_ranks, tiny_config(**sections)):
         assert_same_numbers(result, reference())
 
 
-@pytest.mark.parametrize(("num_ranks", "parallelism"), [(1, {}), (2, {}), (2, TENSOR_2)])
+@pytest.mark.parametrize(("num_ranks", "parallelism"), cases([(2, {})], nightly=[(1, {}), (2, TENSOR_2)]))
 def test_compile_changes_no_number(num_ranks: int, parallelism: dict[str, Any]) -> None:
     # fused kernels round otherwise than eager ones: the loss is held to 1e-5 all the same
     config = tiny_config(parallelism=parallelism, compile={"enable": True})
@@ -56,14 +70,16 @@ def test_compile_changes_no_number(num_ranks: int, parallelism: dict[str, Any]) 
         assert_same_numbers(result, reference(5))
 
 
-@pytest.mark.parametrize("mode", ["full", "memory_budget"])
+@pytest.mark.parametrize("mode", cases(["memory_budget"], nightly=["full"]))
 def test_compile_with_recompute_changes_no_number(mode: str) -> None:
     config = tiny_config(compile={"enable": True}, activation_checkpoint={"mode": mode})
     for result in run_tiny(2, config, steps=3):
         assert_same_numbers(result, reference(3))
 
 
-@pytest.mark.parametrize(("num_ranks", "parallelism"), [(1, {}), (2, {}), (2, TENSOR_2), (4, TENSOR_2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "parallelism"), cases([(1, {}), (2, TENSOR_2)], nightly=[(2, {}), (4, TENSOR_2)])
+)
 def test_tied_embeddings_stay_one_tensor_on_any_mesh(num_ranks: int, parallelism: dict[str, Any]) -> None:
     model = {"overrides": {"tied_embeddings": True}}
     expected = run_tiny(1, tiny_config(model=model, training={"local_batch_size": 8}), steps=3)[0]
@@ -72,7 +88,7 @@ def test_tied_embeddings_stay_one_tensor_on_any_mesh(num_ranks: int, parallelism
         assert_same_numbers(result, expected)
 
 
-@pytest.mark.parametrize("norm_type", ["layernorm", "np_layernorm", "fused_rmsnorm"])
+@pytest.mark.parametrize("norm_type", cases(["layernorm"], nightly=["np_layernorm", "fused_rmsnorm"]))
 def test_every_norm_is_the_same_under_tensor_parallelism(norm_type: str) -> None:
     model = {"norm_type": norm_type}
     expected = run_tiny(1, tiny_config(model=model, training={"local_batch_size": 8}), steps=3)[0]
@@ -80,7 +96,9 @@ def test_every_norm_is_the_same_under_tensor_parallelism(norm_type: str) -> None
         assert_same_numbers(result, expected)
 
 
-@pytest.mark.parametrize(("num_ranks", "parallelism"), [(2, {}), (2, REPLICATE_2), (2, TENSOR_2), (4, TENSOR_2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "parallelism"), cases([(2, {})], nightly=[(2, REPLICATE_2), (2, TENSOR_2), (4, TENSOR_2)])
+)
 def test_bfloat16_is_the_same_arithmetic_on_every_mesh(num_ranks: int, parallelism: dict[str, Any]) -> None:
     # bfloat16 has 8 bits: sums of activations in another order differ by up to 2^-8 of a value now and then
     training = {"mixed_precision_param": "bfloat16"}
@@ -90,7 +108,7 @@ def test_bfloat16_is_the_same_arithmetic_on_every_mesh(num_ranks: int, paralleli
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("num_ranks", "parallelism"), [(1, {}), (2, REPLICATE_2), (2, TENSOR_2)])
+@pytest.mark.parametrize(("num_ranks", "parallelism"), cases([(2, REPLICATE_2)], nightly=[(1, {}), (2, TENSOR_2)]))
 def test_low_precision_follows_float32(precision: str, num_ranks: int, parallelism: dict[str, Any]) -> None:
     config = tiny_config(training={"mixed_precision_param": precision}, parallelism=parallelism)
     for result in run_tiny(num_ranks, config):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import patience
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +59,7 @@ def run(repository, script, *arguments, cwd=None, **environment):
         stdout=subprocess.PIPE,
         text=True,
     )
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=patience.seconds(60))
     return process.returncode, calls.read_text().splitlines(), err, process.pid
 
 
@@ -102,6 +104,58 @@ def test_the_environment_of_the_tests_serves_training_too(repository):
     assert any(call.endswith("[dev]") for call in calls)
     _, calls, _, _ = run(repository, "run_train.sh")
     assert not [call for call in calls if call.startswith("pip")]
+
+
+def test_tests_run_in_parallel_and_what_the_caller_asks_for_comes_last(repository):
+    _, calls, _, _ = run(repository, "run_tests.sh", "tests/test_cli.py", "-n", "0", "-k", "two words")
+    words = trained(calls)
+    assert words[:3] == ["-m", "pytest", "-n"] and 1 <= int(words[3]) <= 16
+    assert words[4:] == ["--dist", "worksteal", "tests/test_cli.py", "-n", "0", "-k", "two words"]
+
+
+@pytest.fixture
+def landings(repository):
+    """A function that commits some times, and one that gives the share that .ci/run takes then."""
+    names = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1"}
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    for name in (".ci/components.sh", "run_tests.sh", ".ci/environment.sh"):
+        (repository / name).write_text('#!/bin/sh\npython=true\necho "$0 $*" >>"$CALLS"\n')
+    subprocess.run(["git", "init", "-q"], cwd=repository, check=True)
+
+    def commit(count=1):
+        for _ in range(count):
+            subprocess.run([*git, "add", "-A"], cwd=repository, check=True)
+            command = [*git, "commit", "-q", "--allow-empty", "-m", "one"]
+            subprocess.run(command, cwd=repository, env={**os.environ, **names}, check=True)
+
+    def share():
+        _, calls, err, _ = run(repository, ".ci/run")
+        tests = [call for call in calls if call.startswith("./run_tests.sh")]
+        assert len(tests) == 2 and "--share" not in tests[0], err
+        return re.search(r"--share (\d)/5 ", tests[1])[1]
+
+    return commit, share
+
+
+def test_five_landings_in_a_row_run_every_share(repository, landings):
+    commit, share = landings
+    found = []
+    for number in range(5):
+        (repository / ".ci/turn").write_text(f"{number}\n")
+        commit(3)  # a landing is any number of commits
+        found.append(share())
+        commit()
+        assert share() == found[-1], "a share that has failed is not left behind by one more commit"
+    assert sorted(found) == ["1", "2", "3", "4", "5"]
+
+
+def test_a_turn_that_was_forgotten_comes_after_fifty_commits(repository, landings):
+    commit, share = landings
+    (repository / ".ci/turn").write_text("0\n")
+    commit(50)
+    assert share() == "1"
+    commit()
+    assert share() == "2"
 
 
 @pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="the machine has an NVIDIA device")

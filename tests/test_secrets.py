@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 from tiny import text_file
 
 CANARIES = {"HF_TOKEN": "hf_canary0123456789", "WANDB_API_KEY": "wandb-canary-9876543210"}
@@ -15,7 +16,7 @@ CANARIES = {"HF_TOKEN": "hf_canary0123456789", "WANDB_API_KEY": "wandb-canary-98
 def shardtrain(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **CANARIES, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
     command = [sys.executable, "-m", "shardtrain", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience.seconds(120))
 
 
 def assert_silent(done: subprocess.CompletedProcess[str], folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardtrain.config import derived, stages
 from shardtrain.config.check_model import model_shape
+from shardtrain.config.check_schedule_file import check_schedule_file
 from shardtrain.config.check_values import any_of, problem
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
@@ -42,8 +43,12 @@ def check_pipeline(loaded: Loaded) -> Iterator[Problem]:
         found = list(_check_layers(loaded, layers, count))
     yield from found
     rows = known_rows(loaded)
-    if not found and rows is not None:
+    if found:
+        return
+    if rows is not None:
         yield from check_microbatches(loaded, rows, count)
+    if p.pipeline_parallel_schedule_csv and p.pipeline_parallel_microbatch_size > 0:
+        yield from check_schedule_file(loaded, count, rows and rows // p.pipeline_parallel_microbatch_size)
 
 
 def _check_combinations(loaded: Loaded, schedule: str, sizes: dict[str, Any]) -> Iterator[Problem]:

@@ -28,6 +28,14 @@ def schedule_name(name: str) -> str | None:
     return next((known for known in SCHEDULES if known.lower() == name.lower()), None)
 
 
+def splits_backward(parallelism: Parallelism) -> bool:
+    """Whether gradients of inputs and of weights may be computed apart, as the named schedule or its file says."""
+    if parallelism.pipeline_parallel_degree < 2:
+        return False
+    schedule = schedule_name(parallelism.pipeline_parallel_schedule)
+    return schedule in SPLIT_BACKWARD or bool(parallelism.pipeline_parallel_schedule_csv)
+
+
 def num_stages(parallelism: Parallelism, num_layers: int) -> int:
     """Stages of the whole pipeline, over all ranks."""
     degree = parallelism.pipeline_parallel_degree

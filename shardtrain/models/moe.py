@@ -92,7 +92,8 @@ class Router(nn.Module):
 
     ``expert_bias`` (E,) takes part in the choice but not in the weights: raised for experts that got too few tokens,
     lowered for others, once per optimizer step, it evens the load without a loss (Wang et al. 2024; DeepSeek-V3,
-    section 2.1.2). ``force_balance`` deals experts in turn, for benchmarks.
+    section 2.1.2). ``force_balance`` deals experts in turn along each sequence, for benchmarks; ``places`` gives, for a
+    number of tokens T, their places (T,) in the sequence, of which a rank may hold a part.
     """
 
     expert_bias: Tensor | None
@@ -103,6 +104,7 @@ class Router(nn.Module):
         self.gate = Gate(dim, routing.num_experts, bias=False)
         self.register_buffer("expert_bias", torch.zeros(routing.num_experts) if routing.load_balance_coeff else None)
         self.force_balance = False
+        self.places: Callable[[int], Tensor] = torch.arange
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits and scores (B, T, E), float32, and the indices of the chosen experts (B, T, K)."""
@@ -125,7 +127,9 @@ class Router(nn.Module):
 
     def _in_turn(self, scores_BTE: Tensor) -> Tensor:
         (B, T, _), r = scores_BTE.shape, self.routing
-        return torch.arange(B * T * r.top_k, device=scores_BTE.device).remainder(r.num_experts).view(B, T, r.top_k)
+        first_T = self.places(T).to(scores_BTE.device) * r.top_k
+        expert_TK = first_T.unsqueeze(-1) + torch.arange(r.top_k, device=scores_BTE.device)
+        return expert_TK.remainder(r.num_experts).expand(B, T, r.top_k)
 
     def weights(self, scores_BTE: Tensor, expert_BTK: Tensor) -> Tensor:
         """What each chosen expert's output is multiplied by (B, T, K), float32."""

@@ -60,6 +60,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         if moe.router.expert_bias is not None:  # steps of 1e-3 would be lost in a bfloat16 model
             moe.router.expert_bias = moe.router.expert_bias.float()
         if split_sequence:
+            moe.router.places = partial(_places, mesh, config)
             moe.balance.sum_over_sequence = partial(_sum_over_sequence, mesh)
             moe.balance.own_part = partial(_own_part, mesh, balanced)
         if config.parallelism.expert_parallel_degree > 1:
@@ -186,6 +187,15 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(gradients[0], ctx.sent, ctx.received, ctx.group), None, None, None
+
+
+def _places(mesh: Mesh, config: Config, length: int) -> Tensor:
+    """Places in the whole sequence of the ``length`` tokens of it that this rank holds: cut over cp, then over tp."""
+    cp, tp = mesh.size("cp"), mesh.size("tp")
+    whole_1T = torch.arange(length * cp * tp).unsqueeze(0)
+    if cp > 1:
+        whole_1T = sequence_part(whole_1T, mesh.rank("cp"), cp, context.is_balanced(config))
+    return whole_1T[0].chunk(tp)[mesh.rank("tp")]
 
 
 def _sum_over_sequence(mesh: Mesh, count_BE: Tensor) -> Tensor:

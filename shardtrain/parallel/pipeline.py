@@ -28,7 +28,7 @@ from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
 from shardtrain.loss import cross_entropy_sum
-from shardtrain.parallel import context, expert
+from shardtrain.parallel import context, expert, shard
 from shardtrain.parallel.context import Batch
 from shardtrain.parallel.mesh import Mesh
 from shardtrain.parallel.runner import Parts, Runner
@@ -157,7 +157,19 @@ def _check_parts(parts: list[list[str]], layout: Layout, layer_names: list[str])
 
 
 class _Stage(PipelineStage):
-    """A stage that a V-shaped schedule can evaluate: such a schedule hands gradients on even where there are none."""
+    """PyTorch's stage, with two things that its split-backward and V-shaped schedules need.
+
+    Evaluation: a V-shaped schedule hands gradients on even where there are none. Gradients of inputs and of weights
+    apart: PyTorch looks for the weights that the module names, and those must be the gathered ones that the forward
+    pass used. FSDP units that reshard after forward name their shards, whose gradients would be left out in silence.
+    """
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if backward_type != "full":
+            shard.gather(self.submod)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()

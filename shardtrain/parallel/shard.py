@@ -71,6 +71,13 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
         model.set_requires_gradient_sync(sync)
 
 
+def gather(model: nn.Module) -> None:
+    """Gather the parameters of all units that are not gathered, until each unit's next forward or backward ends."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
 def free_gathered(model: nn.Module) -> None:
     """End forward passes that no backward follows: free what they gathered, so that each rank holds shards again."""
     if not isinstance(model, FSDPModule):

@@ -7,12 +7,12 @@ import errno
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import patience
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,10 +33,7 @@ WAIT_SECONDS = 60.0
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    patience.wait_for(condition, WAIT_SECONDS)
 
 
 def hear(kept: Checkpoints) -> None:
@@ -52,7 +49,7 @@ def held() -> Iterator[threading.Event]:
     go, write = threading.Event(), files.write_hashed
 
     def late(*arguments: Any) -> Any:
-        assert go.wait(WAIT_SECONDS)
+        assert go.wait(patience.seconds(WAIT_SECONDS))
         return write(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -155,7 +152,7 @@ def test_and_no_more_than_a_moment(tmp_path: Path, group: None, monkeypatch: pyt
         writing = kept.saving.writing
         kept.close()
         assert kept.steps() == [] and not list((tmp_path / "checkpoint").glob("lease*"))
-    assert writing is not None and writing.wait(WAIT_SECONDS) and writing.failed
+    assert writing is not None and writing.wait(patience.seconds(WAIT_SECONDS)) and writing.failed
     assert kept.steps() == [], "a writer without its lease does not commit"
 
 
@@ -294,7 +291,7 @@ def whole_runs(rank: int, root: Path) -> dict[str, Ended]:
 
         def and_wait(self: Checkpoints, *arguments: Any) -> None:
             begin(self, *arguments)
-            assert rank == 0 or (self.saving.writing and self.saving.writing.wait(WAIT_SECONDS))
+            assert rank == 0 or (self.saving.writing and self.saving.writing.wait(patience.seconds(WAIT_SECONDS)))
             dist.barrier()
 
         patch.setattr(Checkpoints, "_begin", and_wait)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import patience
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -128,5 +129,5 @@ def test_looking_at_a_folder_needs_no_torch(folder: Path, tmp_path: Path, verb: 
     words += [str(tmp_path / "w")] if verb == "weights" else []
     program = f"import sys; from shardtrain import cli; assert cli.main({words!r}) == 0; "
     program += "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patience.seconds(60))
     assert done.returncode == 0, done.stderr or "torch was imported"

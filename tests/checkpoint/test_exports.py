@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import patience
 import pytest
 from small_checkpoint import checkpoints, facts, rest, weights, world_of_one
 
@@ -25,7 +26,7 @@ class Slow:
     def write_share(self, checkpoint: Path, draft: Path, rank: int, size: int, go_on: Callable[[], None]) -> None:
         (draft / "half").write_text("")
         self.begun = True
-        end = time.monotonic() + WAIT_SECONDS
+        end = time.monotonic() + patience.seconds(WAIT_SECONDS)
         while time.monotonic() < end:
             go_on()
             time.sleep(0.005)
@@ -52,7 +53,7 @@ def begin(kept: Checkpoints) -> Slow:
     exporter = kept.exporter = Slow()
     kept.save(1, weights(1), rest(1), facts(1), last=False)
     assert kept._finish_one(), "the save"
-    end = time.monotonic() + WAIT_SECONDS
+    end = time.monotonic() + patience.seconds(WAIT_SECONDS)
     while not exporter.begun and time.monotonic() < end:
         time.sleep(0.005)
     return exporter

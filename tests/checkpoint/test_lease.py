@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 from small_checkpoint import checkpoints, save, world_of_one
 
@@ -47,7 +48,7 @@ def holder(tmp_path: Path) -> Iterator[Any]:
     assert receiver.recv_bytes() == b"held"
     yield process
     process.kill()
-    process.join(10)
+    process.join(patience.seconds(10))
 
 
 def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path, holder: Any) -> None:
@@ -61,7 +62,7 @@ def test_the_lease_of_a_killed_process_is_taken_over_and_logged(
     tmp_path: Path, holder: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.kill(holder.pid, signal.SIGKILL)
-    holder.join(10)
+    holder.join(patience.seconds(10))
     taken = Lease(tmp_path)
     taken.acquire()
     assert "took over" in caplog.text and f"process {holder.pid}" in caplog.text and "is no more" in caplog.text

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -37,7 +38,7 @@ def group() -> Iterator[None]:
     write = files.write_hashed
 
     def late(*arguments: Any) -> Any:
-        assert GO.wait(60.0)
+        assert GO.wait(patience.seconds(60.0))
         return write(*arguments)
 
     GO.set()
@@ -148,7 +149,7 @@ class Folder(RuleBasedStateMachine):
         assert writing is not None
         self.kept.close()
         GO.set()
-        assert writing.wait(60.0) and writing.failed, "without its lease nobody commits"
+        assert writing.wait(patience.seconds(60.0)) and writing.failed, "without its lease nobody commits"
         assert self.good() == before
         self.flying = False
         self.go_on_from(self.made())

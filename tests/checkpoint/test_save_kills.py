@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,10 +64,10 @@ def end(ranks: list[Any], receiver: Connection) -> int:
     for process in ranks:
         process.kill()
     for process in ranks:
-        process.join(30)
+        process.join(patience.seconds(30))
     told = 0
     try:
-        while receiver.poll(10):
+        while receiver.poll(patience.seconds(10)):
             told = max(told, int(receiver.recv_bytes()))
     except EOFError:
         pass
@@ -93,13 +94,13 @@ def test_random_kills_lose_nothing(size: int, mode: str, share: float, tmp_path:
     dice, newest, gained = random.Random(size), 0, 0
     for number in range(int(KILLS * share)):
         ranks, receiver = start(size, tmp_path, number, mode)
-        assert receiver.poll(60)
+        assert receiver.poll(patience.seconds(60))
         told = int(receiver.recv_bytes())  # it has found the newest
         assert told == newest
         # so many saves, and then a part of one: whatever the machine's speed, kills hit all of it
         begun, waits = time.monotonic(), dice.randrange(4)
         for _ in range(waits * size + size - 1 if waits else 0):  # each rank tells
-            assert receiver.poll(60)
+            assert receiver.poll(patience.seconds(60))
             told = max(told, int(receiver.recv_bytes()))
         pace = (time.monotonic() - begun) / waits if waits else 0.02
         time.sleep(dice.random() * min(1.0, 1.5 * pace))
@@ -144,7 +145,7 @@ def test_a_kill_before_each_change_of_the_disk_loses_nothing(tmp_path: Path, mod
         root = tmp_path / str(operation)
         root.mkdir()
         ranks, receiver = start(1, root, 0, mode, kill_at(operation))
-        ranks[0].join(60)
+        ranks[0].join(patience.seconds(60))
         assert ranks[0].exitcode == -signal.SIGKILL
         newest = max(newest, assert_nothing_is_lost(root, end(ranks, receiver)))
     assert newest >= 3

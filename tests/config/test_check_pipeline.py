@@ -167,3 +167,41 @@ def test_an_overlap_that_is_not_done_is_said_aloud(tmp_path: Path) -> None:
     assert any(option in note and "without effect" in note for note in config.notes(config.load(file)))
     file.write_text(TINY + "pipeline_parallel_degree = 2\n")
     assert not any(option in note for note in config.notes(config.load(file)))
+
+
+FILES = {
+    "0F0,0F1,0B0,0B1\n": "has 1 rows, and there are 2 pipeline ranks",
+    "0F0,0X0\n1F0,1B0\n": "holds '0X0', which is not an action",
+    "0F0,0F1,0B0,0B1\n0F0,0F1,0B0,0B1\n": "has 0F0 in the row of rank 1, which holds the stages 1",
+    "0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n": "leaves out backward of micro-batch 1 of stage 1",
+    "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1I1\n": "leaves out backward of micro-batch 1 of stage 1",
+    "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n": "has forward of micro-batch 2, and a step has 2",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_schedule_file_that_cannot_run_is_refused(text: str, tmp_path: Path) -> None:
+    assert FILES[text] in problem_of_file(text, tmp_path)
+
+
+def test_a_compiled_model_takes_a_file_without_split_backward_alone(tmp_path: Path) -> None:
+    whole, apart = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "0F0,0F1,0B0,0B1\n1F0,1I0,1F1,(1W0;1B1)OVERLAP_F_B\n"
+    assert problem_of_file(whole, tmp_path, "--compile.enable") == ""
+    assert problem_of_file(apart, tmp_path) == ""
+    assert "torch.compile gets wrong" in problem_of_file(apart, tmp_path, "--compile.enable")
+
+
+def problem_of_file(text: str, folder: Path, *more: str) -> str:
+    """What the check says of a schedule for two ranks with a stage each and two micro-batches."""
+    file, schedule = folder / "run.toml", folder / "schedule.csv"
+    file.write_text(TINY.replace("local_batch_size = 8", "local_batch_size = 2"))
+    schedule.write_text(text)
+    options = {
+        "pipeline_parallel_degree": "2",
+        "data_parallel_shard_degree": "1",
+        "pipeline_parallel_schedule": "PipelineScheduleMulti",
+        "pipeline_parallel_schedule_csv": str(schedule),
+        "pipeline_parallel_layers_per_stage": "5",  # the ends count for a layer each
+    }
+    words = [word for name, value in options.items() for word in (f"--parallelism.{name}", value)]
+    return "\n".join(str(found) for found in config.check(config.load(file, [*words, *more])))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 import pytest
 
 from shardtrain.config import (
@@ -383,5 +384,7 @@ def test_the_data_options_are_read_without_torch() -> None:
         "import sys; from shardtrain.config import check, load; check(load(None, ['--data.sources.a.dataset=text']));"
         "print([m for m in ('torch', 'numpy', 'pyarrow', 'datasets') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience.seconds(60), check=True
+    )
     assert done.stdout.strip() == "[]"

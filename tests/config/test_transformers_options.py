@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 import pytest
 
 from shardtrain import config as configs
@@ -106,5 +107,7 @@ def test_the_check_imports_neither_torch_nor_transformers(folder: Path) -> None:
         f"print(c.check(c.load(None, ['--model.name', 'transformers', '--model.hf_assets_path', {str(folder)!r}])), "
         "sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.seconds(60), check=True
+    )
     assert found.stdout.strip() == "[] []"

@@ -8,6 +8,7 @@ import multiprocessing
 import pickle
 
 import numpy as np
+import patience
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -285,8 +286,8 @@ def test_a_tokenizer_works_on_both_sides_of_a_fork(tokenizer, monkeypatch):
     queue = context.Queue()
     child = context.Process(target=lambda: queue.put([ids.tolist() for ids in tokenizer.encode_batch(SAMPLES)]))
     child.start()
-    assert queue.get(timeout=60) == expected
-    child.join(60)
+    assert queue.get(timeout=patience.seconds(60)) == expected
+    child.join(patience.seconds(60))
     assert [ids.tolist() for ids in tokenizer.encode_batch(SAMPLES)] == expected
 
 

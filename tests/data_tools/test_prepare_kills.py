@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 
 from shardtrain.data import shard_writer
@@ -58,7 +59,7 @@ def in_child(words: list[str], before: Callable[[], object] = lambda: None) -> i
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
-    process.join(60)
+    process.join(patience.seconds(60))
     assert process.exitcode is not None
     return process.exitcode
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import patience
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,7 +78,9 @@ def test_two_processes_train_the_same_bytes(corpus, trained, tmp_path):
     code = "import sys; from shardtrain.data_tools.tokenizer import main; sys.exit(main(sys.argv[1:]))"
     words = ["train", "--input", str(corpus), "--vocab_size", "300", "--output", str(tmp_path / "again")]
     words += ["--special", "<|im_start|>", "<|im_end|>"]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=patience.seconds(120)
+    )
     assert done.returncode == 0, done.stderr
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (trained / name).read_bytes()

@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import patience
 import pytest
 
 from shardtrain import cli
@@ -32,7 +33,7 @@ def start(tmp_path, *words, launcher=("-m", "shardtrain")):
 
 def run(tmp_path, *words, **how):
     process = start(tmp_path, *words, **how)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=patience.seconds(120))
     return process.returncode, out, err
 
 
@@ -96,15 +97,17 @@ def test_ctrl_c_ends_all_ranks_at_once_and_leaves_nothing(tmp_path):
     process = start(tmp_path, "--nproc", "2")
     try:
         assert "doctor with 2 processes" in process.stderr.readline()
-        end = time.monotonic() + 60
+        end = time.monotonic() + patience.seconds(60)
         while not list(tmp_path.glob("shardtrain-doctor-*")):
             assert time.monotonic() < end
             time.sleep(0.01)
         asked = time.monotonic()
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=patience.seconds(60))
         # on a fast machine it may have finished a moment before
-        assert (process.returncode != 0 or "2 ranks on 1 host" in out) and time.monotonic() - asked < 30
+        assert (process.returncode != 0 or "2 ranks on 1 host" in out) and time.monotonic() - asked < patience.seconds(
+            30
+        )
         assert [path for path in left(tmp_path) if path.is_file()] == []
         # the ranks were sessions of their own; none holds the folder any more
         assert not any(str(tmp_path) in _folder_of(pid) for pid in os.listdir("/proc") if pid.isdecimal())
@@ -145,7 +148,9 @@ def test_help_names_every_option_and_status(capsys):
 
 def test_reading_the_words_imports_no_torch():
     line = "import sys; from shardtrain import cli; cli.main(['doctor', '--help']); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", line], cwd=ROOT, capture_output=True, timeout=patience.seconds(60), check=False
+    )
     assert done.returncode == 0
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 import pytest
 import torch
 from ranks import run_ranks
@@ -317,6 +318,11 @@ def test_help_needs_no_torch():
     program += "sys.exit('torch' in sys.modules)"
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=paths, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        env=paths,
+        check=False,
     )
     assert done.returncode == 0 and "--max_new_tokens" in done.stdout, done.stderr

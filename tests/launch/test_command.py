@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 import pytest
 import yaml
 
@@ -78,14 +79,18 @@ def run(*words: str | Path, **names: str) -> subprocess.CompletedProcess[str]:
     """On a laptop without torch: the interpreter refuses to import it."""
     environment = {**os.environ, **CANARIES, "PYTHONPATH": str(ROOT), **names}
     command = [sys.executable, "-c", BARE, "launch", *map(str, words)]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+    )
 
 
 @pytest.mark.parametrize("words", [["train", "--nproc", "1"], ["doctor"], ["generate", "--from", "x"], ["verify"]])
 def test_what_cannot_be_done_without_torch_is_told_in_one_line(words):
     command = [sys.executable, "-c", BARE, *words, *(["--metrics.no_enable_tensorboard"] if "train" in words else [])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert re.fullmatch(r"error\[2\]: (torch|numpy) is not installed here; .*`launch`.*", done.stderr.splitlines()[-1])
 
@@ -258,7 +263,9 @@ def test_launch_local_is_train_with_the_variables_of_launch(tmp_path):
     """The process becomes ``shardtrain train``, so that signals arrive."""
     command = [sys.executable, "-m", "shardtrain", "launch", "local", "--launch.env.NGPU=none"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+    )
     assert done.returncode == 2 and "NGPU" in done.stderr
 
 

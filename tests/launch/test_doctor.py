@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 import pytest
 import sshd
 import yaml
@@ -23,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 def launch(*words: str, **names: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shardtrain", "launch", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **names}
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(180), check=False
+    )
 
 
 @pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes", "runai"])

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import patience
 import pytest
 from launched import losses, newest, record, wait_for
 from tiny import text_file
@@ -46,7 +47,7 @@ def start(command: list[str], names: dict[str, str]) -> subprocess.Popen[str]:
 def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
     """Status and words of each, all within the limit."""
     try:
-        return [(code, words) for one in processes for words in [one.communicate(timeout=TIMEOUT)[1]]
+        return [(code, words) for one in processes for words in [one.communicate(timeout=patience.seconds(TIMEOUT))[1]]
                 for code in [one.returncode]]  # fmt: skip
     finally:
         for one in processes:

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import patience
 import pytest
 import yaml
 from hostile_texts import ARGV, EACH, FEW, TEXTS, Recorder, batches, is_safe, job_of, same, texts
@@ -151,7 +152,9 @@ def _first(node: object, key: str) -> list[dict]:
 def test_every_variable_that_bash_knows_arrives_or_is_refused(tmp_path):
     """A script has variables of its own; one of the same name in launch.env would be lost in silence."""
     record = Recorder(tmp_path, **CLUSTER)
-    known = subprocess.run(["bash", "-c", "compgen -v"], env={}, capture_output=True, text=True, timeout=20, check=True)
+    known = subprocess.run(
+        ["bash", "-c", "compgen -v"], env={}, capture_output=True, text=True, timeout=patience.seconds(20), check=True
+    )
     script = slurm.render(job_of([]), Launch())
     assigned = ["hosts", *re.findall(r"^(?:export )?(\w+)=", script, re.MULTILINE)]
     common = ["HF_HOME", "LD_LIBRARY_PATH", "LC_ALL", "TERM", "V1", "BASH_ENV", "ENV", "NCCL_DEBUG"]
@@ -184,7 +187,9 @@ def test_a_forwarded_variable_that_sbatch_keeps_back_ends_the_job(tmp_path):
     text = slurm.render(replace(job_of([]), forwarded=("A_TOKEN",)), Launch())
     record.run(["bash"], text, A_TOKEN="a\nb $(touch canary)", **STEP)
     assert record.variables()["A_TOKEN"] == "a\nb $(touch canary)" and "canary" not in text
-    done = subprocess.run(["bash"], input=text, env=record.names(STEP), text=True, capture_output=True, timeout=30)
+    done = subprocess.run(
+        ["bash"], input=text, env=record.names(STEP), text=True, capture_output=True, timeout=patience.seconds(30)
+    )
     assert done.returncode != 0 and "A_TOKEN: was not handed on by sbatch" in done.stderr
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import patience
 import pytest
 import yaml
 from hostile_texts import ARGV, CREATED, FEW, PIECES, TIMEOUT, Recorder, batches, is_safe, job_of, same
@@ -93,7 +94,7 @@ def test_a_host_starts_the_command_with_exactly_these_texts(tmp_path):
             process.stdin.write(plans[1].message({}))
             process.stdin.flush()
             assert process.stdout.read().startswith(b"shardtrain host ready ")
-            assert process.wait(TIMEOUT) == 0
+            assert process.wait(patience.seconds(TIMEOUT)) == 0
         record.untouched()
         record.arrived(job)
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import patience
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -33,15 +34,12 @@ def start(folder, mode, how="fork", count=2, **environment):
 
 def run(folder, mode, how="fork", count=2, **environment):
     process = start(folder, mode, how, count, **environment)
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=patience.seconds(90))
     return process.returncode, out, err.splitlines(), json.loads((folder / "exit.json").read_text())
 
 
 def wait_for(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
+    patience.wait_for(condition, seconds)
 
 
 def pids(folder):
@@ -121,7 +119,7 @@ def test_a_signal_to_the_parent_reaches_every_rank_and_their_status_passes_throu
     process = start(tmp_path, "wait", how)
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=patience.seconds(30))
     assert process.returncode == 75
     assert err.splitlines() == ["stopped[75]: saved at step 3"]
     assert json.loads((tmp_path / "exit.json").read_text())["retryable"] is True
@@ -134,7 +132,7 @@ def test_a_second_interrupt_kills_ranks_that_do_not_answer(tmp_path):
     time.sleep(0.3)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=patience.seconds(30))
     assert process.returncode == 76
     assert err.splitlines() == ["stopped[76]: stopped by SIGINT; nothing was saved on the way out"]
     assert not any(runs(pid) for pid in pids(tmp_path))
@@ -144,7 +142,7 @@ def test_ranks_that_do_not_answer_end_when_the_grace_is_over(tmp_path):
     process = start(tmp_path, "stubborn", GRACE="2")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=patience.seconds(30))
     assert process.returncode == 76
     assert err.splitlines() == [
         "stopped[76]: stopped by SIGTERM, and the time was over; nothing was saved on the way out"
@@ -158,7 +156,7 @@ def test_ranks_die_with_a_parent_that_is_killed(tmp_path, how):
     process = start(tmp_path, "stubborn", how)
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=patience.seconds(30))
     wait_for(lambda: not any(runs(pid) for pid in pids(tmp_path)), seconds=10)
 
 
@@ -172,7 +170,7 @@ def test_nothing_listens_beyond_the_loopback_address(tmp_path):
         assert set(addresses) == {"0100007F"}, "127.0.0.1, as /proc/net/tcp writes it"
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=patience.seconds(30))
 
 
 def listening(pid):
@@ -210,7 +208,7 @@ def test_a_signal_to_a_run_of_one_process_is_told_and_recorded(tmp_path):
     )
     wait_for(lambda: (tmp_path / "ready-0").exists())
     process.terminate()
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=patience.seconds(30))
     assert process.returncode == json.loads((tmp_path / "exit.json").read_text())["code"] == 76
     assert err.splitlines()[-1] == (
         "stopped[76]: stopped by SIGTERM (no checkpoints in this run); nothing was saved on the way out"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 import pytest
 from launched import losses, newest, record, wait_for
 from tiny import text_file
@@ -48,7 +49,7 @@ def pod(number: int, port: int, command: list[str]) -> subprocess.Popen:
 
 def ended(pods: list[subprocess.Popen]) -> list[tuple[int, str]]:
     try:
-        return [(one.wait(TIMEOUT), one.communicate()[1]) for one in pods]
+        return [(one.wait(patience.seconds(TIMEOUT)), one.communicate()[1]) for one in pods]
     finally:
         for one in pods:
             one.kill()
@@ -89,7 +90,13 @@ def test_the_same_image_runs_alone_with_none_of_the_variables(tmp_path):
     """``runai submit``, whose pod has nothing but a command: the original died here of an empty PET_NNODES."""
     bare = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "NGPU": "2", "PET_NNODES": ""}
     done = subprocess.run(
-        words(tmp_path / "run", 2), env=bare, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        words(tmp_path / "run", 2),
+        env=bare,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(TIMEOUT),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert list(losses(tmp_path / "run")) == [1, 2] and "2 processes (as NGPU says)" in done.stderr

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 import pytest
 from launched import losses, newest, wait_for
 from slurm_cluster import ON_LOOPBACK, SMALL, launch, running, shown, submit
@@ -103,12 +104,12 @@ VARIANTS = {
 @pytest.mark.parametrize("name", [*VARIANTS, "the script at the root"])
 def test_every_script_is_shell_that_shellcheck_accepts(name):
     text = script(*VARIANTS[name]) if name in VARIANTS else (ROOT / "multinode_trainer.slurm").read_text()
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=patience.seconds(60))
     assert (done.returncode, done.stderr) == (0, "")
     if not shutil.which("shellcheck"):
         pytest.skip("bash reads it; no shellcheck here: .ci/components.sh installs it")
     command = ["shellcheck", "--severity=warning", "--shell=bash", "-"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=patience.seconds(60))
     assert done.returncode == 0, done.stdout
 
 
@@ -157,7 +158,9 @@ def shimmed(tmp_path: Path, command: list[str], **names: str) -> subprocess.Comp
         "SLURM_NNODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "PYTHONPATH": str(ROOT),
         "GLOO_SOCKET_IFNAME": "lo", "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", **names,
     }  # fmt: skip
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(120), check=False
+    )
 
 
 def test_a_program_that_a_node_does_not_have_is_named_with_the_module_that_may_bring_it(tmp_path):
@@ -214,7 +217,7 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal(cl
         return (folder / "metrics.jsonl").exists() and len(losses(folder)) > 1
 
     wait_for(has_come)
-    subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=20)
+    subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=patience.seconds(20))
     wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 120)
     saved = newest(folder)
     assert saved > 1

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 import pytest
 from launched import losses, newest, wait_for
 from slurm_cluster import ON_LOOPBACK, SMALL, launch, running, shown, submit
@@ -81,7 +82,9 @@ def test_a_configuration_that_is_gone_is_told_by_each_node(cluster, tmp_path):
     script = launch(cluster, *words).stdout
     path.unlink()
     command = ["sbatch", "--parsable", f"--chdir={tmp_path}"]
-    job = subprocess.run(command, input=script, env=cluster, capture_output=True, text=True, timeout=60).stdout.strip()
+    job = subprocess.run(
+        command, input=script, env=cluster, capture_output=True, text=True, timeout=patience.seconds(60)
+    ).stdout.strip()
     assert ", exit code 2, log " in end_of(cluster, job)
     found = errors(tmp_path / f"gone-{job}.log")
     assert len(found) == 2 and all(f"no configuration {path} here; use a folder that" in line for line in found)
@@ -97,7 +100,9 @@ def test_a_port_that_is_taken_is_passed_over(cluster, tmp_path):
         port = int(taken.stdout.readline())
         names = {**cluster, "SLURM_JOB_NODELIST": "127.0.0.1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "0"}
         block = f"{block.replace('20000', str(port))}\necho $SHARDTRAIN_RDZV_ENDPOINT"
-        done = subprocess.run(["bash", "-c", block], env=names, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["bash", "-c", block], env=names, capture_output=True, text=True, timeout=patience.seconds(60)
+        )
     finally:
         taken.kill()
         taken.wait()
@@ -138,7 +143,7 @@ def test_a_task_of_a_sweep_that_is_queued_again_goes_on_in_its_folder_and_is_sto
     )  # fmt: skip
     one = folder / "sweep-1"
     wait_for(lambda: (one / "metrics.jsonl").exists() and len(losses(one)) > 1, 300)
-    subprocess.run(["scancel", "--signal=USR1", f"{job}_1"], env=cluster, check=True, timeout=60)
+    subprocess.run(["scancel", "--signal=USR1", f"{job}_1"], env=cluster, check=True, timeout=patience.seconds(60))
     wait_for(lambda: shown(cluster, f"{job}_1").get("Restarts") == "1", 120)
     saved = newest(one)
     wait_for(lambda: max(losses(one)) > saved, 300)
@@ -158,9 +163,11 @@ def test_a_run_that_saved_and_may_not_be_queued_again_says_so(cluster, tmp_path)
         "--checkpoint.enable", f"--job.dump_folder={folder}", "--dry-run",
     ).stdout  # fmt: skip
     command = ["sbatch", "--parsable", f"--chdir={tmp_path}", "--no-requeue"]
-    job = subprocess.run(command, input=script, env=cluster, capture_output=True, text=True, timeout=60).stdout.strip()
+    job = subprocess.run(
+        command, input=script, env=cluster, capture_output=True, text=True, timeout=patience.seconds(60)
+    ).stdout.strip()
     wait_for(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) > 1, 300)
-    subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=60)
+    subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=patience.seconds(60))
     assert ": FAILED on " in (line := end_of(cluster, job)) and "exit code 75" in line
     told = errors(tmp_path / f"once-{job}.log")
     assert len(told) == 1 and told[0].endswith("saved, and Slurm does not queue it again; submit it again to go on")

@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import patience
 import pytest
 from slurm_cluster import PATH, launch, munged
 
@@ -16,7 +17,9 @@ LIMIT_SECONDS = 10
 
 
 def queued(names: dict[str, str]) -> set[str]:
-    done = subprocess.run(["squeue", "-h", "-o", "%j"], env=names, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["squeue", "-h", "-o", "%j"], env=names, capture_output=True, text=True, timeout=patience.seconds(30)
+    )
     assert done.returncode == 0
     return set(done.stdout.split())
 
@@ -84,7 +87,7 @@ def assert_told(names: dict[str, str], words: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1 and words in done.stderr, done.stderr
     # Slurm's own timeout for messages is 10 s; starting Python on a busy machine comes on top
-    assert time.monotonic() - begun < LIMIT_SECONDS + 20
+    assert time.monotonic() - begun < LIMIT_SECONDS + patience.seconds(20)
 
 
 def test_a_controller_that_is_down_is_told(cluster, tmp_path):

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import patience
 import pytest
 import sshd
 from launched import losses, newest, record, wait_for
@@ -63,7 +64,9 @@ def environment(state: Path) -> dict[str, str]:
 
 
 def run(words: list[str], state: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, env=environment(state), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        words, env=environment(state), cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(120)
+    )
 
 
 def marked(folder: Path) -> list[int]:
@@ -108,7 +111,7 @@ def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on(tmp_path, ssh_co
         lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.is_dir()]
         assert not any(b"hf-canary" in line for line in lines), "a secret stands in a list of processes"
         launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(60) == 75
+        assert launcher.wait(patience.seconds(60)) == 75
     finally:
         launcher.kill()
     saved = newest(folder)
@@ -162,7 +165,7 @@ def test_a_host_that_cannot_start_is_named_in_one_line_and_no_other_starts(
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert len(lines) == 1 and told in lines[0] and "Traceback" not in done.stderr
-    assert time.monotonic() - before < 40 and not folder.exists() and not marked(folder)
+    assert time.monotonic() - before < patience.seconds(40) and not folder.exists() and not marked(folder)
 
 
 def test_a_host_whose_interpreter_has_no_torch_is_told_before_anything_starts(tmp_path, ssh_config, via):
@@ -183,7 +186,9 @@ def test_a_host_whose_interpreter_has_no_torch_is_told_before_anything_starts(tm
 
 def test_a_refused_key_is_told_with_the_host(tmp_path, ssh_config, via):
     other = tmp_path / "other"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, timeout=20)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, timeout=patience.seconds(20)
+    )
     config = tmp_path / "config"
     lines = [
         f"  IdentityFile {other}" if "IdentityFile" in line else line for line in ssh_config.read_text().splitlines()

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import machines
+import patience
 import pytest
 from launched import losses, wait_for
 from tiny import text_file
@@ -71,7 +72,7 @@ def start(words: list[str], state: Path) -> subprocess.Popen[str]:
 def run(words: list[str], state: Path, seconds: float = 120) -> subprocess.CompletedProcess[str]:
     process = start(words, state)
     try:
-        out, err = process.communicate(timeout=seconds)
+        out, err = process.communicate(timeout=patience.seconds(seconds))
     finally:
         process.kill()
     return subprocess.CompletedProcess(words, process.returncode, out, err)
@@ -118,13 +119,15 @@ def test_a_host_whose_cable_is_cut_is_told_and_ends_what_it_runs(network, tmp_pa
             wait_for(lambda: any(b"train" in _words(pid) for pid in ranks()))
         network.cut("host-b")
         cut_at = time.monotonic()
-        _, err = launcher.communicate(timeout=90)
+        _, err = launcher.communicate(timeout=patience.seconds(90))
         told_after = time.monotonic() - cut_at
         assert launcher.returncode == 6, err
         (line,) = errors(err.replace("error[76]", "stopped"))
         assert "error[6]: the connection to host host-b was lost" in line and "last checkpoint" in line
         assert "note: host host-b is lost" in err
-        assert told_after < ALIVE_SECONDS + 5 + 10 + MACHINE_SECONDS  # grace_seconds, and the notice after it
+        assert told_after < ALIVE_SECONDS + 5 + 10 + patience.seconds(
+            MACHINE_SECONDS
+        )  # grace_seconds, and the notice after it
         assert network.switch.processes() <= network.idle, "the launcher has left a process"
         assert network.hosts["host-a"].processes() <= network.idle, "the other host has left a process"
         wait_for(lambda: _ranks(network, "host-b") == 0, SILENCE_SECONDS + 5 + 10 + MACHINE_SECONDS)
@@ -148,8 +151,8 @@ def test_a_host_whose_ssh_session_is_killed_is_told_within_10_s(network, tmp_pat
             if not _is_ours(pid):  # sshd's own, of this session
                 os.kill(pid, signal.SIGKILL)
         killed_at = time.monotonic()
-        _, err = launcher.communicate(timeout=60)
-        assert time.monotonic() - killed_at < TELLS_SECONDS + MACHINE_SECONDS
+        _, err = launcher.communicate(timeout=patience.seconds(60))
+        assert time.monotonic() - killed_at < TELLS_SECONDS + patience.seconds(MACHINE_SECONDS)
         assert launcher.returncode == 6, err
         (line,) = errors(err)
         assert line.startswith("error[6]: the connection to host host-b was lost")
@@ -173,7 +176,7 @@ def test_a_host_that_does_not_answer_is_told_within_the_limit(network, tmp_path,
     before = time.monotonic()
     words = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}", hosts=hosts)
     done = run(words, tmp_path)
-    assert time.monotonic() - before < limit + MACHINE_SECONDS
+    assert time.monotonic() - before < limit + patience.seconds(MACHINE_SECONDS)
     _is_refused(done, tmp_path / "run", told)
 
 
@@ -187,7 +190,7 @@ def test_a_port_that_takes_connections_and_says_nothing_is_told_within_the_limit
                         hosts=f"host-a,{machines.LAUNCHER}:2222")  # fmt: skip
         before = time.monotonic()
         done = run(words, tmp_path)
-        assert time.monotonic() - before < 4 + MACHINE_SECONDS
+        assert time.monotonic() - before < 4 + patience.seconds(MACHINE_SECONDS)
         _is_refused(done, tmp_path / "run", [f'host="{machines.LAUNCHER}:2222"', "timed out"])
     finally:
         mute.kill()
@@ -195,7 +198,11 @@ def test_a_port_that_takes_connections_and_says_nothing_is_told_within_the_limit
 
 
 def test_a_host_whose_key_has_changed_is_told_with_what_removes_the_old_one(network, tmp_path):
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"], check=True, timeout=20)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"],
+        check=True,
+        timeout=patience.seconds(20),
+    )
     key = (tmp_path / "other.pub").read_text()
     (tmp_path / "known").write_text(f"{machines.HOSTS['host-b']} {key}")
     text = network.config.read_text().replace("StrictHostKeyChecking no", "StrictHostKeyChecking yes")
@@ -248,7 +255,7 @@ def test_a_host_without_package_interpreter_or_folder_is_told(network, tmp_path,
     before = time.monotonic()
     with network.hosts["host-b"].shows(tmp_path / hidden, tmp_path / "nothing"):
         done = run(words, tmp_path)
-    assert time.monotonic() - before < TELLS_SECONDS + MACHINE_SECONDS
+    assert time.monotonic() - before < TELLS_SECONDS + patience.seconds(MACHINE_SECONDS)
     _is_refused(done, tmp_path / "run", ['host="host-b" cannot start', *told])
 
 
@@ -260,7 +267,7 @@ def test_a_host_without_the_configuration_file_is_told_and_the_others_stop(netwo
     with network.hosts["host-b"].shows(here, nothing):
         before = time.monotonic()
         done = run(command(network, tmp_path / "run", config=f"{here}/run.toml"), tmp_path)
-        assert time.monotonic() - before < TELLS_SECONDS + MACHINE_SECONDS
+        assert time.monotonic() - before < TELLS_SECONDS + patience.seconds(MACHINE_SECONDS)
     assert done.returncode == 2, done.stderr
     (line,) = errors(done.stderr)
     assert line.startswith("[host-b] error[2]: ") and f"{here}/run.toml" in line
@@ -272,7 +279,7 @@ def test_ctrl_c_before_all_hosts_have_answered_starts_nothing(network, tmp_path)
     try:
         wait_for(lambda: _ranks(network, "host-a") == 1)
         launcher.send_signal(signal.SIGINT)
-        _, err = launcher.communicate(timeout=TELLS_SECONDS)
+        _, err = launcher.communicate(timeout=patience.seconds(TELLS_SECONDS))
         assert launcher.returncode == 76 and "before anything was started" in err, err
         assert not (tmp_path / "run").exists()
     finally:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import patience
 import pytest
 from launched import losses, newest, record, wait_for
 from tiny import text_file
@@ -86,7 +87,7 @@ def test_each_kill_costs_one_restart(tmp_path):
         wait_for(lambda: newest(tmp_path) > before, WAIT_SECONDS)
         assert restart_count(agent.pid) == kills
         agent.send_signal(signal.SIGTERM)
-        assert agent.wait(WAIT_SECONDS) == 1  # torchrun's word for every end that it was asked for
+        assert agent.wait(patience.seconds(WAIT_SECONDS)) == 1  # torchrun's word for every end that it was asked for
         assert record(tmp_path)["code"] == 75
     finally:
         agent.kill()
@@ -112,14 +113,14 @@ def check(folder: Path, whole: Path, steps: int, world_sizes: list[int]) -> None
 
 def test_a_run_that_loses_a_node_goes_on_with_the_other_and_sees_the_same_data(tmp_path):
     steps, port, folder = 60, free_port(), tmp_path / "elastic"
-    assert start(*words(tmp_path / "whole", steps), "--nproc", "1").wait(WAIT_SECONDS) == 0
+    assert start(*words(tmp_path / "whole", steps), "--nproc", "1").wait(patience.seconds(WAIT_SECONDS)) == 0
     agents = [elastic(port, folder, steps, is_host) for is_host in (True, False)]
     try:
         wait_for(lambda: num_steps(folder) > 8, WAIT_SECONDS)
         lost = agents[1]
         for pid in [*children(lost.pid), lost.pid]:
             os.kill(pid, signal.SIGKILL)
-        assert agents[0].wait(WAIT_SECONDS) == 0
+        assert agents[0].wait(patience.seconds(WAIT_SECONDS)) == 0
     finally:
         for agent in agents:
             agent.kill()
@@ -129,12 +130,12 @@ def test_a_run_that_loses_a_node_goes_on_with_the_other_and_sees_the_same_data(t
 def test_a_run_that_gains_a_node_goes_on_with_both_and_sees_the_same_data(tmp_path):
     """The agent asks its rank to stop, which saves itself: nothing is done again."""
     steps, port, folder = 250, free_port(), tmp_path / "elastic"
-    assert start(*words(tmp_path / "whole", steps), "--nproc", "1").wait(WAIT_SECONDS) == 0
+    assert start(*words(tmp_path / "whole", steps), "--nproc", "1").wait(patience.seconds(WAIT_SECONDS)) == 0
     agents = [elastic(port, folder, steps, is_host=True)]
     try:
         wait_for(lambda: num_steps(folder) > 8, WAIT_SECONDS)
         agents.append(elastic(port, folder, steps, is_host=False))
-        assert [agent.wait(WAIT_SECONDS) for agent in agents] == [0, 0]
+        assert [agent.wait(patience.seconds(WAIT_SECONDS)) for agent in agents] == [0, 0]
     finally:
         for agent in agents:
             agent.kill()

@@ -1,6 +1,7 @@
 import threading
 from types import SimpleNamespace
 
+import patience
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ class Ranks:
     """Reduce over threads that each play one rank."""
 
     def __init__(self, count):
-        self.barrier = threading.Barrier(count, timeout=10)
+        self.barrier = threading.Barrier(count, timeout=patience.seconds(10))
         self.values = [None] * count
         self.calls = 0
 

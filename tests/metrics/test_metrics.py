@@ -3,6 +3,7 @@ import math
 import re
 import threading
 
+import patience
 import pytest
 import torch
 
@@ -79,7 +80,7 @@ def test_loss_is_the_mean_over_tokens_and_max_loss_the_worst_rank(tmp_path, kit)
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(patience.seconds(20))
     assert set(logged) == {0, 1, 2}
     for first, middle, last in logged.values():
         assert (first.loss, first.max_loss) == (6.0, 7.0)

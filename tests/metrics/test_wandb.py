@@ -2,6 +2,7 @@ import sys
 import threading
 from types import ModuleType, SimpleNamespace
 
+import patience
 import pytest
 
 from shardtrain.errors import ConfigError
@@ -25,7 +26,7 @@ class Stub(ModuleType):
         return options
 
     def init(self, **options):
-        self.gate.wait(20)
+        self.gate.wait(patience.seconds(20))
         self.inits.append(options)
         if self.fail_init:
             raise self.fail_init

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tiers import cases
 from tiny import STEPS, Result, assert_same_numbers, make_run, run_tiny, tiny_config, train_whole
 from torch import Tensor, nn
 
@@ -102,9 +103,10 @@ def one_process(family: str, steps: int = STEPS) -> Result:
 
 CASES = [("deepseek_v3", mesh) for mesh in MESHES]  # the family with every mechanism, on all meshes
 CASES += [(family, mesh) for family in ("qwen3_moe", "mixtral") for mesh in ("tp 2", "ep 4", "fsdp 2 x tp 2, ep 2")]
+FIRST = [("deepseek_v3", "tp 2, ep 2"), ("qwen3_moe", "tp 2"), ("mixtral", "ep 4")]  # test_grid.py has the others too
 
 
-@pytest.mark.parametrize(("family", "mesh"), CASES)
+@pytest.mark.parametrize(("family", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST]))
 def test_no_mesh_changes_a_number(family: str, mesh: str) -> None:
     num_ranks, parallelism = MESHES[mesh]
     for result in run_tiny(num_ranks, family_config(family, parallelism=parallelism)):
@@ -117,15 +119,15 @@ def test_ten_steps_of_biases_that_move_choose_the_same_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "parallelism"), [(2, degrees()), (2, degrees(tp=2)), (4, degrees(tp=2)), (4, degrees(replicate=2))]
+    ("num_ranks", "parallelism"),
+    cases([(2, degrees(tp=2))], nightly=[(2, degrees()), (4, degrees(tp=2)), (4, degrees(replicate=2))]),
 )
 def test_no_mesh_changes_a_number_of_the_dense_qwen3(num_ranks: int, parallelism: dict[str, Any]) -> None:
     for result in run_tiny(num_ranks, family_config("qwen3", parallelism=parallelism)):
         assert_same_numbers(result, one_process("qwen3"))
 
 
-@pytest.mark.parametrize("q_lora_rank", [0, 32])
-@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize(("q_lora_rank", "disabled"), cases([(0, False)], nightly=[(0, True), (32, False), (32, True)]))
 def test_latent_attention_without_a_latent_of_queries_splits_over_heads(q_lora_rank: int, disabled: bool) -> None:
     overrides = {"q_lora_rank": q_lora_rank}
     parallelism = {**degrees(tp=2), "disable_loss_parallel": disabled}
@@ -157,7 +159,18 @@ OPTIONS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+MORE_OPTIONS = (
+    "accumulation",
+    "recompute full",
+    "recompute full, tp 2",
+    "reshard never",
+    "zero-1",
+    "bfloat16",
+    "compile",
+)
+
+
+@pytest.mark.parametrize("name", cases([name for name in OPTIONS if name not in MORE_OPTIONS], nightly=MORE_OPTIONS))
 def test_no_option_changes_a_number_of_experts(name: str) -> None:
     num_ranks, sections = OPTIONS[name]
     # where activations have 8 or 11 bits, near ties flip now and then, and with them whole tokens' outputs
@@ -228,10 +241,10 @@ def biases_of_one_process(steps: int) -> tuple[list[Tensor], dict[str, float]]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "sections"),
-    [
-        (2, {"parallelism": degrees(tp=2, ep=2), "activation_checkpoint": {"mode": "full"}}),
-        (4, {"parallelism": degrees(replicate=2, ep=2), "training": {"local_batch_size": 1}}),
-    ],
+    cases(
+        [(2, {"parallelism": degrees(tp=2, ep=2), "activation_checkpoint": {"mode": "full"}})],
+        nightly=[(4, {"parallelism": degrees(replicate=2, ep=2), "training": {"local_batch_size": 1}})],
+    ),
 )
 def test_biases_and_measures_are_those_of_one_process(num_ranks: int, sections: dict[str, Any]) -> None:
     """Counts are whole numbers: recomputation, accumulation and the mesh leave every bit of a bias."""
@@ -273,6 +286,19 @@ def test_forced_balance_gives_every_expert_the_same_load() -> None:
         assert measures["moe_max_load"] == 1.0
 
 
+def test_forced_balance_deals_along_the_sequence_on_any_mesh() -> None:
+    # a rank's own count would start anew at its first token, and with other rows in its batch
+    def forced(parallelism: dict[str, int], **training: int) -> Config:
+        return family_config(
+            "qwen3_moe", parallelism=parallelism, training=training, debug={"moe_force_load_balance": True}
+        )
+
+    expected = run_tiny(1, forced({}, local_batch_size=8, seq_len=60), 2)[0]
+    for num_ranks, mesh in ((2, degrees()), (4, degrees(tp=2, cp=2, ep=2))):
+        for result in run_tiny(num_ranks, forced(mesh, local_batch_size=2, seq_len=60), 2):
+            assert_same_numbers(result, expected)
+
+
 def test_a_dense_model_measures_nothing_of_experts() -> None:
     assert run_ranks(1, biases, family_config("qwen3"), 1)[0] == ([], {})
 
@@ -291,13 +317,17 @@ def placements(rank: int, config: Config) -> dict[str, tuple[tuple[int, ...], st
 
 @pytest.mark.parametrize(
     ("num_ranks", "parallelism", "overrides", "w1", "w2"),
-    [
-        (2, degrees(ep=2), {}, (4, 32, 64), (4, 64, 32)),
-        (4, degrees(tp=2, ep=2), {}, (2, 32, 64), (2, 64, 32)),
-        (4, degrees(tp=2), {}, (2, 32, 64), (2, 64, 32)),
-        (4, degrees(ep=2), {"num_experts": 2, "num_groups": 1, "top_groups": 1}, (1, 16, 64), (1, 32, 32)),
-        (4, degrees(replicate=2, ep=2), {}, (4, 32, 64), (4, 64, 32)),
-    ],
+    cases(
+        [
+            (2, degrees(ep=2), {}, (4, 32, 64), (4, 64, 32)),
+            (4, degrees(ep=2), {"num_experts": 2, "num_groups": 1, "top_groups": 1}, (1, 16, 64), (1, 32, 32)),
+        ],
+        nightly=[
+            (4, degrees(tp=2, ep=2), {}, (2, 32, 64), (2, 64, 32)),
+            (4, degrees(tp=2), {}, (2, 32, 64), (2, 64, 32)),
+            (4, degrees(replicate=2, ep=2), {}, (4, 32, 64), (4, 64, 32)),
+        ],
+    ),
 )
 def test_experts_are_divided_over_all_ranks_with_other_tokens(
     num_ranks: int, parallelism: dict[str, Any], overrides: dict[str, Any], w1: tuple[int, ...], w2: tuple[int, ...]

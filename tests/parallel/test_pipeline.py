@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import make_run, reference, run_tiny, tiny_config
+from tiny import make_run, reference, run_tiny, tiny_config, train_steps
 from torch import nn
 
 from shardtrain import models
@@ -68,6 +70,49 @@ def assert_same_losses(result: Any) -> None:
         assert abs(mine - theirs) <= 1e-4
 
 
+# Gradients of inputs and of weights are computed apart: weights must then be found that forward had gathered and freed
+# again, and a layer is recomputed for either.
+APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "resharded": ({"fsdp_reshard_after_forward": "always"}, {"mode": "none"}),
+    "recomputed by operation": ({}, {"mode": "selective", "selective_ac_option": "op"}),
+    "resharded, recomputed by operation": (
+        {"fsdp_reshard_after_forward": "always"},
+        {"mode": "selective", "selective_ac_option": "op"},
+    ),
+    "resharded, recomputed whole": ({"fsdp_reshard_after_forward": "always"}, {"mode": "full"}),
+}
+
+
+def split_backward(schedule: str, case: str, **more: Any) -> Any:
+    keys, recompute = APART[case]
+    training = {"local_batch_size": 4, "global_batch_size": 4, "seq_len": 16}
+    sections: dict[str, Any] = {"training": training, "activation_checkpoint": recompute, **more}
+    return tiny_config(parallelism=piped(schedule=schedule, **keys), **sections)
+
+
+def run_apart(rank: int, schedule: str) -> dict[str, Any]:
+    return {case: train_steps(rank, split_backward(schedule, case), 2) for case in APART}
+
+
+@functools.cache
+def one_process_apart() -> Any:
+    return run_tiny(1, tiny_config(training={"local_batch_size": 4, "global_batch_size": 4, "seq_len": 16}), 2)[0]
+
+
+@pytest.mark.parametrize("schedule", stages.SPLIT_BACKWARD)
+def test_gradients_of_inputs_and_weights_apart_are_those_of_one_process(schedule: str) -> None:
+    expected = one_process_apart()
+    for results in run_ranks(2, run_apart, schedule):
+        for case, result in results.items():
+            assert result.losses == pytest.approx(expected.losses, abs=1e-5), case
+            # float32 sums in another order: 1e-7 of their size
+            assert result.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6), case
+            assert result.gradients.keys() == result.initial.keys(), case
+            for name, gradient in result.gradients.items():
+                error = (gradient - expected.gradients[name]).norm() / expected.gradients[name].norm()
+                assert error <= 1e-5, f"{case}: {name}"
+
+
 def test_uneven_stages_by_name_change_no_number() -> None:
     parts = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
     for result in run_tiny(2, tiny_config(parallelism=piped(module_fqns_per_model_part=parts)), steps=5):
@@ -92,6 +137,21 @@ def test_a_schedule_from_a_file_changes_no_number(tmp_path: Path) -> None:
     parallelism["pipeline_parallel_layers_per_stage"] = 2
     for result in run_tiny(2, tiny_config(parallelism=parallelism), steps=5):
         assert_same_losses(result)
+
+
+def test_a_file_that_splits_the_backward_changes_no_number(tmp_path: Path) -> None:
+    lines = [
+        ",".join([*(f"0F{i}" for i in range(4)), *(f"0{kind}{i}" for i in range(4) for kind in "IW")]),
+        ",".join([*(f"1{kind}{i}" for i in range(4) for kind in "FI"), *(f"1W{i}" for i in range(4))]),
+    ]
+    file = tmp_path / "split.csv"
+    file.write_text("\n".join(lines) + "\n")
+    by_file = {"pipeline_parallel_schedule_csv": str(file), "pipeline_parallel_layers_per_stage": 2}
+    config = split_backward("PipelineScheduleMulti", "resharded, recomputed by operation")
+    config = dataclasses.replace(config, parallelism=dataclasses.replace(config.parallelism, **by_file))
+    for result in run_tiny(2, config, 2):
+        assert result.losses == pytest.approx(one_process_apart().losses, abs=1e-5)
+        assert result.grad_norms == pytest.approx(one_process_apart().grad_norms, rel=1e-6)
 
 
 def test_names_that_do_not_cover_the_model_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 
+import patience
 import pytest
 import torch.distributed as dist
 
@@ -31,13 +32,13 @@ def attempt(store, number, size=3):
         with rendezvous.store_of_attempt(environment(store, rank), TIMEOUT) as own:
             own.set(f"address/{rank}", str(number))
             found[rank] = [int(own.get(f"address/{other}")) for other in range(size)]
-            joined.wait(60)
+            joined.wait(patience.seconds(60))
 
     threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
     for thread in reversed(threads):  # rank 0 comes last
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(patience.seconds(120))
     return found
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -24,7 +25,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     folder = tmp_path_factory.mktemp("hostile")
     environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-W", "ignore", str(TESTS / "hostile_child.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=390)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience.seconds(390))
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, json.loads((folder / "results.json").read_text()), done
 

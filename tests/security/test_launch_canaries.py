@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import patience
 import pytest
 import sshd
 from canaries import CANARIES, CRASHES, assert_silent, options
@@ -70,7 +71,12 @@ def run(folder: Path, *words: str | Path, **names: str) -> subprocess.CompletedP
     own = {"XDG_STATE_HOME": str(folder / "state"), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "shardtrain", *map(str, words)]
     done = subprocess.run(
-        command, env={**os.environ, **CANARIES, **own, **names}, cwd=folder, capture_output=True, text=True, timeout=150
+        command,
+        env={**os.environ, **CANARIES, **own, **names},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(150),
     )
     with (folder / "printed").open("a") as file:
         file.write(done.stdout + done.stderr)

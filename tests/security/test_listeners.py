@@ -13,6 +13,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import patience
 import pytest
 from hostile_files import Bomb
 from tiny import text_file
@@ -68,7 +69,7 @@ def watch(command: list[str], folder: Path, attack: bool = False) -> set[tuple[s
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + patience.seconds(120)
             while process.poll() is None:
                 assert time.monotonic() < deadline
                 seen |= listeners(processes_of(process.pid))

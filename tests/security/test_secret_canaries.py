@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import patience
 import pytest
 from canaries import CANARIES, CRASHES, assert_silent, options
 
@@ -35,7 +36,7 @@ def run(folder: Path, *words: str) -> tuple[int, str, set[bytes]]:
     with (folder / "printed").open("wb") as printed:
         process = subprocess.Popen(command, env=environment, cwd=folder, stdout=printed, stderr=printed)
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + patience.seconds(120)
             while process.poll() is None:
                 assert time.monotonic() < deadline
                 for entry in Path("/proc").glob("[0-9]*/cmdline"):

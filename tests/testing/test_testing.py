@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 import torch
 from launched import end, fork
@@ -57,7 +58,9 @@ def shardtrain(*words: str) -> subprocess.CompletedProcess[str]:
     names = {key: value for key, value in os.environ.items() if key not in ("NGPU", "RANK", "WORLD_SIZE")}
     environment = {**names, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "shardtrain", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, cwd=ROOT, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=patience.seconds(150), env=environment, cwd=ROOT, check=False
+    )
 
 
 def test_two_processes_write_the_files_of_the_best_checkpoint(tmp_path: Path) -> None:

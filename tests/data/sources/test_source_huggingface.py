@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import datasets
+import patience
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -251,7 +252,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch, tmp_path):
 def hub(tmp_path_factory):
     command = [sys.executable, str(Path(__file__).parent / "hub_session.py"), str(tmp_path_factory.mktemp("home"))]
     environment = {**os.environ, "PYTHONPATH": str(Path(huggingface.__file__).parents[3])}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patience.seconds(300))
     assert result.returncode == 0, result.stderr
     assert SECRET not in result.stderr
     assert SECRET not in result.stdout.rpartition('"tokens"')[0]

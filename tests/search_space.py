@@ -1,0 +1,484 @@
+"""Random configurations, and which of them are legal by rules that are written here a second time.
+
+The rules are the documentation's (``docs/parallelism.md``, ``docs/models.md``), stated without a look at the checks of
+the package, so that a refusal can be held against them: one that breaks none of them is a refusal without need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+DOCUMENTS = "tests/fixtures/search/documents.jsonl"
+STEPS = 2
+P, T, A, M = "parallelism.", "training.", "activation_checkpoint.", "model.overrides."
+DEGREES = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
+PP, DDP, FSDP, CP, TP = (f"{P}{axis}_degree" for axis in DEGREES)
+EP, SCHEDULE = f"{P}expert_parallel_degree", f"{P}pipeline_parallel_schedule"
+MICRO, LOCAL, SEQ = f"{P}pipeline_parallel_microbatch_size", f"{T}local_batch_size", f"{T}seq_len"
+LESS = tuple(f"{P}pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
+SINGLE, V_SHAPED = ("1F1B", "GPipe"), ("ZBVZeroBubble", "DualPipeV")
+LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+SPLIT = ("InterleavedZeroBubble", *V_SHAPED)
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
+
+ATTENTION = {"dim": "32", "num_heads": "4", "head_dim": "8"}
+SHAPES: dict[str, dict[str, str]] = {
+    "llama3": {**ATTENTION, "num_kv_heads": "2", "ffn_dim": "64"},
+    "mistral": {**ATTENTION, "num_kv_heads": "2", "ffn_dim": "64", "sliding_window": "0"},
+    "qwen2": {**ATTENTION, "num_kv_heads": "2", "ffn_dim": "64", "tied_embeddings": "false"},
+    "qwen3": {**ATTENTION, "num_kv_heads": "2", "ffn_dim": "64", "tied_embeddings": "false"},
+    "neox": {**ATTENTION, "ffn_dim": "64", "rotary_pct": "0.5"},
+    "encoder": {**ATTENTION, "num_kv_heads": "2", "ffn_dim": "64", "dropout": "0"},
+    "qwen3_moe": {**ATTENTION, "num_kv_heads": "2", "moe_ffn_dim": "24", "num_experts": "8", "top_k": "2"},
+    "mixtral": {**ATTENTION, "num_kv_heads": "2", "moe_ffn_dim": "24", "num_experts": "4"},
+    "deepseek_v3": {
+        "dim": "32", "num_heads": "4", "q_lora_rank": "16", "kv_lora_rank": "12", "qk_nope_head_dim": "8",
+        "qk_rope_head_dim": "4", "v_head_dim": "8", "num_dense_layers": "1", "ffn_dim": "64", "moe_ffn_dim": "16",
+        "num_experts": "8", "num_shared_experts": "1", "top_k": "2", "num_groups": "4", "top_groups": "2",
+        "init_std": "0.1",
+    },
+}  # fmt: skip
+"""Of each family the fields that make it tiny, but the number of layers and the vocabulary, which all have."""
+FLAVORS = {"qwen3_moe": "debugmodel_moe"}
+
+BASE = {
+    f"{T}dataset": "jsonl",
+    f"{T}dataset_path": DOCUMENTS,
+    f"{T}device": "cpu",
+    f"{T}steps": str(STEPS),
+    SEQ: "32",
+    LOCAL: "1",
+    f"{T}mixed_precision_param": "float32",
+    f"{A}mode": "none",
+    "optimizer.lr": "1e-2",
+    "optimizer.eps": "1e-3",
+    "lr_scheduler.warmup_steps": "1",
+    "model.name": "llama3",
+    f"{M}num_layers": "2",
+    f"{M}vocab_size": "320",
+    FSDP: "1",
+}
+"""What a case starts from: a shorter case is one that says less beside it. AdamW's eps is large, because a small one
+turns rounding of 1e-8 in a gradient into 1e-4 in a weight."""
+UNSET = "unset"
+"""The value that takes an option of BASE away."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration: what it says beside BASE, passes per step and data rank, and a second mesh or none.
+
+    ``then`` are options that the second half of the run, continued from its checkpoint, has instead of those of
+    ``options`` that are about the mesh.
+    """
+
+    options: Mapping[str, str] = field(default_factory=dict)
+    accumulation: int = 1
+    then: Mapping[str, str] | None = None
+
+    def value(self, option: str, default: str = "") -> str:
+        """What an option is set to."""
+        found = self.options.get(option, BASE.get(option, default))
+        return default if found == UNSET else found
+
+    def number(self, option: str, default: int = 1) -> int:
+        """The same of a whole number."""
+        text = self.value(option, str(default))
+        return int(text) if text.lstrip("-").isdigit() else default
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that the mesh has."""
+        return math.prod(self.number(degree) for degree in (PP, DDP, FSDP, CP, TP))
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different rows."""
+        return self.number(DDP) * self.number(FSDP)
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a step."""
+        return self.number(LOCAL) * self.data_ranks * self.accumulation
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all numbers are float32."""
+        types = [self.value(f"{T}{name}", "float32") for name in ("dtype", "mixed_precision_param")]
+        return {*types, self.value(f"{T}mixed_precision_reduce", "float32")} == {"float32"}
+
+    def resolved(self) -> dict[str, str]:
+        """All options, those of BASE too."""
+        family = self.value("model.name")
+        shape = {f"{M}{name}": value for name, value in SHAPES[family].items()}
+        flavor = {"model.flavor": FLAVORS[family]} if family in FLAVORS else {}
+        batch = {f"{T}global_batch_size": str(self.global_batch)}
+        merged = {**BASE, **shape, **flavor, **batch, **self.options}
+        return {name: value for name, value in merged.items() if value != UNSET}
+
+    def words(self) -> list[str]:
+        """The command line, without the number of ranks."""
+        return [word for name, value in self.resolved().items() for word in (f"--{name}", *value.split("\n"))]
+
+    def moved(self) -> Case:
+        """The second half, with the rows per step of the first."""
+        assert self.then is not None
+        kept = {name: value for name, value in self.options.items() if not is_of_mesh(name)}
+        second = Case({**kept, **self.then})
+        passes, rest = divmod(self.global_batch, second.number(LOCAL) * second.data_ranks)
+        return dataclasses.replace(second, accumulation=passes if not rest else 0)
+
+    def one_process(self) -> Case:
+        """What it must be equal to: the same model, data and optimizer, in one pass on one rank."""
+        kept = {name: value for name, value in self.options.items() if not is_of_mesh(name)}
+        return Case({**kept, LOCAL: str(self.global_batch)})
+
+
+def is_of_mesh(option: str) -> bool:
+    """Whether an option says how something is computed, and not what."""
+    return option.startswith((P, A, "compile.", "training.dataloader")) or option in (LOCAL, f"{T}enable_cpu_offload")
+
+
+def draw(seed: int, number: int) -> Case:
+    """Case ``number`` of a seed: nearly always a legal one, now and then the first that comes."""
+    rng = random.Random(f"{seed}/{number}")
+    case = _draw(rng)
+    if rng.random() < 0.9:
+        for _ in range(200):
+            if not list(broken(case)):
+                break
+            case = _draw(rng)
+    if rng.random() < 0.15 and case.value("task.name", "language_model") == "language_model":
+        for _ in range(50):
+            options = _mesh(rng, case.value("model.name"), rng.choice((1, 2, 2, 4)))
+            options[LOCAL] = str(rng.choice((1, 2, 4)))
+            moved = dataclasses.replace(case, then=options)
+            if moved.moved().accumulation and not list(broken(moved.moved())) and not list(broken(case)):
+                return moved
+    return case
+
+
+def _draw(rng: random.Random) -> Case:
+    options: dict[str, str] = {}
+    family = rng.choice(("llama3", "llama3", "mistral", "qwen2", "qwen3", "neox", "encoder", *MIXTURES, *MIXTURES))
+    if rng.random() < 0.6 and family == "encoder":
+        family = "llama3"
+    if family != "llama3":
+        options["model.name"] = family
+    num_ranks = rng.choices((1, 2, 3, 4, 6, 8), (6, 40, 4, 34, 4, 12))[0]
+    options |= _mesh(rng, family, num_ranks)
+    options |= _model(rng, family)
+    pp = int(options.get(PP, "1"))
+    if pp > 1:
+        stages = pp * (1 if options[SCHEDULE] in SINGLE else 2)
+        options[f"{M}num_layers"] = str(rng.choice((stages, stages, stages + 1, stages + 2)))
+    elif rng.random() < 0.5:
+        options[f"{M}num_layers"] = str(rng.choice((1, 3, 4)))
+    local = rng.choice((1, 1, 2, 3, 4))
+    accumulation = rng.choice((1, 1, 2, 3))
+    if pp > 1:
+        size = rng.choice((1, 1, 2))
+        count = stages * rng.choice((1, 1, 2)) + (
+            rng.choice((0, 1)) if options[SCHEDULE] in (*SINGLE, "LoopedBFS") else 0
+        )
+        accumulation = rng.choice((1, 2)) if count % 2 == 0 else 1
+        local = count * size // accumulation
+        if size > 1:
+            options[MICRO] = str(size)
+    if local > 1:
+        options[LOCAL] = str(local)
+    options |= _training(rng, family)
+    options |= _data(rng, options)
+    options |= _recompute(rng)
+    options |= _task(rng, family, options)
+    return Case(options, accumulation)
+
+
+def _mesh(rng: random.Random, family: str, num_ranks: int) -> dict[str, str]:
+    degrees = dict.fromkeys((PP, DDP, FSDP, CP, TP), 1)
+    rest = num_ranks
+    while rest > 1:
+        prime = next(n for n in (2, 3, 5, 7) if rest % n == 0)
+        axis = rng.choice((PP, PP, DDP, FSDP, FSDP, CP, TP)) if prime == 2 else rng.choice((PP, DDP, FSDP, FSDP))
+        degrees[axis] *= prime
+        rest //= prime
+    options = {name: str(degree) for name, degree in degrees.items() if degree > 1}
+    if degrees[PP] > 1:
+        options |= dict.fromkeys(LESS, "0") if rng.random() < 0.8 else {}
+        options[SCHEDULE] = rng.choice((*SINGLE, *LOOPED, *LOOPED, *V_SHAPED, *V_SHAPED))
+        if options[SCHEDULE] in LOOPED and rng.random() < 0.25:
+            options[f"{P}pipeline_parallel_layers_per_stage"] = rng.choice(("1", "1", "2"))
+    if degrees[CP] > 1:
+        if rng.random() < 0.3:
+            options[f"{P}context_parallel_method"] = "ulysses"
+        elif rng.random() < 0.5:
+            options[f"{P}context_parallel_rotate_method"] = "alltoall"
+        if rng.random() < 0.3 and f"{P}context_parallel_method" not in options:
+            options[f"{P}context_parallel_load_balancer"] = "none"
+    if rng.random() < 0.4:
+        options[f"{P}fsdp_reshard_after_forward"] = rng.choice(("always", "always", "never"))
+    if degrees[DDP] > 1 and rng.random() < 0.4:
+        options[f"{P}shard_optimizer_states"] = "true"
+    if degrees[TP] > 1 and rng.random() < 0.25:
+        options[f"{P}disable_loss_parallel"] = "true"
+    if family in MIXTURES:
+        ranks = degrees[FSDP] * degrees[CP] * degrees[TP]
+        degree = rng.choice([n for n in (1, 2, 3, 4, 6, 8) if ranks % n == 0])
+        if degree > 1:
+            options[EP] = str(degree)
+    return options
+
+
+def _model(rng: random.Random, family: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    if family in ("qwen2", "qwen3", "llama3") and rng.random() < 0.3:
+        options[f"{M}tied_embeddings"] = "true"
+    if family in ("mistral", "llama3") and rng.random() < (0.7 if family == "mistral" else 0.15):
+        options[f"{M}sliding_window"] = rng.choice(("1", "5", "11", "16", "40"))
+    if family != "neox" and rng.random() < 0.25:
+        options["model.norm_type"] = rng.choice(("layernorm", "np_layernorm", "fused_rmsnorm"))
+    if "num_kv_heads" in SHAPES[family] and rng.random() < 0.3:
+        options[f"{M}num_kv_heads"] = rng.choice(("1", "4"))
+    if rng.random() < 0.2:
+        options[f"{M}vocab_size"] = rng.choice(("258", "264", "290"))
+    if family == "neox" and rng.random() < 0.3:
+        options[f"{M}use_parallel_residual"] = "false"
+    if family in MIXTURES:
+        if rng.random() < 0.3:
+            options[f"{M}load_balance_coeff"] = "1e-2"
+        if rng.random() < 0.3:
+            options[f"{M}z_loss_coeff"] = "1e-2"
+        if rng.random() < 0.3:
+            options[f"{M}balance_loss_coeff"] = rng.choice(("0", "0.1"))
+        if rng.random() < 0.25:
+            options[f"{M}top_k"] = rng.choice(("1", "3"))
+        if rng.random() < 0.2:
+            options[f"{M}score_func"] = rng.choice(("sigmoid", "softmax"))
+        if rng.random() < 0.2:
+            options[f"{M}route_norm"] = "false"
+        if family != "deepseek_v3" and rng.random() < 0.2:
+            options[f"{M}num_experts"] = rng.choice(("3", "4", "6"))
+        if family == "deepseek_v3":
+            if rng.random() < 0.25:
+                options[f"{M}num_shared_experts"] = rng.choice(("0", "2"))
+            if rng.random() < 0.25:
+                options[f"{M}q_lora_rank"] = "0"
+        if rng.random() < 0.05:
+            options["debug.moe_force_load_balance"] = "true"
+    return options
+
+
+def _training(rng: random.Random, family: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    if rng.random() < 0.3:
+        options["optimizer.name"] = rng.choice(("Adam", "Muon", "Muon"))
+        if options["optimizer.name"] == "Muon":
+            options["optimizer.lr"] = "1e-3"  # its update is as large as its matrix's noise where that has little else
+    if rng.random() < 0.3:
+        options["optimizer.implementation"] = rng.choice(("foreach", "for-loop"))
+    if rng.random() < 0.15:
+        options["optimizer.no_weight_decay"] = "*attn*"  # such names a model of any kind has: others are refused late
+    if rng.random() < 0.3:
+        options[f"{T}max_norm"] = rng.choice(("inf", "0.1"))
+    if rng.random() < 0.15:
+        options[f"{T}enable_cpu_offload"] = "true"
+    precision = rng.random()
+    if precision < 0.08:
+        options[f"{T}mixed_precision_param"] = "bfloat16"
+        if rng.random() < 0.3:
+            options[f"{T}mixed_precision_reduce"] = "bfloat16"
+    elif precision < 0.12:
+        options[f"{T}dtype"] = "bfloat16"
+        options[f"{T}mixed_precision_param"] = UNSET
+    elif precision < 0.16:
+        options[f"{T}mixed_precision_param"] = "float16"
+        options[f"{T}initial_loss_scale"] = "1024"
+    if rng.random() < 0.06:
+        options["compile.enable"] = "true"
+        options["compile.backend"] = "aot_eager"  # the graphs of inductor without its minutes of compiling
+        if rng.random() < 0.5:
+            options["compile.components"] = rng.choice(("model", "loss"))
+    if rng.random() < 0.1 and family != "encoder":
+        options["lora.enable"] = "true"
+        options["lora.random_base"] = "true"
+        options["lora.rank"] = "4"
+        if rng.random() < 0.5:
+            options["lora.target_modules"] = rng.choice(("q_proj,o_proj", "layers.*.attn.w[qkvo],head", "head"))
+    if rng.random() < 0.5:
+        options["debug.seed"] = str(rng.randrange(1000))
+    if rng.random() < 0.05:
+        options["debug.deterministic"] = "true"
+    return options
+
+
+def _data(rng: random.Random, so_far: Mapping[str, str]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    cuts = int(so_far.get(TP, "1")) * int(so_far.get(CP, "1"))
+    options[SEQ] = str(rng.choice((16, 24, 32, 34, 40, 48, cuts * 9, cuts * 2 * 7)))
+    if rng.random() < 0.5:
+        options["data.packing"] = rng.choice(("padded", "first_fit"))
+        if rng.random() < 0.5:
+            options["data.long_documents"] = rng.choice(("cut", "drop"))
+    if rng.random() < 0.25:
+        options["data.document_mask"] = rng.choice(("on", "off"))
+    if rng.random() < 0.2:
+        options["data.format"] = "prompt_completion"
+    if rng.random() < 0.1:
+        options["data.mode"] = "stream"
+        options["data.readers"] = rng.choice(("4", "16"))
+    return options
+
+
+def _recompute(rng: random.Random) -> dict[str, str]:
+    if rng.random() < 0.45:
+        return {}
+    options = {f"{A}mode": rng.choice(("full", "selective", "selective", "selective"))}
+    if options[f"{A}mode"] == "selective":
+        options[f"{A}selective_ac_option"] = rng.choice(("op", "op", "1", "2"))
+    for name in ("early_stop", "cpu_offload"):
+        if rng.random() < 0.25:
+            options[f"{A}{name}"] = "true"
+    if rng.random() < 0.1:
+        options[f"{A}preserve_rng_state"] = "false"
+    return options
+
+
+def _task(rng: random.Random, family: str, so_far: dict[str, str]) -> dict[str, str]:
+    """A task of rows, now and then; the options of documents are then gone."""
+    if family == "encoder":
+        name = rng.choice(("masked_language_model", "classification"))
+    elif family in ("llama3", "qwen3", "mixtral") and rng.random() < 0.06:
+        name = rng.choice(("classification", "preference"))
+    else:
+        return {}
+    for option in [option for option in so_far if option.startswith("data.")]:
+        del so_far[option]
+    options = {"task.name": name, SEQ: "32"}  # room for an answer, or for a text between its ends
+    if name == "classification":
+        options["task.num_labels"] = "4"
+    if name == "masked_language_model":
+        options["task.options.mask_token_id"] = "259"
+        options[f"{M}vocab_size"] = "320"
+    if TP in so_far:
+        options[f"{P}disable_loss_parallel"] = "true"
+    return options
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that a case breaks, and the options of which a refusal may name any."""
+
+    rule: str
+    options: tuple[str, ...]
+
+
+def broken(case: Case) -> Iterator[Broken]:
+    """The documented rules that a case breaks."""
+    yield from _of_tensors(case)
+    yield from _of_pipeline(case)
+    yield from _of_experts(case)
+    yield from _of_pairs(case)
+
+
+def _of_tensors(case: Case) -> Iterator[Broken]:
+    tp, cp, seq_len = case.number(TP), case.number(CP), case.number(SEQ)
+    sizes = {**{f"{M}{name}": value for name, value in SHAPES[case.value("model.name")].items()}, **case.resolved()}
+    heads = int(sizes[f"{M}num_heads"])
+    kv_heads = int(sizes.get(f"{M}num_kv_heads", heads))
+    family = case.value("model.name")
+    width = int(sizes.get(f"{M}ffn_dim", "0")) or tp
+    shared = int(sizes.get(f"{M}num_shared_experts", "0")) * int(sizes.get(f"{M}moe_ffn_dim", "0"))
+    counts = {"heads": heads, "num_kv_heads": kv_heads, "ffn_dim": width, "shared experts": shared or tp}
+    counts["vocab_size"] = int(sizes[f"{M}vocab_size"])
+    for name, count in counts.items():
+        if count % tp:
+            yield Broken(f"tensor parallelism {tp} divides {name} {count} of {family}", (TP,))
+    ulysses = case.value(f"{P}context_parallel_method", "ring") == "ulysses"
+    balanced = not ulysses and case.value(f"{P}context_parallel_load_balancer", "headtail") == "headtail"
+    cuts = tp * cp * (2 if cp > 1 and balanced else 1)
+    if seq_len % cuts:
+        yield Broken(f"the sequence of {seq_len} has {cuts} equal parts", (SEQ,))
+    if cp > 1 and ulysses and kv_heads % (tp * cp):
+        yield Broken(f"ulysses divides {kv_heads} KV heads by {tp * cp}", (CP,))
+
+
+def _of_pipeline(case: Case) -> Iterator[Broken]:
+    pp = case.number(PP)
+    if pp == 1:
+        return
+    layers, schedule = case.number(f"{M}num_layers"), case.value(SCHEDULE, "1F1B")
+    less = [case.number(option, 1) for option in LESS]
+    per_stage = case.number(f"{P}pipeline_parallel_layers_per_stage", 0)
+    weighted = layers + sum(less)
+    stages = -(-weighted // per_stage) if per_stage else pp * (1 if schedule in SINGLE else 2)
+    named = (PP, SCHEDULE, f"{P}pipeline_parallel_layers_per_stage")
+    fits = {
+        **dict.fromkeys(SINGLE, stages == pp),
+        **dict.fromkeys(V_SHAPED, stages == 2 * pp),
+        **dict.fromkeys(LOOPED, stages % pp == 0 and stages >= 2 * pp),
+    }[schedule]
+    if not fits:
+        yield Broken(f"{schedule} on {pp} ranks takes no {stages} stages", named)
+    # as evenly as whole layers allow, the ends counting for layers, and a layer for each stage
+    if layers < stages or (weighted < stages + sum(less)):
+        yield Broken(f"{layers} layers are enough for {stages} stages", named)
+    size, local = case.number(MICRO), case.number(LOCAL)
+    if local % size:
+        yield Broken(f"micro-batches of {size} divide the local batch of {local}", (MICRO,))
+        return
+    batches = local * case.accumulation // size
+    if batches < stages:
+        yield Broken(f"{batches} micro-batches fill {stages} stages", (MICRO,))
+    elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and batches % max(1, batches // pp):
+        yield Broken(f"{batches} micro-batches make rounds of {pp}", (MICRO,))
+    tied = {"qwen3_moe": "false"}.get(case.value("model.name"), "false")
+    if case.value(f"{M}tied_embeddings", tied) == "true":
+        yield Broken("tied ends are on one stage", (PP,))
+    if schedule in SPLIT and case.value("compile.enable") == "true" and case.value("compile.components") != "loss":
+        yield Broken("compiled layers have one backward", (SCHEDULE,))
+
+
+def _of_experts(case: Case) -> Iterator[Broken]:
+    ep, family = case.number(EP), case.value("model.name")
+    if family not in MIXTURES:
+        if ep > 1:
+            yield Broken("experts are there to divide", (EP,))
+        return
+    sizes = case.resolved()
+    experts = int(sizes[f"{M}num_experts"])
+    ranks = case.number(FSDP) * case.number(CP) * case.number(TP)
+    if experts % ep:
+        yield Broken(f"{ep} expert-parallel ranks divide {experts} experts", (EP,))
+    if ranks % ep:
+        yield Broken(f"{ep} expert-parallel ranks divide {ranks} ranks", (EP,))
+    if int(sizes.get(f"{M}top_k", "2")) > experts:
+        yield Broken("a token has no more experts than there are", (f"{M}top_k",))
+    # beyond one expert for each rank, an expert's own sizes are split
+    beyond = ranks // ep * ep > experts
+    if beyond and not experts % ep and any(int(sizes[f"{M}{name}"]) % (ranks // ep) for name in ("moe_ffn_dim", "dim")):
+        yield Broken(f"{ranks} ranks share {experts} experts", (EP,))
+
+
+def _of_pairs(case: Case) -> Iterator[Broken]:
+    offload = case.value(f"{T}enable_cpu_offload") == "true"
+    if case.value(f"{P}shard_optimizer_states") == "true" and (case.number(DDP) == 1 or offload):
+        yield Broken("split states need copies of the model on the device", (f"{P}shard_optimizer_states",))
+    if case.value(f"{A}cpu_offload") == "true" and case.value(f"{A}mode") == "none":
+        yield Broken("inputs of recomputed layers are moved", (f"{A}cpu_offload",))
+    if case.value("data.packing", "concat") == "concat" and case.value("data.long_documents", "split") != "split":
+        yield Broken("concat cuts long documents", ("data.long_documents",))
+    task = case.value("task.name", "language_model")
+    if task == "language_model":
+        return
+    degrees = [PP, CP] if task in ("classification", "preference") else [PP, CP, TP]
+    for degree in degrees:
+        if case.number(degree) > 1:
+            yield Broken(f"{task} reads whole rows on whole models", (degree,))
+    if case.number(TP) > 1 and case.value(f"{P}disable_loss_parallel") != "true":
+        yield Broken("a task of rows needs its outputs whole", (f"{P}disable_loss_parallel",))
+    if task == "classification" and (case.value("lora.enable") == "true" or 4 % case.number(TP)):
+        yield Broken("classification starts a head anew", ("lora.enable", TP))

@@ -1,0 +1,192 @@
+"""Random configurations, each refused before a rank starts, or equal to one process; and the search for others.
+
+``SHARDTRAIN_SEARCH=500`` judges so many in place of 20, ``SHARDTRAIN_SEARCH_SEED`` others: ``docs/search.md``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import search
+import torch.distributed as dist
+from search import Searcher, Verdict, command, parse, shrink
+from search_space import (
+    CP,
+    DDP,
+    FSDP,
+    LOCAL,
+    LOOPED,
+    PP,
+    SCHEDULE,
+    SHAPES,
+    SINGLE,
+    TP,
+    V_SHAPED,
+    Case,
+    M,
+    P,
+    broken,
+    draw,
+)
+
+from shardtrain import config as configs
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.parallel import pipeline, shard
+
+SEED = int(os.environ.get("SHARDTRAIN_SEARCH_SEED", "0"))
+COUNT = int(os.environ.get("SHARDTRAIN_SEARCH", "20"))
+PART = 20
+
+# Options of cases that a search found to be wrong, as small as they got, and what was wrong with them.
+FOUND = {
+    "weights' gradients left out": "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4 "
+    "--parallelism.pipeline_parallel_schedule ZBVZeroBubble --parallelism.fsdp_reshard_after_forward always "
+    "--model.overrides.num_layers 6",
+    "a second recomputation": "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4 "
+    "--parallelism.pipeline_parallel_schedule DualPipeV --activation_checkpoint.mode selective "
+    "--activation_checkpoint.selective_ac_option op --model.overrides.num_layers 6",
+    "experts dealt by a rank's own count": "--model.name qwen3_moe --parallelism.data_parallel_shard_degree 2 "
+    "--debug.moe_force_load_balance true --training.local_batch_size 3 --training.seq_len 14",
+}
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(search.ROOT)  # the data of cases are named from there
+
+
+@pytest.fixture
+def searcher(tmp_path: Path) -> Searcher:
+    return Searcher(tmp_path)
+
+
+def assert_nothing_found(numbers: range) -> None:
+    lines: list[str] = []
+    counts, faults = search.search(SEED, numbers, lines.append)
+    assert not faults, "\n".join(lines)
+    assert sum(counts.values()) == len(numbers)
+    assert counts["equal"] > counts["refused"]  # a search of refusals would prove little
+
+
+@pytest.mark.timeout(3600)
+def test_random_configurations_are_refused_or_equal_to_one_process() -> None:
+    assert_nothing_found(range(COUNT))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(1, 25))
+def test_more_random_configurations_are_refused_or_equal_to_one_process(part: int) -> None:
+    assert_nothing_found(range(part * PART, (part + 1) * PART))
+
+
+@pytest.mark.timeout(600)
+def test_what_a_search_has_found_stays_mended(searcher: Searcher) -> None:
+    verdicts = searcher.judge([parse(shlex.split(options)) for options in FOUND.values()])
+    assert dict(zip(FOUND, verdicts, strict=True)) == dict.fromkeys(FOUND, Verdict("equal"))
+
+
+def test_a_case_is_the_same_in_every_search_and_its_command_gives_it_back() -> None:
+    for number in range(300):
+        case = draw(3, number)
+        assert case == draw(3, number)
+        again = parse(shlex.split(command(case).removeprefix("python tests/search.py --try ")))
+        assert (dict(again.options), again.accumulation, again.then) == (
+            dict(case.options),
+            case.accumulation,
+            case.then,
+        )
+
+
+def test_cases_reach_every_kind_of_option() -> None:
+    cases = [draw(4, number) for number in range(1500)]
+    seen: dict[str, Counter[str]] = {}
+    for case in cases:
+        for name, value in case.resolved().items():
+            seen.setdefault(name, Counter())[value] += 1
+    assert seen["model.name"].keys() == SHAPES.keys()
+    assert {*SINGLE, *LOOPED, *V_SHAPED} <= seen[SCHEDULE].keys()
+    for degree in (PP, DDP, FSDP, CP, TP):
+        assert {"2", "4"} <= seen[degree].keys(), degree
+    assert seen[f"{P}fsdp_reshard_after_forward"].keys() == {"always", "never"}
+    assert {case.num_ranks for case in cases} == {1, 2, 3, 4, 6, 8}
+    assert sum(case.then is not None for case in cases) > 50
+    legal = sum(not list(broken(case)) for case in cases)
+    assert 0.8 * len(cases) < legal < len(cases)
+
+
+SPLIT = Case(
+    {
+        PP: "2",
+        SCHEDULE: "ZBVZeroBubble",
+        f"{P}pipeline_parallel_first_stage_less_layers": "0",
+        f"{P}pipeline_parallel_last_stage_less_layers": "0",
+        f"{P}fsdp_reshard_after_forward": "always",
+        f"{M}num_layers": "4",
+        LOCAL: "4",
+        "debug.seed": "7",
+    }
+)
+
+
+@pytest.mark.timeout(600)
+def test_a_silent_difference_is_found_and_shrunk(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "gather", lambda model: None)  # what the schedule needs of a resharded stage
+    assert pipeline.shard is shard
+    assert searcher.judge([SPLIT])[0].kind == "differs"
+    small = shrink(SPLIT, lambda case: searcher.judge([case])[0].kind == "differs")
+    assert set(small.options) <= {*SPLIT.options} - {"debug.seed"}
+    assert {PP, SCHEDULE, f"{P}fsdp_reshard_after_forward"} <= set(small.options)
+    assert small.num_ranks == 2
+
+
+def test_a_crash_and_a_late_refusal_are_found_and_the_next_cases_are_judged(
+    searcher: Searcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = search.train.build
+
+    def fail(config: Any, world: Any) -> Any:
+        if world.rank == 1 and config.debug.seed == 1:
+            raise RuntimeError("planted")
+        if world.rank == 1 and config.debug.seed == 2:
+            raise ConfigError(Problem("debug.seed", 2, "is refused", "late"))
+        return build(config, world)
+
+    monkeypatch.setattr(search.train, "build", fail)
+    cases = [Case({FSDP: "2", "debug.seed": str(seed)}) for seed in (1, 2, 3)]
+    crash, late, equal = searcher.judge(cases)
+    assert crash.kind == "crashes" and "planted" in crash.text
+    assert late.kind == "refused late" and "debug.seed=2 is refused" in late.text
+    assert equal == Verdict("equal")
+
+
+def test_a_rank_that_waits_for_ever_is_found(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = search.train.step
+
+    def hang(run: Any) -> Any:
+        if dist.get_world_size() > 1 and dist.get_rank() == 1:
+            time.sleep(100)
+        return step(run)
+
+    monkeypatch.setattr(search.train, "step", hang)
+    monkeypatch.setattr(search, "IDLE_SECONDS", 4)
+    assert searcher.judge([Case({FSDP: "2"})])[0].kind == "hangs"
+
+
+def test_a_refusal_is_held_against_the_rules(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = Case({TP: "3"})
+    assert searcher.judge([odd])[0].kind == "refused"
+
+    def strict(loaded: Any) -> Any:
+        yield Problem("optimizer.lr", 1, "is refused", "for nothing")
+
+    monkeypatch.setattr(configs, "check", lambda loaded: list(strict(loaded)))
+    needless, misnamed = searcher.judge([Case(), odd])
+    assert needless.kind == misnamed.kind == "refused without need"
+    assert "names optimizer.lr" in misnamed.text

@@ -1,0 +1,120 @@
+"""Laws of the tiers: nothing is lost between them, and no law is only in the rest without a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import patience
+import pytest
+from tiers import SHARES, share_of
+
+TESTS = Path(__file__).parent
+SAMPLE = """
+import pytest
+from tiers import cases
+
+@pytest.mark.parametrize("size", cases(default=[1, 2], nightly=[3, *range(10, 40)]))
+def test_sizes(size):
+    pass
+
+@pytest.mark.parametrize(("a", "b"), cases(default=[(1, 2)], nightly=[(3, 4), pytest.param(5, 6, id="last")]))
+def test_pairs(a, b):
+    assert b == a + 1
+
+def test_alone():
+    pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "test_sample.py").write_text(SAMPLE)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, list[str], str]:
+    """Status, names of the tests that ran, and output."""
+    costs = folder / "costs.jsonl"
+    costs.write_text("")
+    names = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    names |= {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONPATH": str(TESTS),
+        "SHARDTRAIN_TEST_COSTS": str(costs),
+    }
+    marker = "markers=nightly: a law at more sizes or cases"
+    command = [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-p", "xdist.plugin", "-p", "tiers", "-q"]
+    done = subprocess.run(
+        [*command, "-o", marker, "--strict-markers", "--rootdir=.", "-p", "no:cacheprovider", *arguments],
+        cwd=folder, env=names, capture_output=True, text=True, timeout=patience.seconds(60), check=False,
+    )  # fmt: skip
+    ran = [json.loads(line)["test"].partition("::")[2] for line in costs.read_text().splitlines()]
+    return done.returncode, sorted(ran), done.stdout + done.stderr
+
+
+def test_the_default_tier_and_the_shares_are_all_tests_each_once(folder):
+    _, everything, _ = run(folder, "--all")
+    assert len(everything) == len(set(everything)) == 2 + 31 + 3 + 1
+    code, default, said = run(folder)
+    assert code == 0 and default == ["test_alone", "test_pairs[1-2]", "test_sizes[1]", "test_sizes[2]"]
+    assert "3 laws in 37 cases; the default tier states 3 of them in 4 cases" in said
+    shares = [run(folder, f"--share={number}/{SHARES}")[1] for number in range(1, SHARES + 1)]
+    assert all(shares) and sorted([*default, *(name for share in shares for name in share)]) == everything
+
+
+def test_workers_run_and_tell_the_same(folder):
+    code, ran, said = run(folder, "-n2", "--dist=worksteal", "--share=1/2")
+    assert (code, ran) == run(folder, "--share=1/2")[:2]
+    assert "3 laws in 37 cases; the default tier states 3 of them in 4 cases" in said
+    assert f"of the rest (33 cases), share 1/2: {len(ran)} cases" in said
+
+
+def test_a_test_that_is_named_runs_whole_and_a_file_in_its_tier(folder):
+    assert len(run(folder, "test_sample.py::test_pairs")[1]) == 3
+    assert run(folder, "test_sample.py::test_sizes[3]")[1] == ["test_sizes[3]"]
+    assert len(run(folder, "test_sample.py")[1]) == 4
+
+
+def test_a_law_that_is_only_in_the_rest_wants_a_reason(folder):
+    test = "import pytest\n@pytest.mark.nightly{}\ndef test_of_hours():\n    pass\n"
+    (folder / "test_more.py").write_text(test.format(""))
+    code, ran, said = run(folder)
+    assert code == 1 and len(ran) == 4 and "test_more.py::test_of_hours has no case in the default tier" in said
+    assert run(folder, "-n1")[0] == 1
+    assert run(folder, "test_more.py::test_of_hours")[:2] == (0, ["test_of_hours"])
+    (folder / "test_more.py").write_text(test.format('("it takes hours")'))
+    code, _, said = run(folder)
+    assert code == 0 and "only in the rest: test_more.py::test_of_hours: it takes hours" in said
+
+
+def test_the_table_names_every_law_with_its_cases_and_shares_and_runs_nothing(folder):
+    code, ran, said = run(folder, "--laws")
+    assert code == 0 and ran == []
+    rows = re.findall(r"^ +(\d+) +(\d+)  ([\d,-]+) +(test_\w+)$", said, re.MULTILINE)
+    shares = sorted({share_of(f"test_sample.py::test_pairs[{name}]") for name in ("3-4", "last")})
+    assert rows == [
+        ("1", "1", "-", "test_alone"),
+        ("1", "3", ",".join(map(str, shares)), "test_pairs"),
+        ("2", "33", "1,2,3,4,5", "test_sizes"),
+    ]
+
+
+@pytest.mark.parametrize("share", ["0/5", "6/5", "2", "a/b"])
+def test_a_share_that_there_is_not_is_told(folder, share):
+    code, ran, said = run(folder, f"--share={share}")
+    assert code == pytest.ExitCode.USAGE_ERROR and not ran and f"--share={share}: it is K/N" in said
+
+
+def test_a_case_stays_in_its_share():
+    # else five landings in a row, which bring tests of their own, would not run everything
+    names = (
+        "tests/test_grid.py::test_each_family[2-tp]",
+        "tests/test_cli.py::test_help",
+        "tests/test_kills.py::test_[3]",
+    )
+    assert [share_of(name, 5) for name in names] == [3, 1, 2]

@@ -1,0 +1,239 @@
+"""Which tests run when: a default tier that states every law once, and the rest in shares, one for each landing.
+
+A law is a test function; its cases are what it is run with. Cases marked ``nightly`` are the rest: they state the same
+law at more sizes, meshes or seeds. ``pytest`` runs the default tier, ``--all`` everything, ``--share 2/5`` those of the
+rest whose share it is, and ``--laws`` prints every law with where it runs. A test that is named by itself
+(``tests/test_grid.py::test_name``) runs whole.
+
+A case belongs to the share that the checksum of its name says, so that it stays there when others come and go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import patience
+import pytest
+import pytest_timeout
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks would fight for cores
+
+SHARES = 5
+"""In how many shares the rest is told by ``--laws``, and run by .ci/run."""
+COSTS = os.environ.get("SHARDTRAIN_TEST_COSTS")
+"""A file that gets a line of JSON for each test: its name, seconds that passed, CPU seconds with those of its ranks."""
+LONGEST_FIRST = ("test_grid.py", "test_docs.py", "test_expert.py", "test_same_numbers.py")
+
+
+def cases(default: Iterable[Any], nightly: Iterable[Any]) -> list[Any]:
+    """Values for ``pytest.mark.parametrize``: those of the default tier, and those of the rest; tuples are several."""
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, tuple) and hasattr(value, "marks"):
+            return value._replace(marks=[*value.marks, pytest.mark.nightly])
+        return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)
+
+    return [*default, *map(marked, nightly)]
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """``2/5`` -> (2, 5): the second of five shares. Raises pytest.UsageError."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(f"--share={text}: it is K/N with 1 <= K <= N, such as 2/{SHARES}")
+    return int(number), int(count)
+
+
+def share_of(name: str, count: int = SHARES) -> int:
+    """The share, from 1 to ``count``, to which a case belongs."""
+    return zlib.crc32(name.encode()) % count + 1
+
+
+@dataclass
+class Law:
+    """A test function, and how many of its cases there are."""
+
+    file: str
+    name: str
+    default: int = 0
+    nightly: int = 0
+    chosen: int = 0
+    """How many run now."""
+    shares: dict[int, int] = field(default_factory=dict)
+    """Nightly cases of each share of SHARES."""
+    reason: str = ""
+    """Why none is in the default tier."""
+
+
+def law_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
+    marker = item.get_closest_marker("nightly")
+    if config.option.all_tiers or config.stash[NAMED]:
+        return True
+    if config.option.share is None:
+        return marker is None
+    number, count = parse_share(config.option.share)
+    return marker is not None and share_of(item.nodeid, count) == number
+
+
+NAMED = pytest.StashKey[bool]()
+"""Whether tests are named one by one."""
+LAWS = pytest.StashKey[dict[str, Law]]()
+_of_workers: dict[str, dict[str, Any]] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers", "which tests run")
+    group.addoption("--all", action="store_true", dest="all_tiers", help="the default tier and the rest")
+    group.addoption("--share", metavar="K/N", help="of the rest, the K-th of N shares; without the default tier")
+    group.addoption("--laws", action="store_true", help="print every law and where it runs; run nothing")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if config.option.share:
+        parse_share(config.option.share)
+    if config.option.laws:  # in this process
+        config.option.numprocesses, config.option.dist, config.option.tx = None, "no", []
+    config.stash[NAMED] = any("::" in argument for argument in config.args)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m choose among them
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose what runs now; what takes longest first, so that no core is idle at the end."""
+    config.stash.setdefault(NAMED, any("::" in argument for argument in config.args))
+    laws: dict[str, Law] = {}
+    chosen, others = [], []
+    for item in items:
+        key = law_of(item)
+        law = laws.setdefault(key, Law(*key.split("::", 1)))
+        if marker := item.get_closest_marker("nightly"):
+            law.nightly += 1
+            law.shares[share_of(item.nodeid)] = law.shares.get(share_of(item.nodeid), 0) + 1
+            law.reason = law.reason or " ".join(marker.args)
+        else:
+            law.default += 1
+        runs = is_chosen(item, config)
+        law.chosen += runs
+        (chosen if runs else others).append(item)
+    ranks = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items[:] = sorted(chosen, key=lambda item: ranks.get(item.path.name, len(LONGEST_FIRST)))
+    config.stash[LAWS] = laws
+    if others and not config.option.laws:
+        config.hook.pytest_deselected(items=others)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["laws"] = {key: asdict(law) for key, law in laws.items()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What a worker of xdist has collected, which this process has not."""
+    _of_workers.update(getattr(node, "workeroutput", {}).get("laws", {}))
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    return True if session.config.option.laws else None
+
+
+def unstated(config: pytest.Config, laws: dict[str, Law]) -> list[str]:
+    """Laws without a case in the default tier and without a reason."""
+    return [] if config.stash[NAMED] else [key for key, law in laws.items() if not law.default and not law.reason]
+
+
+def collected(config: pytest.Config) -> dict[str, Law]:
+    found = config.stash.get(LAWS, {})
+    return found or {key: Law(**law) for key, law in _of_workers.items()}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    if hasattr(config, "workerinput"):
+        return
+    if unstated(config, collected(config)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    elif config.option.laws or (config.option.share and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.OK
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    laws = collected(config)
+    if not laws:
+        return
+    if config.option.laws:
+        for line in table(laws):
+            terminalreporter.write_line(line)
+    terminalreporter.write_sep("=", "laws")
+    for line in summary(config, laws):
+        terminalreporter.write_line(line)
+
+
+def table(laws: dict[str, Law]) -> Iterator[str]:
+    """Every law by file: cases in the default tier, in all, and in which shares the others are."""
+    file = ""
+    for law in sorted(laws.values(), key=lambda law: (law.file, law.name)):
+        if law.file != file:
+            file = law.file
+            yield f"\n{file}\n{'default':>8}{'all':>6}  {'shares':<12}  law"
+        shares = ",".join(map(str, sorted(law.shares)))
+        yield f"{law.default:8d}{law.default + law.nightly:6d}  {shares or '-':<12}  {law.name}"
+
+
+def summary(config: pytest.Config, laws: dict[str, Law]) -> Iterator[str]:
+    """How many laws there are, how many the default tier states, and what ran."""
+    stated = sum(bool(law.default) for law in laws.values())
+    default, nightly, chosen = (
+        sum(getattr(law, name) for law in laws.values()) for name in ("default", "nightly", "chosen")
+    )
+    yield f"{len(laws)} laws in {default + nightly} cases; the default tier states {stated} of them in {default} cases"
+    if config.stash[NAMED]:
+        tier = "the tests named, whole"
+    elif config.option.all_tiers:
+        tier = "all"
+    elif config.option.share:
+        tier = f"of the rest ({nightly} cases), share {config.option.share}"
+    else:
+        tier = "the default tier"
+    yield f"chosen: {tier}: {chosen} cases of {sum(bool(law.chosen) for law in laws.values())} laws"
+    for law in laws.values():
+        if not law.default and law.reason:
+            yield f"only in the rest: {law.file}::{law.name}: {law.reason}"
+    for key in unstated(config, laws):
+        yield (
+            f"ERROR: {key} has no case in the default tier; mark fewer of its cases nightly, or say why: "
+            '@pytest.mark.nightly("the reason")'
+        )
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """A test's limit is longer on a busy machine, as all its waits are."""
+    pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=patience.seconds(settings.timeout)))
+    return True
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those children that have ended and been waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Write what a test costs, with the fixtures that it is the first to need."""
+    wall, cpu = time.monotonic(), _cpu_seconds()
+    result = yield
+    if COSTS:
+        line = {"test": item.nodeid, "wall": round(time.monotonic() - wall, 3), "cpu": round(_cpu_seconds() - cpu, 3)}
+        with open(COSTS, "a") as file:
+            file.write(json.dumps(line) + "\n")
+    return result
