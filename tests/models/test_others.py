@@ -164,6 +164,26 @@ def test_files_of_other_styles_have_the_numbers_of_one_process_or_are_refused_fo
     assert not wrong, "\n".join(wrong)
 
 
+COMPILED = ("olmo2", "normformer", "gemma2")
+
+
+def run_compiled(rank: int) -> dict[str, Result]:
+    found = {}
+    for name in COMPILED:
+        asked = config(name, TP, 2, num_ranks=2)
+        asked = replace(asked, compile=replace(asked.compile, enable=True, backend="aot_eager", components=["model"]))
+        found[name] = train_steps(rank, asked, STEPS)
+    return found
+
+
+@pytest.mark.nightly
+def test_compiled_modules_under_tensor_parallelism_have_the_numbers_of_one_process() -> None:
+    """OLMo 2's first attention is given the embedding's output with nothing between: its gradient was once lost there."""
+    for results in run_ranks(2, run_compiled):
+        for name, result in results.items():
+            assert differences(result, one_process(name, 2)) == [], name
+
+
 def test_there_are_twenty_files_and_each_learns() -> None:
     assert len(FILES) >= 20
     for name in FILES:
