@@ -236,13 +236,13 @@ def test_words_that_do_not_go_together_are_refused(words, named):
 
 
 @pytest.mark.parametrize("check", list(real.general(SMALL)), ids=lambda c: f"{c.name}-{c.size}-{c.mesh}")
-@pytest.mark.nightly
+@pytest.mark.nightly("some ten seconds of four ranks; the laws above state each kind once")
 def test_each_general_check_passes_small(check):
     assert real.measured(check, 1 << 32).verdict == "pass"
 
 
 @pytest.mark.parametrize("check", list(real.general(real.Sizes())), ids=lambda c: f"{c.name}-{c.size}-{c.mesh}")
-@pytest.mark.nightly
+@pytest.mark.nightly("minutes, and up to 17 GB of memory")
 def test_each_general_check_passes_at_real_size_or_does_not_fit(check):
     budget = int(real.SPARE * real.free_memory())
     row = real.measured(check, budget)
@@ -252,7 +252,7 @@ def test_each_general_check_passes_at_real_size_or_does_not_fit(check):
 
 
 @pytest.mark.parametrize(("model", "flavor"), PRESETS)
-@pytest.mark.nightly
+@pytest.mark.nightly("minutes for each family")
 @pytest.mark.timeout(1800)
 def test_one_layer_of_each_family_is_that_of_float64(model, flavor):
     budget = min(8 << 30, int(real.SPARE * real.free_memory()))
