@@ -10,7 +10,7 @@ import dataclasses
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from shardtrain.verify.shrink import Task
 if TYPE_CHECKING:
     from shardtrain.verify.run import Trainer
 
-__all__ = ["Task", "compare_plan", "main", "plan", "reference", "verify"]
+__all__ = ["Task", "compare_plan", "main", "plan", "probe", "reference", "verify"]
 
 
 def main(words: Sequence[str], load_trainer: Callable[[], Trainer]) -> int:
@@ -45,13 +45,18 @@ def main(words: Sequence[str], load_trainer: Callable[[], Trainer]) -> int:
 
         return real.main(request, loaded, load_trainer)
     task = plan(loaded, request)
-    rows = []
     if not request.json:
         print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process")
         for note in task.notes:
             print(f"  {note}")
-    rows = verify(task, load_trainer())
-    text = report.document(model_name(task.reference), task.notes, rows) if request.json else report.table(rows)
+    with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
+        task, found = probe(task, Path(folder))
+        if not request.json:
+            for note in found:
+                print(f"  {note}", flush=True)
+        rows = verify(task, load_trainer(), Path(folder))
+    notes = [*task.notes, *found]
+    text = report.document(model_name(task.reference), notes, rows) if request.json else report.table(rows)
     print(text)
     return report.exit_code(rows)
 
@@ -126,27 +131,28 @@ def _devices(task: Task) -> list[str]:
     return [str(Problem("training.device", "cuda", rule, 'use "cpu", or smaller meshes with --mesh'))]
 
 
-def verify(task: Task, trainer: Trainer) -> list[Row]:
-    """Probe the model's promises, run one process, then each plan; a row for each plan."""
-    from shardtrain.verify import promises
+def probe(task: Task, folder: Path) -> tuple[Task, list[str]]:
+    """Ask the model alone for what every mesh needs: the task without plans that it rules out, and what was noticed.
 
-    folder = Path(tempfile.mkdtemp(prefix="shardtrain-verify-"))
-    try:
-        has_core = _probe(promises.probe, task.reference, folder)
-        reference(task, trainer, folder)
-        plans = task.plans if has_core else [_without_core(one) for one in task.plans]
-        return [compare_plan(task, one, trainer, folder) for one in plans]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    In processes of their own: this one must not have computed anything when ranks are forked from it.
 
-
-def _probe(probe: Any, config: Config, folder: Path) -> bool:
-    """Raise every broken promise of the model; gives whether it names an attention core.
-
-    In a process of its own: this one must not have computed anything when ranks are forked from it.
+    Raises:
+        ConfigError: with every broken promise, or because the model cannot be built.
     """
+    from shardtrain.verify import probes, promises
+
+    config, peers = task.reference, folder / "peers"
+    peers.mkdir()
     try:
-        (found,) = workers.run(1, probe, config, folder=folder)
+        if config.training.device != "cuda":
+            try:
+                limit = workers.PROBE_TIMEOUT_SECONDS
+                workers.run(
+                    2, probes.run_with_peers, config, str(peers), folder=peers, backend="gloo", limit_seconds=limit
+                )
+            except workers.RankFailed as error:  # what cannot be built alone either is told as that
+                (peers / "error").write_text(str(error))
+        (found,) = workers.run(1, promises.probe, config, str(peers), folder=folder)
     except workers.RankFailed as error:
         if error.refused:
             raise ConfigError(str(error).splitlines()) from None
@@ -154,15 +160,22 @@ def _probe(probe: Any, config: Config, folder: Path) -> bool:
         raise ConfigError(Problem("model.name", config.model.name, f"cannot be built: {error}", fix)) from None
     if found["broken"]:
         raise ConfigError(found["broken"])
-    return bool(found["has_core"])
+    plans = [_ruled_out(one, found["impossible"]) for one in task.plans]
+    return dataclasses.replace(task, plans=plans), found["notes"]
 
 
-def _without_core(one: Plan) -> Plan:
-    """A plan of a model whose layout names no attention core: it cannot split sequences."""
-    if one.problem or one.degrees.get("cp", 1) == 1:
-        return one
-    problem = Problem("LAYOUT.context", None, "names no attention core, which cp replaces", "name the module")
-    return dataclasses.replace(one, problem=str(problem))
+def _ruled_out(one: Plan, impossible: Mapping[str, str]) -> Plan:
+    """A plan, with the reasons why this model cannot be split along its axes."""
+    reasons = [reason for axis, reason in impossible.items() if one.degrees.get(axis, 1) > 1]
+    return one if one.problem or not reasons else dataclasses.replace(one, problem="\n".join(reasons))
+
+
+def verify(task: Task, trainer: Trainer, folder: Path) -> list[Row]:
+    """Run one process, then each plan; a row for each plan."""
+    if all(one.problem for one in task.plans):
+        return [compare_plan(task, one, trainer, folder) for one in task.plans]
+    reference(task, trainer, folder)
+    return [compare_plan(task, one, trainer, folder) for one in task.plans]
 
 
 def reference(task: Task, trainer: Trainer, folder: Path) -> None:
@@ -189,16 +202,20 @@ def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
     from shardtrain.verify.run import run_steps
 
     if one.problem:
-        return Row(one.name, one.schedule, "not possible", cause=one.problem.replace("\n", "; "))
+        return Row(
+            one.name, one.schedule, "not possible", cause=one.problem.replace("\n", "; "), options=one.told_options
+        )
     started = time.perf_counter()
     ranks = Path(tempfile.mkdtemp(dir=folder))
     try:
         _run_ranks(one.num_ranks, run_steps, trainer, one.loaded.config, task, ranks)
     except workers.RankFailed as error:
         verdict: Any = "not possible" if error.refused else "failed"
-        return Row(one.name, one.schedule, verdict, time.perf_counter() - started, cause=str(error))
+        seconds = time.perf_counter() - started
+        return Row(one.name, one.schedule, verdict, seconds, cause=str(error), options=one.told_options)
     arguments = (one.loaded.config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
     (found,) = workers.run(1, judge, *arguments, folder=ranks)
     shutil.rmtree(ranks, ignore_errors=True)
-    row = Row(one.name, one.schedule, "differs" if found["first"] else "same", **found)
+    verdict = "differs" if found["first"] else "same"
+    row = Row(one.name, one.schedule, verdict, **found, options=one.told_options)
     return dataclasses.replace(row, seconds=time.perf_counter() - started)

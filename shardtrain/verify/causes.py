@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from shardtrain.layout import matches
+from shardtrain.layout import TENSOR_WORDS, matches, word_of
 from shardtrain.targets import IGNORE
 from shardtrain.verify.evidence import MATCH, Evidence, axes_that_differ
 from shardtrain.verify.run import Record
@@ -32,9 +33,11 @@ def missing_reduction(e: Evidence) -> str | None:
                 return c[place]
 
             if e.explains(e.suspect, of_share):
-                return (
-                    f"missing reduction over {' and '.join(chosen)}: each rank has only the gradient of its own share"
-                )
+                owner = e.suspect.rpartition(".")[0]
+                word = word_of(e.layout, owner)
+                told = f'; LAYOUT.tensor calls {owner} "{word}" ({TENSOR_WORDS[word]})' if word and "tp" in chosen else ""
+                over = " and ".join(chosen)
+                return f"missing reduction over {over}: each rank has only the gradient of its own share{told}"
     return None
 
 
@@ -59,8 +62,9 @@ def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
         for chosen in itertools.combinations(axes if count == 1 else e.axes, count):
             by_size.setdefault(math.prod(e.sizes[axis] for axis in chosen), []).append(" x ".join(chosen))
     for size, names in by_size.items():
-        yield 1 / size, f"scaled by 1/{size}, the size of axis {' or '.join(names)}: averaged where it must be summed"
-        yield float(size), f"scaled by {size}, the size of axis {' or '.join(names)}: counted {size} times"
+        told = " or ".join(names) + (", or the number of micro-batches" if size == e.num_micro else "")
+        yield 1 / size, f"scaled by 1/{size}, the size of axis {told}: averaged where it must be summed"
+        yield float(size), f"scaled by {size}, the size of axis {told}: counted {size} times"
     if e.num_micro > 1:
         yield 1 / e.num_micro, f"scaled by 1/{e.num_micro}, the number of micro-batches: averaged over micro-batches"
         yield float(e.num_micro), f"scaled by {e.num_micro}, the number of micro-batches: counted {e.num_micro} times"
@@ -205,6 +209,16 @@ def _wrong_positions(e: Evidence) -> Iterator[tuple[str, Tensor]]:
     yield "each rank has the positions of the next", offset
 
 
+def _plain_core(ours: Mapping[str, Tensor], step: int) -> float:
+    """How far one process's own attention core is from causal softmax(q k / sqrt(H)) v, (B, T, N, H)."""
+    q, k, v, out = (ours[f"core/{step}/{name}"] for name in ("q", "k", "v", "out"))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if q.ndim != 4 or q.size(1) % k.size(1):
+        return 0.0
+    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1)).transpose(1, 2)
+    return float((plain - out).norm() / plain.norm()) if plain.shape == out.shape else 0.0
+
+
 def _core(e: Evidence) -> str | None:
     """Compare what the first attention core is given and gives with one process's."""
     step = e.first.step
@@ -229,8 +243,72 @@ def _core(e: Evidence) -> str | None:
     if given > 1e-4:
         return f"wrong positions or tokens under cp: queries and keys are off by {given:.2g} before attention"
     if outcome.get("out", 0.0) > 1e-4:
+        if (plain := _plain_core(ours, step)) > 1e-4:
+            return (
+                f"the attention core {e.layout.context} is not softmax(q k / sqrt(H)) v with a causal mask, which cp puts "
+                f"in its place: on one process it is off from that by {plain:.2g}"
+            )
         return (
             f"attention over the parts of cp is wrong (causal mask or exchange): queries, keys and values agree, "
             f"its output is off by {outcome['out']:.2g}"
         )
+    return None
+
+
+def stale_weights(e: Evidence) -> str | None:
+    """A step is computed with the weights that an earlier one began with."""
+    if e.first.step == 0 or not e.first.loss_differs:
+        return None
+    mine = e.records[0].losses[e.first.step]
+    for step in range(e.first.step - 1, -1, -1):
+        if abs(e.shares_with(step=step).loss() - mine) < 1e-6 * max(1.0, abs(mine)):
+            return f"stale weights: step {e.first.step + 1} is computed with those that step {step + 1} began with"
+    return None
+
+
+def balance_loss(e: Evidence) -> str | None:
+    """The gradient of the balance losses of experts counts another number of times."""
+    if not e.layout.expert or e.first.loss_differs:
+        return None
+    rows = list(range(e.sequences))
+    whole, without = (e.shares_with(balance=weight).gradient(e.suspect, rows) for weight in (1.0, 0.0))
+    if whole is None or without is None or float((whole - without).norm()) < 1e-6 * float(whole.norm()):
+        return None
+    mine = e.mine(e.suspect)
+    if mine is None:
+        return None
+    balance = whole - without
+    factor = float(((mine - without) * balance).sum() / balance.square().sum())
+    if not e.explains(e.suspect, lambda _: without + factor * balance):
+        return None
+    return f"the balance loss of experts counts {factor:.4g} times; the gradient of the loss itself agrees"
+
+
+def clipped_otherwise(e: Evidence) -> str | None:
+    """Gradients agree but for what clipping multiplied them by."""
+    if e.expected.clipping(e.first.step) == 1.0 or e.first.loss_differs:
+        return None
+    factors = {}
+    for record, part, slices in e.holders(e.suspect):
+        theirs = e.theirs(e.suspect)[slices]
+        if not part.numel() or float(theirs.norm()) == 0:
+            continue
+        factor = float((part * theirs).sum() / theirs.square().sum())
+        if float((part - factor * theirs).norm()) > MATCH * float(part.norm()):
+            return None
+        factors[record.rank] = factor
+    if not factors:
+        return None
+    told = ", ".join(f"rank {rank}: {factor:.4g}" for rank, factor in factors.items())
+    return f"clipped by another factor than on one process, times {told}; up to there gradients agree"
+
+
+def short_type(e: Evidence) -> str | None:
+    """Every number is one of a shorter type: what was added up or cast in it lost its last digits."""
+    mine, theirs = e.mine(e.suspect), e.theirs(e.suspect)
+    if mine is None or float((mine - theirs).norm()) > 0.1 * float(theirs.norm()):
+        return None
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(mine.to(dtype).float(), mine) and not torch.equal(theirs.to(dtype).float(), theirs):
+            return f"each number of the gradient is a {str(dtype).removeprefix('torch.')}: reduced or cast in that type"
     return None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.layout import Layout
-from shardtrain.verify.run import Record
+from shardtrain.verify.run import MAX_NORM, Record, is_clipped
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-5
@@ -28,7 +28,8 @@ SMALL = 0.05
 class First:
     """The first difference in time, and within a step in the order of the forward pass.
 
-    ``kind`` is initial, loss, gradient, norm or weights; ``names`` are all tensors that differ there.
+    ``kind`` is own (what training would start from), initial, loss, gradient, norm, weights
+    or buffers; ``names`` are all tensors that differ there.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class Expected:
         self.record = record
         names = [key.removeprefix("initial/") for key in record.parts if key.startswith("initial/")]
         self.names = forward_order(names, layout)
+        self.buffers = [key.removeprefix("buffers/0/") for key in record.parts if key.startswith("buffers/0/")]
 
     def whole(self, kind: str, name: str) -> Tensor:
         """A tensor of one process: all of it is there."""
@@ -68,8 +70,14 @@ class Expected:
         return {name: self.whole(kind, name) for name in self.names}
 
     def total(self, step: int) -> float:
-        """Norm of all gradients of a step."""
+        """Norm of all gradients of a step, before clipping."""
         return self.record.norms[step]
+
+    def clipping(self, step: int) -> float:
+        """What clipping multiplied the gradients of a step by: 1 where there was none."""
+        if not is_clipped(step, len(self.record.norms)):
+            return 1.0
+        return min(1.0, MAX_NORM / (self.record.norms[step] + 1e-6))
 
     def error(self, kind: str, name: str, part: Tensor, slices: tuple[slice, ...], scale: float) -> float:
         """Norm of the difference of a part, over ``scale``; not a number counts as infinite."""
@@ -99,21 +107,27 @@ def forward_order(names: Sequence[str], layout: Layout) -> list[str]:
 def compare(expected: Expected, records: Sequence[Record], steps: int) -> Differences:
     """All differences of a mesh's ranks from one process."""
     found = Differences()
-    unequal = [name for name in expected.names if not _bitwise(expected, records, name)]
-    found.initial = len(unequal)
-    if unequal:
-        found.first = First("initial", 0, unequal, 0.0)
+    for kind in ("initial", "own"):  # the second are those that training would start from, so they are named first
+        unequal = [name for name in expected.names if not _bitwise(expected, records, kind, name)]
+        found.initial = max(found.initial, len(unequal))
+        if unequal:
+            found.first = First(kind, 0, unequal, 0.0)
     for step in range(steps):
         _compare_step(expected, records, step, found)
     return found
 
 
-def _bitwise(expected: Expected, records: Sequence[Record], name: str) -> bool:
-    key = f"initial/{name}"
+def _bitwise(expected: Expected, records: Sequence[Record], kind: str, name: str) -> bool:
+    key = f"{kind}/{name}"
     holders = [record for record in records if key in record.parts]
     return bool(holders) and all(
-        torch.equal(record.parts[key], expected.whole("initial", name)[record.slices[key]]) for record in holders
+        same_bits(record.parts[key], expected.whole(kind, name)[record.slices[key]]) for record in holders
     )
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, where no number counts as one: weights nobody knows how to draw."""
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _compare_step(expected: Expected, records: Sequence[Record], step: int, found: Differences) -> None:
@@ -128,6 +142,7 @@ def _compare_step(expected: Expected, records: Sequence[Record], step: int, foun
     if found.first is not None:
         return
     wrong_gradients = [name for name, error in gradients.items() if error > GRADIENT_TOLERANCE]
+    wrong_buffers = [name for name in expected.buffers if not _same_buffer(expected, records, step, name)]
     wrong_weights = [name for name, error in weights.items() if error > WEIGHT_TOLERANCE]
     loss_differs = loss > LOSS_TOLERANCE
     if wrong_gradients:
@@ -138,11 +153,24 @@ def _compare_step(expected: Expected, records: Sequence[Record], step: int, foun
         found.first = First("norm", step, [], norm)
     elif wrong_weights:
         found.first = First("weights", step, wrong_weights, weights[wrong_weights[0]])
+    elif wrong_buffers:
+        found.first = First("buffers", step, wrong_buffers, 0.0)
+
+
+def _same_buffer(expected: Expected, records: Sequence[Record], step: int, name: str) -> bool:
+    """Whether each rank that has a buffer has one process's: buffers are counts and their signs, so they are equal."""
+    key = f"buffers/{step}/{name}"
+    return all(
+        record.parts[key].shape == expected.record.parts[key].shape
+        and torch.allclose(record.parts[key], expected.record.parts[key], rtol=1e-5, atol=1e-6)
+        for record in records
+        if key in record.parts
+    )
 
 
 def scale_of(expected: Expected, step: int, name: str) -> float:
     """What a gradient's error is measured against."""
-    return max(float(expected.whole(f"gradient/{step}", name).norm()), SMALL * expected.total(step))
+    return max(float(expected.whole(f"gradient/{step}", name).norm()), SMALL * expected.total(step) * expected.clipping(step))
 
 
 def gradient_error(expected: Expected, records: Sequence[Record], step: int, name: str) -> float:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardtrain.verify import causes
+from shardtrain.verify import causes, forward
+from shardtrain.verify.compare import same_bits
 from shardtrain.verify.evidence import Evidence, axes_that_differ
 from shardtrain.verify.run import Record
 
 HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
+    causes.clipped_otherwise,
     causes.expert_dropped,
     causes.missing_reduction,
     causes.scaled,
@@ -21,6 +23,9 @@ HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
     causes.same_samples,
     causes.swapped_targets,
     causes.positions,
+    causes.stale_weights,
+    causes.balance_loss,
+    causes.short_type,
     causes.replicas_differ,
 )
 """In this order: the first that every rank's numbers fit is named."""
@@ -28,10 +33,12 @@ HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
 
 def diagnose(e: Evidence) -> str:
     """The likely cause of the first difference."""
-    if e.first.kind == "initial":
+    if e.first.kind in ("own", "initial"):
         return _initial(e)
     if e.first.kind == "norm":
         return _norm(e)
+    if e.first.kind == "buffers":
+        return _buffers(e)
     if e.first.kind == "weights":
         return _weights(e)
     if e.first.kind == "loss":
@@ -39,10 +46,15 @@ def diagnose(e: Evidence) -> str:
     absent = [name for name in e.first.names if not e.holders(name)]
     if absent:
         return f"no gradient: {absent[0]} takes no part in the loss on this mesh"
+    place = forward.first_difference(e) if e.first.loss_differs and e.first.step == 0 else ""
     for hypothesis in HYPOTHESES:
         cause = hypothesis(e)
         if cause:
-            return cause
+            return f"{cause}; {place}" if place else cause
+    if place:
+        return place
+    if e.first.step == 0 and (place := forward.first_backward_difference(e)):
+        return place
     mine, theirs = e.mine(e.suspect), e.theirs(e.suspect)
     if mine is None:
         return "no simple cause fits; the ranks' parts do not make up the whole tensor"
@@ -54,12 +66,12 @@ def diagnose(e: Evidence) -> str:
 
 def _initial(e: Evidence) -> str:
     name = e.first.names[0]
-    key = f"initial/{name}"
+    key = f"{e.first.kind}/{name}"
     holders = [record for record in e.records if key in record.parts]
     wrong = [
         record
         for record in holders
-        if not torch.equal(record.parts[key], e.expected.whole("initial", name)[record.slices[key]])
+        if not same_bits(record.parts[key], e.expected.whole(e.first.kind, name)[record.slices[key]])
     ]
     ranks = ", ".join(str(record.rank) for record in wrong)
     if len(wrong) < len(holders):
@@ -88,6 +100,17 @@ def _weights(e: Evidence) -> str:
             axes = " and ".join(axes_that_differ(one, other))
             return f"unsynchronised parameter: its copies differ between ranks of axis {axes} after the update"
     return "the update differs, though the gradient agrees: look at the optimizer and its state"
+
+
+def _buffers(e: Evidence) -> str:
+    name, step = e.first.names[0], e.first.step
+    key = f"buffers/{step}/{name}"
+    holders = [record for record in e.records if key in record.parts]
+    for one, other in itertools.combinations(holders, 2):
+        if not torch.equal(one.parts[key], other.parts[key]):
+            axes = " and ".join(axes_that_differ(one, other))
+            return f"unsynchronised buffer: its copies differ between ranks of axis {axes}"
+    return "all ranks have the same, and one process another: what it counts is not summed, or counted more than once"
 
 
 def _norm(e: Evidence) -> str:

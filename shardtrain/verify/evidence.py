@@ -59,14 +59,22 @@ class Evidence:
     @cached_property
     def shares(self) -> Shares:
         """The step on one process, in plain PyTorch."""
-        return Shares(plain_model(self.config, self.expected.weights(self.first.step)), self.batch)
+        factor = self.expected.clipping(self.first.step)
+        return Shares(plain_model(self.config, self.expected.weights(self.first.step)), self.batch, factor)
+
+    def shares_with(self, step: int = -1, balance: float = 1.0) -> Shares:
+        """The same with the weights of another step, or with another weight of the balance losses of experts."""
+        step = self.first.step if step < 0 else step
+        factor = self.expected.clipping(self.first.step)
+        return Shares(plain_model(self.config, self.expected.weights(step)), self.batch, factor, balance)
 
     @cached_property
     def suspect(self) -> str:
         """The first tensor whose gradient differs and is not nearly zero, which would say nothing about scales."""
         names = self.first.names
         total = self.expected.total(self.first.step)
-        big = [name for name in names if float(self.theirs(name).norm()) > 1e-4 * total]
+        least = 1e-4 * total * self.expected.clipping(self.first.step)
+        big = [name for name in names if float(self.theirs(name).norm()) > least]
         return (big or list(names))[0]
 
     def theirs(self, name: str) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardtrain import models
 from shardtrain.config import Config
+from shardtrain.verify import dropout
 from shardtrain.verify.compare import Expected, First, compare
 from shardtrain.verify.diagnose import diagnose
 from shardtrain.verify.evidence import Evidence
@@ -17,6 +18,7 @@ def judge(
     _rank: int, _num: int, config: Config, sizes: dict[str, int], alone: str, together: str, num_ranks: int, steps: int
 ) -> dict[str, Any]:
     """The fields of a ``report.Row`` that come from comparing; runs in a process of its own, after the ranks."""
+    dropout.switch_off()
     layout = models.find(config.model.name).LAYOUT
     expected = Expected(read_record(Path(alone), 0), layout)
     records = [read_record(Path(together), rank) for rank in range(num_ranks)]
@@ -31,18 +33,20 @@ def judge(
 
 def _say(first: First, expected: Expected, losses: list[float], layers: str) -> str:
     """The first difference as a sentence: step, tensor with its layer, and by how much."""
-    when = "before step 1" if first.kind == "initial" else f"step {first.step + 1}"
+    start = first.kind in ("own", "initial")
+    when = "before step 1" if start else f"step {first.step + 1}"
     if first.names:
         name = first.names[0]
         top, _, rest = name.partition(".")
         where = f"layer {rest.partition('.')[0]}" if top == layers else f"module {top}"
         others = f" (and {len(first.names) - 1} more tensors)" if len(first.names) > 1 else ""
-        size = "" if first.kind == "initial" else f", error {first.error:.2g}"
-        what = {"initial": "initial weight", "gradient": "gradient", "weights": "weight after the update"}[first.kind]
+        size = "" if start or first.kind == "buffers" else f", error {first.error:.2g}"
+        kinds = {"own": "initial weight", "initial": "initial weight (at unit gain)"}
+        what = (kinds | {"gradient": "gradient", "weights": "weight after the update", "buffers": "buffer"})[first.kind]
         sentence = f"{when}: the first {what} that differs is {name} in {where}{size}{others}"
     else:
         what = "the loss" if first.kind == "loss" else "the gradient norm"
         sentence = f"{when}: {what} differs, error {first.error:.2g}"
-    if first.kind != "initial" and first.loss_differs:
+    if not start and first.loss_differs:
         sentence += f"; loss {losses[first.step]:.6f} in place of {expected.record.losses[first.step]:.6f}"
     return sentence

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardtrain import config as configs
@@ -41,16 +41,38 @@ DEFAULT_MESHES = (
     "dp_shard=2,tp=2,pp=2",
 )
 
+RESHARD = "parallelism.fsdp_reshard_after_forward"
+RECOMPUTE, SELECTIVE = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+DEFAULT_OPTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("pp=2", {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
+    ("dp_shard=2,pp=2", {RESHARD: "always", RECOMPUTE: "full"}),
+    ("dp_shard=2", {RESHARD: "never", RECOMPUTE: "none"}),
+    ("tp=2", {RECOMPUTE: "selective", SELECTIVE: "op"}),
+)
+"""Meshes of the default list with options that split the backward pass, reshard and recompute otherwise."""
+
 
 @dataclass(frozen=True)
 class Plan:
-    """One mesh to compare with one process; ``problem`` is empty, or says why the mesh is not possible."""
+    """One mesh to compare with one process; ``problem`` is empty, or says why the mesh is not possible.
+
+    ``options`` are those that are set besides the mesh, such as "activation_checkpoint.mode".
+    """
 
     name: str
     schedule: str
     degrees: Mapping[str, int]
     loaded: Loaded
     problem: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def told_options(self) -> str:
+        """The options in short, as the table has them: "reshard always, recompute full"."""
+        told = [f"reshard {self.options[RESHARD]}"] if RESHARD in self.options else []
+        if RECOMPUTE in self.options:
+            told.append(" ".join(["recompute", self.options[RECOMPUTE], str(self.options.get(SELECTIVE, ""))]).strip())
+        return ", ".join(told)
 
     @property
     def num_ranks(self) -> int:
@@ -115,7 +137,14 @@ def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[Plan]:
     own = own_axes(loaded)
     if own and own not in names:
         names.insert(0, own)
-    return [plan for name in names for plan in _plans(loaded, name, schedules)]
+    plans = [plan for name in names for plan in _plans(loaded, name, schedules)]
+    for name, options in DEFAULT_OPTIONS:
+        schedule = options.get("parallelism.pipeline_parallel_schedule", "")
+        if not schedule and "pp" in name:
+            schedule = loaded.config.parallelism.pipeline_parallel_schedule
+        if not (schedules and "pp" in name):  # schedules that are asked for are all that are tried
+            plans.append(_plan(loaded, name, schedule, read(name), options))
+    return plans
 
 
 def own_axes(loaded: Loaded) -> str:
@@ -134,7 +163,9 @@ def _plans(loaded: Loaded, mesh: str, schedules: tuple[str, ...]) -> list[Plan]:
     return [_plan(loaded, mesh, name, degrees) for name in names]
 
 
-def _plan(loaded: Loaded, mesh: str, schedule: str, degrees: Mapping[str, int]) -> Plan:
+def _plan(
+    loaded: Loaded, mesh: str, schedule: str, degrees: Mapping[str, int], options: Mapping[str, Any] | None = None
+) -> Plan:
     values: dict[str, Any] = {option: degrees.get(axis, 1) for axis, option in OPTIONS.items()}
     if schedule:
         values["pipeline_parallel_schedule"] = schedule
@@ -151,9 +182,14 @@ def _plan(loaded: Loaded, mesh: str, schedule: str, degrees: Mapping[str, int]) 
         parallelism["shard_optimizer_states"] = False  # without replicas there is nothing to split it over
     of_mesh = {f"parallelism.{OPTIONS[axis]}" for axis in degrees}
     of_mesh |= {"parallelism.pipeline_parallel_schedule"} if schedule else set()
-    loaded = changed(loaded, {"parallelism": parallelism, "training": batch}, of_mesh, f"--mesh {mesh}")
+    sections: dict[str, dict[str, Any]] = {"parallelism": parallelism, "training": batch}
+    for option, value in (options or {}).items():
+        section, _, name = option.partition(".")
+        sections.setdefault(section, {})[name] = value
+        of_mesh.add(option)
+    loaded = changed(loaded, sections, of_mesh, f"--mesh {mesh}")
     found = [*configs.check(loaded), *configs.unavailable(loaded)]
-    return Plan(mesh, schedule, degrees, loaded, "\n".join(str(problem) for problem in found))
+    return Plan(mesh, schedule, degrees, loaded, "\n".join(str(problem) for problem in found), options or {})
 
 
 def rows_per_data_rank(degrees: Mapping[str, int]) -> int:

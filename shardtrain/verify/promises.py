@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from shardtrain.config import Config
 from shardtrain.errors import Problem
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.parallel import pipeline
-from shardtrain.tied import tie, tied_names
+from shardtrain.verify import dropout, probes
 from shardtrain.verify.batches import whole_batch
 from shardtrain.verify.run import model_of
 
@@ -22,54 +23,54 @@ CLOSE = 1e-4
 """Relative error of float32 arithmetic in another order, with room; a broken promise is off by far more."""
 
 
-def probe(_rank: int, _num: int, config: Config) -> dict[str, Any]:
-    """Broken promises as one sentence each, and whether the model names an attention core for context parallelism.
+def probe(_rank: int, _num: int, config: Config, folder: str = "") -> dict[str, Any]:
+    """Broken promises and what probes found as one sentence each, and why an axis is not for this model.
+
+    ``folder`` has what ``probes.run_with_peers`` left there, if it was run.
 
     Raises:
         ConfigError: the model cannot be built, or its layout does not cover it.
     """
+    dropout.switch_off()
     module, shape, model = model_of(config)
-    _fill(model)
+    probes.fill(model)
     batch = whole_batch(config.debug.seed, 0, 2, config.training.seq_len, shape.vocab_size)
     prober = _Prober(config.model.name, model, module.LAYOUT, batch.tokens_BT, batch.positions_BT)
     with torch.no_grad():
-        return {"broken": prober.all(), "has_core": bool(module.LAYOUT.context)}
-
-
-def _fill(model: nn.Module) -> None:
-    """Memory and random weights at unit gain, so that every part shows."""
-    ties = tied_names(model)
-    model.to_empty(device="cpu")
-    tie(model, ties)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            std = parameter.size(-1) ** -0.5 if parameter.ndim > 1 else 0.1
-            parameter.normal_(0.0, std, generator=generator)
-            if parameter.ndim == 1:
-                parameter.add_(1.0)
+        if broken := prober.runs():
+            return {"broken": broken, "notes": [], "impossible": {}}
+        found = probes.ask(config, module, shape, model, Path(folder) if folder else None)
+        broken = found.broken or prober.all()
+    impossible = found.impossible
+    if not module.LAYOUT.context:
+        problem = Problem("LAYOUT.context", None, "names no attention core, which cp replaces", "name the module")
+        impossible["cp"] = str(problem)
+    return {"broken": broken, "notes": found.notes, "impossible": impossible}
 
 
 class _Prober:
     def __init__(self, name: str, model: nn.Module, layout: Layout, tokens_BT: Tensor, positions_BT: Tensor) -> None:
         self._name, self._model, self._layout = name, model, layout
         self._tokens_BT, self._positions_BT = tokens_BT, positions_BT
-        self._heads: tuple[int, ...] = ()
 
-    def all(self) -> list[str]:
-        """Every broken promise; where the forward pass as such fails, that alone."""
+    def runs(self) -> list[str]:
+        """What keeps the model from running at all, or on a part of a batch: nothing else can be asked then."""
         if len(inspect.signature(self._model.forward).parameters) < 2:
             return [self._problem("takes no positions", "write forward(self, tokens_BT, positions_BT)")]
         try:
             _, error, place = self._run(self._model, self._tokens_BT, self._positions_BT)
             if error:
                 return [self._problem(f"fails in {place}: {error}", "correct its forward")]
-            if hasattr(self._model, "tensor_plan"):  # a network of transformers, which promises no chain
-                return self._shapes()
-            checks = (self._weightless, self._shapes, self._chain, self._positions, self._documents, self._halves)
-            return [sentence for check in checks for sentence in check()]
+            return self._shapes()
         except _NoTensor as wrong:
             return [self._problem(str(wrong), "return logits of shape (B, T, V)")]
+
+    def all(self) -> list[str]:
+        """Every broken promise of a model that runs."""
+        if hasattr(self._model, "tensor_plan"):  # a network of transformers, which promises no chain
+            return []
+        checks = (self._weightless, self._chain, self._documents, self._halves)
+        return [sentence for check in checks for sentence in check()]
 
     def _problem(self, rule: str, fix: str) -> str:
         return str(Problem("model.name", self._name, rule, fix))
@@ -133,21 +134,6 @@ class _Prober:
             return [self._problem(f"{promise}: one after the other they give other numbers than the whole", fix)]
         return []
 
-    def _positions(self) -> list[str]:
-        """What enters the first attention core for the second half of the tokens is told by their positions alone."""
-        half = self._tokens_BT.size(1) // 2
-        whole = self._core_inputs(self._model, self._tokens_BT, self._positions_BT)
-        part = self._core_inputs(self._model, self._tokens_BT[:, half:], self._positions_BT[:, half:])
-        self._heads = tuple(x.size(2) for x in whole)
-        for name, full, piece in zip(("queries", "keys", "values"), whole, part, strict=False):
-            if full[:, half:].shape != piece.shape or _error(piece, full[:, half:]) > CLOSE:
-                rule = (
-                    "breaks the promise to take positions from its argument: the second half of a sequence, given its "
-                    f"positions, has other {name} than within the whole"
-                )
-                return [self._problem(rule, "use positions_BT wherever a token's place counts, never arange")]
-        return []
-
     def _documents(self) -> list[str]:
         """Other tokens in one document change no logit of the next, where the model is told of documents at all."""
         if "documents_BT" not in inspect.signature(self._model.forward).parameters:
@@ -162,32 +148,40 @@ class _Prober:
             return [self._problem(rule, "pass documents_BT on to every attention core")]
         return []
 
-    def _core_inputs(self, model: nn.Module, x: Tensor, positions_BT: Tensor) -> list[Tensor]:
-        """Queries, keys and values (B, T, heads, H) of the first attention core; nothing where there is none."""
-        seen: list[Tensor] = []
+    def _core_heads(self, model: nn.Module) -> tuple[int, ...]:
+        """Heads of queries, keys and values of the first attention core; nothing where there is none."""
+        seen: list[int] = []
 
-        def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def note(core: nn.Module, inputs: tuple[Any, ...]) -> None:
             if not seen:
-                seen.extend(value for value in inputs[:3] if isinstance(value, Tensor) and value.ndim == 4)
+                dim = 1 if getattr(core, "heads_first", False) else 2
+                seen.extend(value.size(dim) for value in inputs[:3] if isinstance(value, Tensor) and value.ndim == 4)
 
         handles = [
             module.register_forward_pre_hook(note)
             for path, module in model.named_modules()
             if self._layout.context and matches(path, self._layout.context)
         ]
-        self._run(model, x, positions_BT)
+        self._run(model, self._tokens_BT, self._positions_BT)
         for handle in handles:
             handle.remove()
-        return seen
+        return tuple(seen)
 
     def _halves(self) -> list[str]:
         """Layers run with half of their columns and rows, as two tensor-parallel ranks have them."""
-        if any(heads % 2 for heads in self._heads):
+        whole = self._core_heads(self._model)
+        if any(heads % 2 for heads in whole):
             return []  # such heads cannot be dealt to two ranks, and the configuration check says so
         halved = copy.deepcopy(self._model)
         changed = []
-        for path, module in halved.named_modules():
+        for path, module in list(halved.named_modules()):
+            if self._layout.context and matches(path, self._layout.context):
+                slopes_N = getattr(module, "alibi_slopes", None)
+                if slopes_N:  # a rank's core is given those of its heads
+                    module.alibi_slopes = tuple(slopes_N[: len(slopes_N) // 2])  # type: ignore[assignment]
             word = word_of(self._layout, path)
+            if word == "features":  # they are gathered for it, whatever their number
+                halved.set_submodule(path, nn.Identity())
             if path.startswith(f"{self._layout.layers}.") and word in ("colwise", "rowwise"):
                 if not _halve(module, 0 if word == "colwise" else 1):
                     return []
@@ -199,12 +193,20 @@ class _Prober:
             "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as under tp=2, "
         )
         fix = "write unflatten(-1, (-1, head_dim)) and flatten(2), with no head count of the config"
+        word = word_of(self._layout, place)
+        if error and word in ("colwise", "rowwise"):  # a linear module, which reads no head count
+            said = f'calls {place} "{word}" in LAYOUT.tensor, but '
+            if word == "colwise":
+                said, fix = said + "the features that it is given are split already", 'call it "rowwise"'
+            else:
+                said, fix = said + "the features that it is given are whole", 'call it "colwise"'
+            return [self._problem(f"{said}: under tp=2 {error}", fix)]
         if error:
             return [self._problem(f"{rule}{place} fails: {error}", fix)]
-        heads = tuple(x.size(2) for x in self._core_inputs(halved, self._tokens_BT, self._positions_BT))
-        if tuple(2 * count for count in heads) != self._heads:
+        heads = self._core_heads(halved)
+        if tuple(2 * count for count in heads) != whole:
             core = self._layout.context
-            return [self._problem(f"{rule}{core} is given {heads} heads and not half of {self._heads}", fix)]
+            return [self._problem(f"{rule}{core} is given {heads} heads and not half of {whole}", fix)]
         return []
 
 

@@ -27,9 +27,10 @@ class Row:
     weights: float | None = None
     first: str = ""
     cause: str = ""
+    options: str = ""
 
 
-HEADER = ("mesh", "schedule", "initial", "loss", "gradient", "norm", "weights", "verdict", "seconds")
+HEADER = ("mesh", "schedule and options", "initial", "loss", "gradient", "norm", "weights", "verdict", "seconds")
 
 
 def exit_code(rows: Sequence[Row]) -> int:
@@ -44,7 +45,7 @@ def table(rows: Sequence[Row]) -> str:
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     for row in rows:
-        name = row.mesh + (f" {row.schedule}" if row.schedule else "")
+        name = " ".join(word for word in (row.mesh, _with(row)) if word)
         if row.verdict == "differs":
             lines += ["", f"{name}: {row.first}", f"  likely cause: {row.cause}"]
         elif row.verdict in ("failed", "not possible"):
@@ -52,11 +53,15 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def _with(row: Row) -> str:
+    return ", ".join(word for word in (row.schedule, row.options) if word)
+
+
 def _cells(row: Row) -> tuple[str, ...]:
     initial = "-" if row.initial is None else "bitwise" if row.initial == 0 else f"{row.initial} differ"
     errors = ("-" if value is None else f"{value:.1e}" for value in (row.loss, row.gradient, row.norm, row.weights))
     seconds = f"{row.seconds:.1f}" if row.verdict != "not possible" else "-"
-    return (row.mesh, row.schedule or "-", initial, *errors, row.verdict, seconds)
+    return (row.mesh, _with(row) or "-", initial, *errors, row.verdict, seconds)
 
 
 def document(model: str, notes: Sequence[str], rows: Sequence[Row]) -> str:

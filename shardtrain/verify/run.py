@@ -6,9 +6,10 @@ for the comparison, and copies that should be equal can be compared too.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,9 +19,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from shardtrain import init, layout, models, optim, parallel
 from shardtrain.config import Config, derived
+from shardtrain.errors import ConfigError
 from shardtrain.layout import Draw, Layout
 from shardtrain.lora import spec as adapters
 from shardtrain.lora.linear import is_adapter
@@ -30,8 +34,18 @@ from shardtrain.parallel.world import World
 from shardtrain.shards import local_slices, local_tensor
 from shardtrain.state import TrainState
 from shardtrain.tied import tie, tied_names
+from shardtrain.verify import dropout
 from shardtrain.verify.batches import SyntheticStream
 from shardtrain.verify.shrink import Task
+
+
+MAX_NORM = 0.1
+"""Norm to which gradients are clipped in the last of several steps, far below that of a model at unit gain."""
+
+
+def is_clipped(step: int, steps: int) -> bool:
+    """Whether gradients are clipped in a step, counted from 0: in the last one, where there are others without."""
+    return steps > 1 and step == steps - 1
 
 
 class Trainer(Protocol):
@@ -91,19 +105,39 @@ def draws_of(module: Any, shape: Any, model: nn.Module, unit_gain: bool) -> dict
 
 
 def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task: Task, folder: str) -> None:
-    """Train ``task.steps`` steps as one rank and leave its record in ``folder``."""
+    """Train ``task.steps`` steps as one rank and leave its record in ``folder``; an error has a note that says where."""
+    dropout.switch_off()
+    watch = _Watch(keep=task.unit_gain)
+    try:
+        _run_steps(rank, num_ranks, trainer, config, task, folder, watch)
+    except ConfigError:
+        raise
+    except Exception as error:
+        error.add_note(watch.where(config))
+        raise
+
+
+def _run_steps(
+    rank: int, num_ranks: int, trainer: Trainer, config: Config, task: Task, folder: str, watch: _Watch
+) -> None:
     device = device_of(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     here = World(rank, num_ranks, rank, device)
     mesh = parallel.build(config, here)
     module, shape, model = model_of(config)
+    watch.layout = module.LAYOUT
     adapters.adapt(model, module, shape, config.lora)
     names = [name for name, _ in model.named_parameters()]
     draws = draws_of(module, shape, model, task.unit_gain)
     first_layer = next(iter(getattr(model, module.LAYOUT.layers)))
     runner = parallel.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
-    runner.materialize(draws, config.debug.seed)
+    recorder = _Recorder(runner, mesh)
+    runner.materialize(draws_of(module, shape, model, unit_gain=False), config.debug.seed)
+    recorder.keep("own", runner.parameters())  # what training would start from
+    if task.unit_gain:
+        for name, parameter in runner.parameters().items():
+            init.draw_(parameter, name, draws[name], config.debug.seed)
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
     stream = SyntheticStream(
         config.debug.seed,
@@ -128,17 +162,21 @@ def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task:
         flops_per_token=0.0,
         compares_norms=False,
     )
-    recorder = _Recorder(runner, mesh)
     recorder.keep("initial", runner.parameters())
     recorder.watch_core(module.LAYOUT, first_layer)
+    watch.begin(runner.parts)
     optimizer.register_step_pre_hook(lambda *_: recorder.keep_gradients())
     for _ in range(task.steps):
         recorder.begin_step()
+        if is_clipped(recorder.step, task.steps):
+            run.config = replace(config, training=replace(config.training, max_norm=MAX_NORM))
         outcome = trainer.step(run)
+        watch.end()
         recorder.losses.append(_global_loss(outcome, mesh))
         recorder.norms.append(float(outcome.own_grad_norm))
         recorder.keep(f"weights/{recorder.step}", runner.parameters())
-    recorder.write(Path(folder) / f"rank-{rank}.safetensors", rank, config)
+        recorder.keep(f"buffers/{recorder.step}", runner.buffers())
+    recorder.write(Path(folder) / f"rank-{rank}.safetensors", rank, config, watch)
 
 
 def _global_loss(outcome: Any, mesh: Mesh) -> float:
@@ -146,6 +184,94 @@ def _global_loss(outcome: Any, mesh: Mesh) -> float:
     total = outcome.loss_sum.detach().double().to(mesh.device).clone()
     dist.all_reduce(total)
     return float(total) / mesh.size("tp") / max(1, outcome.global_tokens)
+
+
+class _Watch:
+    """Follows the modules of a rank's parts through the first step: where it is, what each first call was given and
+    gave, and the gradients of both. What a module has as a partial sum is not kept: no other rank's part says what it
+    should be."""
+
+    def __init__(self, keep: bool) -> None:
+        self.layout: Layout | None = None
+        self.calls: list[str] = []
+        self.tensors: dict[str, Tensor] = {}
+        self._keep, self._begun = keep, False
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+        self._inputs: dict[str, list[Tensor]] = {}
+        self._copies: dict[str, list[Tensor | None]] = {}
+
+    def begin(self, parts: Sequence[nn.Module]) -> None:
+        """Watch from now on."""
+        self._begun = True
+        for part in parts:
+            for path, module in part.named_modules():
+                before, after = functools.partial(self._enter, path), functools.partial(self._leave, path)
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    def end(self) -> None:
+        """Watch no more: later steps run as they would."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def where(self, config: Config) -> str:
+        """Where the rank is, and what to do about it, as part of a sentence."""
+        if not self._begun:
+            return "while the model was split over the mesh; check the words of LAYOUT.tensor against docs/models.md"
+        if not self._stack or self._stack[0] != "":
+            return "outside of the model's forward: in the backward pass, an exchange between ranks, or the update"
+        path = self._stack[-1]
+        told = f"in module {path}" if path else "in the model's own forward"
+        if config.parallelism.tensor_parallel_degree == 1 or self.layout is None:
+            return f"{told}; correct its forward for a part of the batch, of the layers or of the sequence"
+        word = layout.word_of(self.layout, path)
+        if word is None:
+            return f"{told}, which has no word in LAYOUT.tensor; give it one, or the module in which it is"
+        return f'{told}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_WORDS[word]}); give it the word that fits'
+
+    def _enter(self, path: str, _: nn.Module, given: Any, named: Any) -> None:
+        if path == "":
+            self._stack.clear()  # a recomputation that stops early leaves modules without a word
+        self._stack.append(path)
+        if self._keep and path not in self._inputs:
+            self._inputs[path] = _number_tensors((given, named))
+            self._copies[path] = [_local_part(leaf) for leaf in self._inputs[path]]
+
+    def _leave(self, path: str, _: nn.Module, given: Any, named: Any, output: Any) -> None:
+        while self._stack and self._stack.pop() != path:
+            pass
+        if not self._keep or path in self.calls:
+            return
+        number, given_leaves = len(self.calls), self._inputs.pop(path, [])
+        self.calls.append(path)
+        outputs = _number_tensors(output)
+        self._note(number, "in", given_leaves, self._copies.pop(path, []))
+        self._note(number, "out", outputs, [_local_part(leaf) for leaf in outputs])
+        self._inputs[path] = []
+
+    def _note(self, number: int, kind: str, leaves: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
+        for index, (leaf, copied) in enumerate(zip(leaves, copies, strict=True)):
+            key = f"{number}/{kind}/{index}"
+            if copied is not None:
+                self.tensors[f"trace/{key}"] = copied
+            if leaf.requires_grad:
+                leaf.register_hook(functools.partial(self._note_gradient, f"back/{key}"))
+
+    def _note_gradient(self, key: str, gradient: Tensor) -> None:
+        if key not in self.tensors and (copied := _local_part(gradient)) is not None:
+            self.tensors[key] = copied
+
+
+def _number_tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _local_part(tensor: Tensor) -> Tensor | None:
+    """What this rank holds of a tensor; None for a part of a sum."""
+    is_sum = isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+    return None if is_sum else _copy(tensor)
 
 
 class _Recorder:
@@ -189,9 +315,10 @@ class _Recorder:
         for name, tensor in zip(("q", "k", "v", "out"), tensors, strict=False):
             self._parts[f"core/{self.step}/{name}"] = _copy(tensor)
 
-    def write(self, path: Path, rank: int, config: Config) -> None:
+    def write(self, path: Path, rank: int, config: Config, watch: _Watch) -> None:
         place = {axis: self._mesh.rank(axis) for axis in AXES}
-        facts = {"balanced": context.is_balanced(config)}
+        facts = {"balanced": context.is_balanced(config), "calls": watch.calls}
+        self._parts |= watch.tensors
         told = {
             "rank": rank,
             "place": place,
@@ -225,6 +352,8 @@ def plain_model(config: Config, weights: Mapping[str, Tensor]) -> nn.Module:
     model.to_empty(device="cpu")
     tie(model, ties)
     with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     return model

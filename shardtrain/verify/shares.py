@@ -18,11 +18,17 @@ from shardtrain.targets import IGNORE
 
 
 class Shares:
-    """One forward and backward pass over all rows of a step."""
+    """One forward and backward pass over all rows of a step; all gradients are multiplied by ``factor``.
 
-    def __init__(self, model: nn.Module, batch: Batch) -> None:
-        self.model, self.batch = model, batch
+    ``balance`` multiplies the balance losses of experts, of models that have them.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, factor: float = 1.0, balance: float = 1.0) -> None:
+        self.model, self.batch, self.factor = model, batch, factor
         self.num_targets = batch.num_targets
+        for module in model.modules():
+            if hasattr(module, "loss_weight"):
+                module.loss_weight = torch.tensor(balance * factor / self.num_targets)
         self._uses: dict[int, list[tuple[nn.Module, tuple[Any, ...], Tensor]]] = {}
         handles = [
             module.register_forward_hook(self._note)
@@ -32,7 +38,7 @@ class Shares:
         self.logits_BTV = model(batch.tokens_BT, batch.positions_BT)
         for handle in handles:
             handle.remove()
-        (self.losses_BT(self.logits_BTV).sum() / self.num_targets).backward()
+        (self.losses_BT(self.logits_BTV).sum() * factor / self.num_targets).backward()
 
     def _note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not isinstance(output, Tensor) or not output.requires_grad:
@@ -76,7 +82,7 @@ class Shares:
         """The gradient of the loss of some rows: a pass of their own, for modules such as experts that mix tokens."""
         chosen = torch.as_tensor(list(rows))
         logits_BTV = self.model(self.batch.tokens_BT[chosen], self.batch.positions_BT[chosen])
-        loss = self.losses_BT(logits_BTV, self.batch.targets_BT[chosen]).sum() / self.num_targets
+        loss = self.losses_BT(logits_BTV, self.batch.targets_BT[chosen]).sum() * self.factor / self.num_targets
         (part,) = torch.autograd.grad(loss, [parameter], allow_unused=True)
         return part if part is not None else torch.zeros_like(parameter)
 

@@ -83,7 +83,11 @@ def _fitted(plan: Plan, sections: Mapping[str, dict[str, Any]], sequences: int) 
     # one pass of a pipeline holds all micro-batches; elsewhere up to four passes accumulate
     local = rows if plan.schedule else max(1, rows // 4)
     training = {**sections["training"], "local_batch_size": local, "global_batch_size": sequences}
-    loaded = changed(plan.loaded, {**sections, "training": training}, set(), "")
+    fitted = {**sections, "training": training}
+    for option, value in plan.options.items():  # what the plan is about stands
+        section, _, name = option.partition(".")
+        fitted[section] = {**fitted.get(section, {}), name: value}
+    loaded = changed(plan.loaded, fitted, set(), "")
     # what the user wrote for an option that verify has turned off is no mistake: only the mesh's own options are "set"
     origins = {option: where for option, where in loaded.origins.items() if option.startswith("parallelism.")}
     loaded = dataclasses.replace(loaded, origins=origins)
@@ -105,8 +109,7 @@ def _small(plans: Sequence[Plan], loaded: Loaded, notes: list[str]) -> dict[str,
         notes.append("model: " + ", ".join(f"{name} {sizes.get(name)} -> {value}" for name, value in changes.items()))
     cuts = math.lcm(1, *(_cuts(plan.degrees) for plan in plans))
     seq_len = -(-MIN_TOKENS // cuts) * cuts
-    if not model.name.endswith(".py"):
-        notes.append("weights: drawn at unit gain, and none zero, so that every part matters to the loss")
+    notes.append("weights: compared as training would draw them; then drawn at unit gain, and none zero, to compare steps")
     return {
         "model": {"overrides": given},
         "training": {"seq_len": min(seq_len, loaded.config.training.seq_len)},
@@ -163,7 +166,8 @@ def _steady(sections: dict[str, dict[str, Any]], config: Config, notes: list[str
     sections["lr_scheduler"] = {"name": "warmup_stable_decay", "warmup_steps": 0, "total_steps": None}
     sections["compile"] = {"enable": False}
     sections["model"] = {**sections.get("model", {}), "converters": []}
-    notes.append("float32, no clipping; AdamW with eps 0.01, whose update does not amplify rounding")
+    clipped = "gradients clipped in the last step alone" if steps > 1 else "no clipping"
+    notes.append(f"float32; {clipped}; AdamW with eps 0.01, whose update does not amplify rounding")
     if compute_dtype(config) != "float32":
         notes.append(f"precision: {compute_dtype(config)} -> float32")
     if config.optimizer.name != "AdamW":

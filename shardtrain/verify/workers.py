@@ -23,6 +23,8 @@ TIMEOUT_SECONDS = 300
 """How long ranks may take in all: a mesh that hangs is a finding too."""
 FULL_TIMEOUT_SECONDS = 3600
 """The same for a model of its full size."""
+PROBE_TIMEOUT_SECONDS = 120
+"""The same for one forward pass of a small model."""
 
 GRACE_SECONDS = 1.0
 """How long others may take to answer once a rank has failed."""
@@ -143,6 +145,7 @@ def _child(
         place = traceback.extract_tb(error.__traceback__)[-1]
         text = str(error).strip().splitlines() or [""]
         sentence = f"{type(error).__name__}: {text[0]} ({Path(place.filename).name}:{place.lineno})"
+        sentence = "; ".join([sentence, *getattr(error, "__notes__", [])])
         answer = {"sentence": sentence, "refused": False, "value": None}
     with contextlib.suppress(BrokenPipeError):
         sender.send_bytes(json.dumps(answer).encode())

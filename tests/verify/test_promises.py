@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from model_files import ask
 
 from shardtrain import train, verify
 from shardtrain.errors import ConfigError
@@ -114,13 +115,17 @@ def initial(c):
 '''
 
 
-def write(folder: Path, *changes: tuple[str, str]) -> str:
+def spoiled(*changes: tuple[str, str]) -> str:
     text = MODEL_FILE
     for old, new in changes:
         assert old in text, old
         text = text.replace(old, new)
+    return text
+
+
+def write(folder: Path, *changes: tuple[str, str]) -> str:
     path = folder / "my_model.py"
-    path.write_text(text)
+    path.write_text(spoiled(*changes))
     return str(path)
 
 
@@ -173,7 +178,7 @@ BROKEN = {
     ),
     "positions of its own": (
         [("self.places(positions)", "self.places(torch.arange(x.size(1)))")],
-        ["take positions from its argument", "queries"],
+        ["take positions from its argument", "first in module blocks.0 (Block)"],
     ),
     "core with weights": (
         [("class Core(nn.Module):\n", "class Core(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -191,13 +196,26 @@ BROKEN = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("asked")
+    return ask(folder, {name: spoiled(*changes) for name, (changes, _) in BROKEN.items() if name not in COMMAND})
+
+
+COMMAND = ("missing part", "fails as such")
+
+
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_promise_is_refused_with_its_place(name, tmp_path):
+def test_a_broken_promise_is_refused_with_its_place(name, tmp_path, found):
     changes, words = BROKEN[name]
-    with pytest.raises(ConfigError) as error:
-        run(write(tmp_path, *changes), "--mesh", "tp=2")
-    assert all(word in str(error.value) for word in words), str(error.value)
-    assert error.value.exit_code == 2
+    if name in COMMAND:
+        with pytest.raises(ConfigError) as error:
+            run(write(tmp_path, *changes), "--mesh", "tp=2")
+        assert error.value.exit_code == 2
+        told = str(error.value)
+    else:
+        told = "\n".join(found[name]["broken"])
+    assert all(word in told for word in words), told
 
 
 def test_a_model_without_an_attention_core_cannot_split_sequences(tmp_path, capsys):
