@@ -38,7 +38,6 @@ from shardtrain.verify import dropout
 from shardtrain.verify.batches import SyntheticStream
 from shardtrain.verify.shrink import Task
 
-
 MAX_NORM = 0.1
 """Norm to which gradients are clipped in the last of several steps, far below that of a model at unit gain."""
 
@@ -105,7 +104,7 @@ def draws_of(module: Any, shape: Any, model: nn.Module, unit_gain: bool) -> dict
 
 
 def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task: Task, folder: str) -> None:
-    """Train ``task.steps`` steps as one rank and leave its record in ``folder``; an error has a note that says where."""
+    """Train ``task.steps`` steps as one rank and leave its record in ``folder``; an error says where."""
     dropout.switch_off()
     watch = _Watch(keep=task.unit_gain)
     try:
