@@ -1,4 +1,4 @@
-"""Cross-entropy as a sum over tokens, in float32, a chunk of tokens at a time.
+"""Cross-entropy as a sum over tokens, in float32, a chunk of tokens at a time; the sum over tokens is in float64.
 
 The trainer divides once by the global count of target tokens, so that padding, accumulation and the mesh change no
 number. The gradient is computed with the loss, chunk by chunk, so that no float32 copy of all logits ever exists.
@@ -57,11 +57,11 @@ def cross_entropy_sum(
 
 
 def chunk_loss(logits_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss sum (scalar) and its gradient (n, V), both float32, of n tokens."""
+    """Loss sum (float64 scalar) and its gradient (n, V), float32, of n tokens."""
     log_probabilities_nV = torch.log_softmax(logits_nV.float(), dim=-1)
     kept_n1 = (targets_n != IGNORE).unsqueeze(1)
     index_n1 = targets_n.clamp_min(0).unsqueeze(1)
-    loss = -(log_probabilities_nV.gather(1, index_n1) * kept_n1).sum()
+    loss = -(log_probabilities_nV.gather(1, index_n1) * kept_n1).sum(dtype=torch.float64)
     gradient_nV = log_probabilities_nV.exp_().scatter_add_(1, index_n1, -torch.ones_like(index_n1, dtype=torch.float32))
     return loss, gradient_nV.mul_(kept_n1)
 
@@ -79,7 +79,7 @@ def split_vocabulary_chunk_loss(vocabulary: Vocabulary) -> ChunkFunction:
         here_n = kept_n & (local_n >= 0) & (local_n < logits_nv.size(-1))
         index_n1 = local_n.clamp(0, logits_nv.size(-1) - 1).unsqueeze(1)
         target_logit_n = vocabulary.sum(shifted_nv.gather(1, index_n1).squeeze(1) * here_n)
-        loss = ((total_n.log() - target_logit_n) * kept_n).sum()
+        loss = ((total_n.log() - target_logit_n) * kept_n).sum(dtype=torch.float64)
         gradient_nv = probabilities_nv.div_(total_n.unsqueeze(1))
         gradient_nv.scatter_add_(1, index_n1, -here_n.float().unsqueeze(1))
         return loss, gradient_nv.mul_(kept_n.unsqueeze(1))
@@ -92,7 +92,8 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, weight: Tensor, chunk: ChunkFunction, rows: int
     ) -> Tensor:
-        loss = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
+        # a million tokens are thousands of chunks: added one by one in float32, they would lose the last digits
+        loss = torch.zeros((), dtype=torch.float64, device=logits_NV.device)
         gradient_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
         for start in range(0, logits_NV.size(0), rows):
             stop = start + rows
@@ -102,7 +103,7 @@ class _CrossEntropySum(torch.autograd.Function):
                 gradient_NV[start:stop] = chunk_gradient_nV.mul_(weight)
         if gradient_NV is not None:
             ctx.save_for_backward(gradient_NV)
-        return loss * weight
+        return (loss * weight).float()
 
     @staticmethod
     def backward(ctx: Any, *gradient_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -113,6 +113,13 @@ HEALTHY = {
     },
     "clock": {"source": "tsc", "synchronized": True},
     "storage": {"folders": {}, "data": {"training.dataset_path": "1 file, 17 bytes"}},
+    "numbers": {
+        "numbers": 2**26,
+        "norm_error": 1e-8,
+        "tokens": 512,
+        "vocabulary": 128256,
+        "loss_error": 1e-8,
+    },
     "devices": {
         "type": "cuda",
         "name": "NVIDIA H100 80GB HBM3",

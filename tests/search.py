@@ -157,6 +157,7 @@ def steps_of(rank: int, job: Job) -> Numbers:
             total = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item()
             found.losses.append(total / max(1, outcome.global_tokens))
             found.norms.append(outcome.grad_norm)
+        if run.state.step in (job.stop_after, job.loaded.config.training.steps):
             found.final = _whole(run)
         return outcome
 
@@ -533,8 +534,8 @@ def search(
     faults: list[Found] = []
     with tempfile.TemporaryDirectory(prefix="shardtrain-search-") as folder:
         searcher = Searcher(Path(folder))
-        for start in range(0, len(numbers), 4 * AT_ONCE):
-            some = numbers[start : start + 4 * AT_ONCE]
+        for start in range(0, len(numbers), 3 * AT_ONCE):
+            some = numbers[start : start + 3 * AT_ONCE]
             cases = [draw(seed, number) for number in some]
             for number, case, verdict in zip(some, cases, searcher.judge(cases), strict=True):
                 if verdict.is_fault:

@@ -399,9 +399,9 @@ def _of_tensors(case: Case) -> Iterator[Broken]:
             yield Broken(f"tensor parallelism {tp} divides {name} {count} of {family}", (TP,))
     ulysses = case.value(f"{P}context_parallel_method", "ring") == "ulysses"
     balanced = not ulysses and case.value(f"{P}context_parallel_load_balancer", "headtail") == "headtail"
-    cuts = tp * cp * (2 if cp > 1 and balanced else 1)
-    if seq_len % cuts:
-        yield Broken(f"the sequence of {seq_len} has {cuts} equal parts", (SEQ,))
+    chunks = 2 * cp if cp > 1 and balanced else cp
+    if seq_len % chunks or seq_len // cp % tp:
+        yield Broken(f"{seq_len} tokens make {chunks} chunks, and {tp} parts of what a rank holds", (SEQ,))
     if cp > 1 and ulysses and kv_heads % (tp * cp):
         yield Broken(f"ulysses divides {kv_heads} KV heads by {tp * cp}", (CP,))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import patience
 import pytest
+from tiers import cases
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -60,6 +61,7 @@ SMALLER = {
 }
 NOT_RUN = {
     ".ci/run": "it runs these tests",
+    "python tests/search.py --seed 0 --count 500": "it takes half an hour; tests/test_search.py runs it in parts",
     "shardtrain verify my_model.py": "the file is the reader's; tests/verify write some of their own",
     "pip install -c constraints/cpu.txt -e .": "tests do not change the environment that they run in",
     "shardtrain data download --repo_id meta-llama/Llama-3.1-8B --assets tokenizer --local_dir assets": (
@@ -113,9 +115,13 @@ def shell(tmp_path_factory):
     return run
 
 
+WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]
+FIRST = [page for page in WITH_COMMANDS if page.name in ("README.md", "CONTRIBUTING.md", "clusters.md", "launch.md")]
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if "```console" in page.read_text()], ids=lambda page: page.name
+    "page", cases(FIRST, nightly=[page for page in WITH_COMMANDS if page not in FIRST]), ids=lambda page: page.name
 )
 def test_each_command_of_a_page_runs_in_the_order_of_the_page(shell, tmp_path, page):
     for number, (_, line) in enumerate(commands([page])):

@@ -52,14 +52,20 @@ def attention(
 ) -> Tensor:
     """Causal attention written out, in documents and a window (0 is none): (B, T, N, H), by (B, N, T, T) scores."""
     tokens = q_BTNH.size(1)
-    q, k, v = _heads_first(q_BTNH, k_BTKH, v_BTKH)
-    seen_1TT = torch.ones(1, tokens, tokens, dtype=torch.bool, device=q.device).tril()
+    seen_1TT = torch.ones(1, tokens, tokens, dtype=torch.bool, device=q_BTNH.device).tril()
     if window:
         seen_1TT = seen_1TT.triu(1 - window)
     seen_BTT = seen_1TT if documents_BT is None else seen_1TT & (documents_BT[:, :, None] == documents_BT[:, None])
-    score_BNTT, _ = _score(q, k, 0, scores)
-    weight_BNTT = score_BNTT.masked_fill(~seen_BTT[:, None], -torch.inf).softmax(-1)
-    return (weight_BNTT @ v).transpose(1, 2).to(q_BTNH.dtype)
+    return masked_attention(q_BTNH, k_BTKH, v_BTKH, seen_BTT[:, None], scores)
+
+
+def masked_attention(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, seen: Tensor | None, scores: Scores) -> Tensor:
+    """Attention of queries that end where the keys do: (B, l, N, H). ``seen`` is (B or 1, 1, l, s), None for all."""
+    q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
+    score_BNls, _ = _score(q, k, k.size(2) - q.size(2), scores)
+    if seen is not None:
+        score_BNls = score_BNls.masked_fill(~seen, -torch.inf)
+    return (score_BNls.softmax(-1) @ v).transpose(1, 2).to(q_BlNH.dtype)
 
 
 def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:

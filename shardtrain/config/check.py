@@ -24,6 +24,7 @@ from shardtrain.config.check_model import (
     check_layers,
     check_model,
     check_sequence,
+    check_sizes,
     check_tensor_parallel,
 )
 from shardtrain.config.check_numbers import check_numbers, numbers_notes
@@ -52,6 +53,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_secrets,
     check_launch,
     check_model,
+    check_sizes,
     check_dataset,
     check_data_ranges,
     check_sources,

@@ -34,6 +34,10 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
         rule = f"does not divide the {experts} experts of model {config.model.name}/{config.model.flavor}"
         legal = [n for n in range(1, experts + 1) if experts % n == 0]
         yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
+    layers, dense = _count(sizes, "num_layers"), sizes.get("num_dense_layers", 0)
+    if degree > 1 and isinstance(dense, int) and 0 < layers <= dense:
+        rule = f"divides experts, and all {layers} layers are dense (num_dense_layers {dense})"
+        yield problem(loaded, _DEGREE, rule, "set it to 1, or lower model.overrides.num_dense_layers")
     if p.data_parallel_shard_degree != -1:
         yield from _check_ranks(loaded, p.data_parallel_shard_degree)
 
@@ -79,6 +83,9 @@ def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterat
         available = top_groups * (experts // groups)
         rule = f"is more than the {available} experts of {top_groups} groups"
         yield problem_of(loaded, option, top_k, rule, f"use at most {available}, or more groups")
+    elif groups > 1 and not 1 <= (best := _count(sizes, "group_top_k")) <= experts // groups:
+        rule = f"is not between 1 and the {experts // groups} experts of a group"
+        yield problem_of(loaded, "model.overrides.group_top_k", best, rule, f"use 1 to {experts // groups}")
     score = sizes.get("score_func", "softmax")
     if score not in ("softmax", "sigmoid"):
         rule = "is no way to score experts"

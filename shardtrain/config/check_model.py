@@ -66,6 +66,63 @@ def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Value) -
         yield Problem(option, value, "must not be negative", "use 0 or more", where)
 
 
+_AT_LEAST_ONE = (
+    "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_experts", "moe_ffn_dim",
+    "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_original_seq_len",
+)  # fmt: skip
+_ABOVE_ZERO = ("rope_theta", "rope_factor", "rope_scaling_factor")
+
+
+def check_sizes(loaded: Loaded) -> Iterator[Problem]:
+    """Sizes with which a model of this package can be built and run; a file of a user's says itself what fits."""
+    sizes = model_shape(loaded)
+    if sizes is None or loaded.config.model.name.endswith(".py"):
+        return
+
+    def wrong(name: str, rule: str, fix: str) -> Problem:
+        option = f"model.overrides.{name}"
+        return Problem(option, sizes[name], rule, fix, loaded.origins.get(option, ""))
+
+    def number(name: str) -> float | None:
+        value = sizes.get(name)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    needed = [*_AT_LEAST_ONE]
+    if "moe_ffn_dim" not in sizes or sizes.get("num_dense_layers"):  # experts alone have no other feed-forward
+        needed.append("ffn_dim")
+    small = [name for name in needed if (value := number(name)) is not None and 0 <= value < 1]
+    yield from (wrong(name, "leaves nothing to compute", "use 1 or more") for name in small)
+    for name in _ABOVE_ZERO:
+        if (value := number(name)) is not None and value <= 0:
+            yield wrong(name, "must be above 0", "use a number above 0")
+    if small:
+        return
+    heads, key_heads = _size(sizes, "num_heads"), _size(sizes, "num_kv_heads")
+    if heads and key_heads and heads % key_heads:
+        legal = [n for n in range(1, heads + 1) if heads % n == 0]
+        yield wrong("num_kv_heads", f"does not divide the {heads} attention heads", f"use {any_of(legal)}")
+    rotary = "qk_rope_head_dim" if "qk_rope_head_dim" in sizes else "head_dim"
+    value = number(rotary)
+    # the share of a head that GPT-NeoX turns has a rule of its own
+    if value is not None and "rotary_pct" not in sizes and (value < 2 or value % 2):
+        yield wrong(rotary, "cannot be turned in pairs by its position", "use an even number above 0")
+    width = _size(sizes, "qk_nope_head_dim") + _size(sizes, "qk_rope_head_dim")
+    if "v_head_dim" in sizes and _size(sizes, "v_head_dim") > width:
+        rule = f"is more than the {width} features of a key, to which values are padded"
+        yield wrong("v_head_dim", rule, f"use at most {width}")
+    if sizes.get("rope_scaling") not in (None, "none", "linear", "llama3"):
+        yield wrong("rope_scaling", "is no way to scale rotary angles", 'use "none", "linear" or "llama3"')
+    low, high = number("rope_low_freq_factor"), number("rope_high_freq_factor")
+    if sizes.get("rope_scaling") == "llama3" and low is not None and high is not None and low >= high:
+        yield wrong("rope_low_freq_factor", f"is not below rope_high_freq_factor {high}", "use a smaller one")
+    theta = number("rope_theta")
+    if "rope_beta_fast" in sizes and theta is not None and 0 < theta <= 1:
+        yield wrong("rope_theta", "leaves no wavelengths for YaRN to choose from", "use a number above 1")
+    dropout = number("dropout")
+    if dropout is not None and not 0 <= dropout < 1:
+        yield wrong("dropout", "is no share of activations", "use 0 or more, and less than 1")
+
+
 def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
     """Tensor parallelism deals whole heads and equal shares of the feed-forward and vocabulary dimensions."""
     sizes, tp = model_shape(loaded), loaded.config.parallelism.tensor_parallel_degree

@@ -25,7 +25,8 @@ USAGE = """\
 usage: shardtrain doctor [CONFIG.toml] [--nproc N] [--json] [--strict] [--limit_seconds S] [--section.key VALUE ...]
 
 Looks for what would end or slow a run: versions, hosts, environment, configuration, limits, memory, clocks, storage,
-devices, and the bandwidth of each axis of the mesh. Starts ranks as shardtrain train does, or is one rank of a job:
+devices, long sums beside float64, and the bandwidth of each axis of the mesh. Starts ranks as shardtrain train does, or
+is one rank of a job:
 
   torchrun --nproc-per-node 8 -m shardtrain doctor CONFIG.toml        srun shardtrain doctor CONFIG.toml
 

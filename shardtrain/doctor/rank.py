@@ -17,6 +17,7 @@ from shardtrain.doctor import (
     memory,
     network,
     network_judge,
+    numbers,
     storage,
     storage_judge,
     versions,
@@ -48,6 +49,7 @@ AREAS = (
     Area(clock.AREA, clock.collect, clock.judge),
     Area(storage.AREA, storage.collect, storage_judge.judge),
     Area(devices.AREA, devices.collect, devices.judge),
+    Area(numbers.AREA, numbers.collect, numbers.judge),
     Area(network.AREA, network.collect, network_judge.judge),
 )
 """In the order in which every rank collects them; those that load the machine come last."""

@@ -1,9 +1,10 @@
 """Keys and values of earlier tokens, kept by the attention cores, so that a new token costs one token's work.
 
-The models know nothing of it: positions are an argument, and the core named by ``LAYOUT.context`` is softmax(q k) v and
-nothing else, so replacing it is all that is needed. Rows of a batch end in the same column of the cache: prompts are
-read with padding to the right, where causal attention cannot see it, and each row is then moved to end where the
-longest does. From there on all rows write the same column, and the columns left of a row's first token are masked.
+The models know nothing of it: positions are an argument, and the core named by ``LAYOUT.context`` computes what its
+attributes say and nothing else, so replacing it is all that is needed. Rows of a batch end in the same column of the
+cache: prompts are read with padding to the right, where causal attention cannot see it, and each row is then moved to
+end where the longest does. From there on all rows write the same column, and the columns left of a row's first token
+are masked.
 
 Shape suffixes: B rows, T tokens of this pass, N heads, K key-value heads, G = N / K, H head, S columns.
 """
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardtrain.attention.core import broken_when_split
+from shardtrain.attention.scores import Scores, masked_attention, scores_of
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches
 from shardtrain.models.layers import AttentionCore
@@ -92,22 +95,32 @@ class CachedCore(nn.Module):
         super().__init__()
         self.core = core
         self.window = int(getattr(core, "window", 0) or 0)
+        self.heads_first = bool(getattr(core, "heads_first", False))
+        self._scores = scores_of(core)
         self.cache = Cache([self])
         self.keys_BKSH: Tensor | None = None
         self.values_BKSH: Tensor | None = None
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Attention of new queries (B, T, N, H) to all that is remembered and to the new keys and values."""
-        k_BKTH, v_BKTH = k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
+        """Attention of new queries (B, T, N, H) to all that is remembered and to the new keys and values.
+
+        All are (B, N, T, H) where the core that it stands for says ``heads_first``.
+        """
         if self.cache.lengths:
-            self.keys_BKSH, self.values_BKSH = (self._aligned(x_BKTH) for x_BKTH in (k_BKTH, v_BKTH))
-            return self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)  # type: ignore[no-any-return]
+            first = (k_BTKH, v_BTKH) if self.heads_first else (k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2))
+            self.keys_BKSH, self.values_BKSH = (self._aligned(x_BKTH) for x_BKTH in first)
+            documents = () if documents_BT is None else (documents_BT,)
+            return self.core(q_BTNH, k_BTKH, v_BTKH, *documents)  # type: ignore[no-any-return]
+        if self.heads_first:
+            q_BTNH, k_BTKH, v_BTKH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+        k_BKTH, v_BKTH = k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
         start, stop = self.cache.filled, self.cache.filled + q_BTNH.size(1)
         keys_BKSH, values_BKSH = self._room(stop)
         keys_BKSH[:, :, start:stop] = k_BKTH
         values_BKSH[:, :, start:stop] = v_BKTH
         mask = self.cache.mask(q_BTNH.size(1), self.window)
-        return _attend(q_BTNH, keys_BKSH[:, :, :stop], values_BKSH[:, :, :stop], mask)
+        out_BTNH = _attend(q_BTNH, keys_BKSH[:, :, :stop], values_BKSH[:, :, :stop], mask, self._scores)
+        return out_BTNH.transpose(1, 2) if self.heads_first else out_BTNH
 
     def keep(self, index: Tensor) -> None:
         """Go on with some of the rows."""
@@ -138,17 +151,20 @@ class CachedCore(nn.Module):
         return keys, values
 
 
-def _attend(q_BTNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
+def _attend(q_BTNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Attention of few queries to many keys; heads that share keys are queries of one, so nothing is repeated."""
+    if not scores.has_kernel:
+        return masked_attention(q_BTNH, k_BKSH.transpose(1, 2), v_BKSH.transpose(1, 2), mask, scores)
     B, T, N, H = q_BTNH.shape
     K = k_BKSH.size(1)
     G = N // K
     if T == 1:
-        out_BKGH = F.scaled_dot_product_attention(q_BTNH.view(B, K, G, H), k_BKSH, v_BKSH, attn_mask=mask)
+        q_BKGH = q_BTNH.reshape(B, K, G, H)
+        out_BKGH = F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH, attn_mask=mask, scale=scores.scale)
         return out_BKGH.reshape(B, 1, N, H)
-    q_BKRH = q_BTNH.view(B, T, K, G, H).permute(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
+    q_BKRH = q_BTNH.reshape(B, T, K, G, H).permute(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
     rows = None if mask is None else mask.repeat_interleave(G, dim=2)
-    out_BKRH = F.scaled_dot_product_attention(q_BKRH, k_BKSH, v_BKSH, attn_mask=rows)
+    out_BKRH = F.scaled_dot_product_attention(q_BKRH, k_BKSH, v_BKSH, attn_mask=rows, scale=scores.scale)
     return out_BKRH.view(B, K, T, G, H).permute(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
@@ -157,7 +173,7 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
     """Let a model remember keys and values within the block; afterwards its own cores are back.
 
     Raises:
-        ConfigError: when the layout names no attention core, or a core is not softmax(q k) v with a causal mask.
+        ConfigError: when the layout names no attention core, or a core does more than its attributes say.
     """
     paths = [path for path, _ in model.named_modules() if layout.context and matches(path, layout.context)]
     if not paths:
@@ -182,17 +198,7 @@ def _check_core(path: str, core: nn.Module) -> None:
     """Refuse a core of a user's file that does something else than what is done here in its place."""
     if type(core) is AttentionCore:
         return
-    generator = torch.Generator().manual_seed(0)
-    q_BTNH, k_BTKH, v_BTKH = (torch.randn(2, 9, heads, 8, generator=generator) for heads in (4, 4, 4))
-    cached = CachedCore(core)
-    with torch.no_grad():
-        expected_BTNH = core(q_BTNH, k_BTKH, v_BTKH)
-        cached.cache.begin((8, 8), 9, torch.device("cpu"))
-        cached(q_BTNH[:, :8], k_BTKH[:, :8], v_BTKH[:, :8])
-        cached.cache.prompts_read()
-        found_B1NH = cached(q_BTNH[:, 8:], k_BTKH[:, 8:], v_BTKH[:, 8:])
-    if found_B1NH.shape != expected_BTNH[:, 8:].shape or not torch.allclose(
-        found_B1NH, expected_BTNH[:, 8:], atol=1e-4
-    ):
-        rule = "is not softmax(q k / sqrt(H)) v with a causal mask, so its keys and values cannot be kept for it"
-        raise ConfigError(Problem("LAYOUT.context", path, rule, "correct the core, or give --no_cache"))
+    broken = broken_when_split(core, None, seq_len=0)  # to keep keys and values asks of a core what splitting does
+    if broken:
+        rule = f"{broken.rule}, so its keys and values cannot be kept for it"
+        raise ConfigError(Problem("LAYOUT.context", path, rule, f"{broken.fix}, or give --no_cache"))

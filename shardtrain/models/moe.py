@@ -223,6 +223,7 @@ class Balance(nn.Module):
     def _record(self, count_E: Tensor, loss: Tensor | None) -> None:
         self.count_E = count_E if self.count_E is None else self.count_E + count_E
         if loss is not None:
+            loss = loss.double()  # hundreds of micro-batches are added one by one
             self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
 
 

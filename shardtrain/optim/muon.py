@@ -23,7 +23,7 @@ from shardtrain.errors import ConfigError, Problem
 from shardtrain.optim.adamw import adam_zero_state
 from shardtrain.optim.groups import parameter_groups
 from shardtrain.optim.whole import Bucket, plan
-from shardtrain.shards import local_tensor
+from shardtrain.shards import local_tensor, squared_norm
 
 MUON, ADAMW = "muon", "adamw"
 """What the key "algorithm" of a parameter group says."""
@@ -40,7 +40,7 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if tall else matrix
     # the Frobenius norm bounds the spectral norm, so that the iteration starts at 1 or below
-    x = x / torch.linalg.vector_norm(x, dtype=torch.float32).clamp_min(_EPS).to(x.dtype)
+    x = x / squared_norm([matrix]).sqrt().clamp_min(_EPS).to(x.dtype)
     for _ in range(steps):
         gram = x @ x.T
         polynomial = torch.addmm(gram, gram, gram, beta=_B, alpha=_C)

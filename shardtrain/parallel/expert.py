@@ -138,8 +138,9 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
     worst = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if blocks:
         counts = [_counts(moe) for moe in blocks]
-        losses = [torch.zeros((), device=mesh.device) if (s := moe.balance.loss_sum) is None else s for moe in blocks]
-        rows = torch.cat([torch.cat(counts).double(), torch.stack(losses).double()])
+        nothing = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        losses = [nothing if (s := moe.balance.loss_sum) is None else s for moe in blocks]
+        rows = torch.cat([torch.cat(counts).double(), torch.stack(losses)])
         *summed, losses_L = mesh.sum(rows, over=TOKEN_AXES).split([*(c.numel() for c in counts), len(blocks)])
         totals_L = torch.stack([count_E.sum() for count_E in summed]).clamp_min(1.0)
         busiest_L = torch.stack([count_E.max() * count_E.numel() for count_E in summed]) / totals_L

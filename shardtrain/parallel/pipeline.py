@@ -234,8 +234,8 @@ class PipelineRunner(Runner):
             keywords["return_outputs"] = False  # all logits of a step would be kept for nothing
         method(*((tokens_Bt,) if 0 in self._indices else ()), **keywords)
         if not losses:
-            return torch.zeros((), dtype=torch.float32, device=self._mesh.device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        return torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64)
 
     def _loss(self, logits_BtV: Tensor, targets_Bt: Tensor) -> Tensor:
         return cross_entropy_sum(logits_BtV, targets_Bt, self._weight, chunk=self._chunk_loss)

@@ -46,7 +46,7 @@ class Runner(ABC):
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """Add the gradients of ``weight`` times the loss sum over all batches of all ranks to the parameters.
 
-        Gives ``weight`` times this rank's own loss sum, a float32 scalar: zero where another stage has the loss.
+        Gives ``weight`` times this rank's own loss sum, a float64 scalar: zero where another stage has the loss.
         Gradients are communicated once.
         """
 
@@ -124,7 +124,8 @@ class PlainRunner(Runner):
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """See Runner; the last batch's backward communicates the gradients of all."""
         expert.before_step(self.parts, weight)
-        total = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
+        # float64: hundreds of micro-batches, and then ranks, are added one by one
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for index, batch in enumerate(batches):
             shard.set_gradient_sync(self.parts[0], index == len(batches) - 1)
             loss = self._loss(batch, weight)

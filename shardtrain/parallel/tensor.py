@@ -47,6 +47,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         # experts are not split here (see expert.py), and the identities of a "copy" are what is to be replaced
         if word not in (None, "expert") and (word == "copy" or not isinstance(module, nn.Identity)):
             plan[path] = _style(word, loss_parallel, path, length)
+            rows = module.num_embeddings if word == "embed" and isinstance(module, nn.Embedding) else mesh.size(AXIS)
+            if -(-rows // mesh.size(AXIS)) * (mesh.size(AXIS) - 1) >= rows:  # FSDP fails on ranks without a row
+                plan[path] = WholeEmbedding()
     if not layout.tensor:
         rule = "needs LAYOUT.tensor of the model, which names no module"
         fix = f"give every weight one of the words {', '.join(TENSOR_WORDS)}, or set the degree to 1"
@@ -220,6 +223,20 @@ class WholeWeights(ParallelStyle):
         module.register_forward_pre_hook(lambda _, inputs: (self._take(inputs[0]), *inputs[1:]))
         use_local_weights(module, (self._gradient,))
         return module
+
+
+class WholeEmbedding(WholeWeights):
+    """A table of fewer rows than ranks, such as token types: whole on every rank, each looks up its part of a row."""
+
+    def __init__(self) -> None:
+        super().__init__(Partial())
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (_plain(inputs[0]).chunk(device_mesh.size(), dim=1)[device_mesh.get_local_rank()], *inputs[1:])
+
+        module.register_forward_pre_hook(cut)
+        return super()._apply(module, device_mesh)
 
 
 class GatherFeatures(WholeWeights):

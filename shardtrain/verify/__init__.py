@@ -40,6 +40,10 @@ def main(words: Sequence[str], load_trainer: Callable[[], Trainer]) -> int:
         print(USAGE, end="")
         return 0
     loaded = load(request)
+    if request.real:
+        from shardtrain.verify import real
+
+        return real.main(request, loaded, load_trainer)
     task = plan(loaded, request)
     if not request.json:
         print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from shardtrain.errors import ConfigError, Problem
 USAGE = """\
 usage: shardtrain verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...] [--schedule NAME ...] [--steps 3]
                          [--full] [--json] [--section.key VALUE ...]
+       shardtrain verify --real [CONFIG.toml | model.py] [--memory GIB] [--json] [--section.key VALUE ...]
 
 Train the same batches on one process and on each mesh, in float32, and compare initial weights, loss, every gradient,
 the gradient norm and the updated weights. Status 0: all the same. Status 4: the first difference and its likely cause
@@ -20,6 +22,10 @@ are printed.
   --steps     optimizer steps to compare
   --full      the model, depth and sequence length of the configuration, not a small version of them
   --json      one JSON document
+  --real      the sizes that a small model hides, beside float64: norm and loss sums on 1, 2 and 4 ranks, tensors of
+              more than 2^31 numbers, one layer and the vocabulary of the configured model at their real width
+  --memory    GiB that --real may take; three quarters of what is free unless given. What does not fit is left out,
+              and its row says so
 """
 
 
@@ -34,6 +40,8 @@ class Request:
     full: bool = False
     json: bool = False
     help: bool = False
+    real: bool = False
+    memory_gib: float = 0.0
     overrides: tuple[str, ...] = ()
 
 
@@ -44,7 +52,7 @@ def read(words: Sequence[str]) -> Request:
         ConfigError: an option lacks its value, or ``--steps`` is no whole number above 0.
     """
     path: str | None = None
-    lists: dict[str, list[str]] = {"--mesh": [], "--schedule": [], "--steps": []}
+    lists: dict[str, list[str]] = {"--mesh": [], "--schedule": [], "--steps": [], "--memory": []}
     flags: set[str] = set()
     overrides: list[str] = []
     remaining = list(words)
@@ -58,7 +66,7 @@ def read(words: Sequence[str]) -> Request:
                     Problem(name, None, "needs a value", f"write it like {EXAMPLES[name]}", "command line")
                 )
             lists[name] += values
-        elif word in ("--full", "--json", "--help", "-h"):
+        elif word in ("--full", "--json", "--real", "--help", "-h"):
             flags.add(word)
         elif path is None and not overrides and not word.startswith("-"):
             path = word
@@ -68,6 +76,14 @@ def read(words: Sequence[str]) -> Request:
     if not steps.isdecimal() or int(steps) < 1:
         rule = "must be a whole number of steps above 0"
         raise ConfigError(Problem("--steps", steps, rule, "write it like --steps 3", "command line"))
+    memory = lists["--memory"][-1] if lists["--memory"] else "0"
+    if not re.fullmatch(r"\d+(\.\d+)?", memory) or (lists["--memory"] and not float(memory)):
+        raise ConfigError(Problem("--memory", memory, "must be GiB above 0", f"write it like {EXAMPLES['--memory']}"))
+    real_only = {"--memory"} if lists["--memory"] and "--real" not in flags else set()
+    elsewhere = {name for name in ("--mesh", "--schedule", "--steps") if lists[name]} | flags & {"--full"}
+    if unused := sorted(real_only or (elsewhere if "--real" in flags else set())):
+        rule = "has no effect " + ("without --real" if real_only else "with --real, whose meshes and sizes are fixed")
+        raise ConfigError(Problem(unused[0], None, rule, "leave it out", "command line"))
     return Request(
         path,
         tuple(lists["--mesh"]),
@@ -76,11 +92,18 @@ def read(words: Sequence[str]) -> Request:
         "--full" in flags,
         "--json" in flags,
         bool(flags & {"--help", "-h"}),
+        "--real" in flags,
+        float(memory),
         tuple(overrides),
     )
 
 
-EXAMPLES = {"--mesh": '--mesh "tp=2,pp=2"', "--schedule": "--schedule 1F1B", "--steps": "--steps 3"}
+EXAMPLES = {
+    "--mesh": '--mesh "tp=2,pp=2"',
+    "--schedule": "--schedule 1F1B",
+    "--steps": "--steps 3",
+    "--memory": "--memory 8",
+}
 
 
 def _values(remaining: list[str]) -> list[str]:

@@ -44,6 +44,18 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
         (f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 1", "top_k=3", "more than the 2 experts"),
         (f'{MIXTRAL}[model.overrides]\nscore_func = "tanh"', "score_func", "no way to score"),
         (
+            f"{DEEPSEEK}[model.overrides]\nnum_layers = 2\nnum_dense_layers = 2\n[parallelism]\n"
+            "expert_parallel_degree = 2",
+            "expert_parallel_degree=2",
+            "all 2 layers are dense",
+        ),
+        (
+            f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 4\ngroup_top_k = 3",
+            "group_top_k=3",
+            "2 experts of a",
+        ),
+        (f"{DEEPSEEK}[model.overrides]\nnum_experts = 0", "num_experts=0", "leaves nothing to compute"),
+        (
             f"{DEEPSEEK}[model.overrides]\nmoe_ffn_dim = 33\n[parallelism]\ntensor_parallel_degree = 4",
             "tensor_parallel_degree=4",
             "shared experts' feed-forward dimension 66",
@@ -69,6 +81,7 @@ def test_ranks_that_follow_from_the_world_are_checked_too(tmp_path: Path) -> Non
     "text",
     [
         f"{MIXTRAL}[parallelism]\nexpert_parallel_degree = 8\ntensor_parallel_degree = 2",
+        f"{DEEPSEEK}[model.overrides]\nnum_dense_layers = 0\nnum_shared_experts = 0",
         f"{DEEPSEEK}[parallelism]\nexpert_parallel_degree = 2\n[debug]\nmoe_force_load_balance = true",
         '[model]\nname = "deepseek_v3"\nflavor = "671B"\n[parallelism]\nexpert_parallel_degree = 64',
     ],

@@ -14,7 +14,8 @@ import pytest
 import torch
 from patients import examined, rows
 
-from shardtrain.doctor import clock, devices, hosts, limits, line, memory, network, storage, versions
+from shardtrain import shards
+from shardtrain.doctor import clock, devices, hosts, limits, line, memory, network, numbers, storage, versions
 
 
 def test_ranks_that_are_well_are_found_well(tmp_path):
@@ -272,3 +273,17 @@ def test_signs_that_a_killed_doctor_left_are_removed_when_they_are_old(tmp_path)
 def test_versions_of_libraries_are_noted_without_importing_them(tmp_path):
     facts = examined(1, tmp_path, ["versions"]).facts[0]["versions"]
     assert facts["torch"] == torch.__version__ and facts["numpy"] and set(versions._LIBRARIES) <= set(facts)
+
+
+def test_sums_of_a_rank_that_are_off_are_found_and_the_rank_is_named(tmp_path):
+    said = examined(3, tmp_path, ["numbers"], _adds_in_float32)
+    found = rows(said, "numbers")
+    assert found["gradient norm"].verdict == "fail" and found["gradient norm"].ranks == (2,)
+    assert found["loss sum"].verdict == "pass" and "128,256" in found["loss sum"].measured
+
+
+def _adds_in_float32(rank):
+    numbers.NUMBERS, numbers.TOKENS = {"cpu": 2**21}, {"cpu": 4}
+    if rank == 2:
+        # the sum that PyTorch's own norm takes on a CPU: one chain of float32 squares for each lane
+        shards.squared_norm = lambda tensors: torch.linalg.vector_norm(tensors[0], dtype=torch.float32).square()

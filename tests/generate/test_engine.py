@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,6 +181,27 @@ def test_a_core_that_is_something_else_is_refused_and_works_without_a_cache():
         pass
     assert not any(isinstance(module, CachedCore) for module in model.modules())
     assert len(Generator(model, layout, use_cache=False).generate(prompts(3), 4)[0]) == 4
+
+
+OTHERS = Path(__file__).parent.parent / "models" / "others"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "bloom", "mpt", "gptj", "mup"])  # soft cap, slopes, heads first, scale
+def test_what_a_core_says_of_its_scores_is_kept_exactly(name):
+    module = find(str(OTHERS / f"{name}.py"))
+    shape = shape_of(module, "tiny", {"num_layers": 2}, "rmsnorm")
+    model = module.Model(shape)
+    names = [name for name, _ in model.named_parameters()]
+    draws = init.plan(names, module.initial(shape), module.LAYOUT, 2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            init.draw_(parameter, name, draws[name], 0)
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    asked = prompts(3, 30, 6)
+    found = Generator(model, module.LAYOUT).generate(asked, 12)
+    assert found == Generator(model, module.LAYOUT, use_cache=False).generate(asked, 12)
+    assert len({tuple(row) for row in found}) == 3
 
 
 def test_no_prompt_may_be_empty():

@@ -13,6 +13,7 @@ from pathlib import Path
 import patience
 import pytest
 from launched import losses, newest, record, wait_for
+from tiers import cases
 from tiny import text_file
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", cases([1], nightly=[0]))
 def test_a_node_waits_for_one_that_comes_later_and_each_rank_has_its_file(tmp_path, first):
     port, words = free_port(), options(tmp_path / "run", 2)
     early = node(first, port, words, tmp_path)
@@ -109,7 +110,7 @@ def test_a_node_waits_for_one_that_comes_later_and_each_rank_has_its_file(tmp_pa
     assert sorted(path.name for path in (tmp_path / "run/logs").glob("*.log")) == ["rank-0.log", "rank-1.log"]
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", cases([1], nightly=[0]))
 def test_a_node_that_never_comes_is_told_in_one_line(tmp_path, number):
     port = free_port()
     [(code, words)] = ended(node(number, port, options(tmp_path / "run", 2), tmp_path, RDZV_TIMEOUT="2"))

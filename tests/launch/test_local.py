@@ -12,11 +12,12 @@ from pathlib import Path
 
 import patience
 import pytest
+from tiers import cases
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "ranks.py"
 LINUX = sys.platform == "linux"
-HOW = ["fork", "fresh"] if LINUX else ["fresh"]
+HOW = cases(["fork"], nightly=["fresh"]) if LINUX else ["fresh"]
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are POSIX")
 
@@ -80,13 +81,17 @@ def test_the_failing_rank_is_named_once_with_its_cause_and_place(tmp_path, how):
 
 @pytest.mark.parametrize(
     ("mode", "status", "words"),
-    [
-        ("early", 1, "rank 1 (host"),  # while rank 0 still waits for it in the rendezvous
-        ("data", 3, "DataError: the data ends at sample 7"),
-        ("memory", 7, "MemoryError"),
-        ("kill", 6, "rank 1 (host"),
-        ("leave", 9, "ended with status 9 and left no exception"),
-    ],
+    cases(
+        [
+            ("early", 1, "rank 1 (host"),  # while rank 0 still waits for it in the rendezvous
+            ("data", 3, "DataError: the data ends at sample 7"),
+        ],
+        nightly=[
+            ("memory", 7, "MemoryError"),
+            ("kill", 6, "rank 1 (host"),
+            ("leave", 9, "ended with status 9 and left no exception"),
+        ],
+    ),
 )
 def test_the_status_of_the_culprit_is_the_status_of_the_run(tmp_path, mode, status, words):
     code, _, err, record = run(tmp_path, mode)
@@ -114,7 +119,7 @@ def test_ranks_in_log_rank_share_the_terminal(tmp_path):
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", cases([signal.SIGTERM], nightly=[signal.SIGINT]))
 def test_a_signal_to_the_parent_reaches_every_rank_and_their_status_passes_through(tmp_path, how, number):
     process = start(tmp_path, "wait", how)
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)

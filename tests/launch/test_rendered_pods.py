@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pods
 import pytest
 import yaml
 from launched import losses, newest, wait_for
+from tiers import cases
 from tiny import text_file
 
 TIMEOUT = 240
@@ -78,10 +78,10 @@ def reach(folder: Path, step: int, *running: pods.Pod) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_pods_train_and_after_a_request_to_stop_the_same_command_goes_on(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "ranks"), cases([("pytorchjob", 1)], nightly=[(kind, 2) for kind in KINDS]))
+def test_two_pods_train_and_after_a_request_to_stop_the_same_command_goes_on(tmp_path, kind, ranks):
     folder, steps = tmp_path / "run", 60
-    found, mounted = rendered(kind, folder, steps, "--launch.nodes=2", "--launch.nproc_per_node=2")
+    found, mounted = rendered(kind, folder, steps, "--launch.nodes=2", f"--launch.nproc_per_node={ranks}")
     for attempt in (1, 2):
         endpoint = pods.free_endpoint()
         # the one that waits comes first
@@ -96,13 +96,13 @@ def test_two_pods_train_and_after_a_request_to_stop_the_same_command_goes_on(tmp
                 one.kill()
         assert codes == ([75, 75] if attempt == 1 else [0, 0]), [one.told() for one in running]
         assert attempt == 2 or 5 <= newest(folder / "out") < steps
-    assert started(folder) == [4, 4], "two pods of two ranks"
+    assert started(folder) == [2 * ranks] * 2, "two pods of so many ranks"
     assert list(losses(folder / "out")) == list(range(1, steps + 1)), "no step is lost or made twice"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(5 * TIMEOUT)
-@pytest.mark.skipif(not os.environ.get("SHARDTRAIN_TORCHRUN"), reason="takes minutes: set SHARDTRAIN_TORCHRUN")
+@pytest.mark.nightly("it takes minutes")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["evicted", "lost"])
 def test_an_elastic_job_goes_on_without_a_pod_and_with_it_when_it_is_back(tmp_path, how):
     folder = tmp_path / "run"

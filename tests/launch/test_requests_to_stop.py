@@ -19,6 +19,7 @@ import patience
 import pytest
 import torch
 from launched import HELD, STEPS, TIMEOUT, config, end, fork, losses, newest, no_orphans, record, wait_for
+from tiers import cases
 from tiny import text_file
 
 from shardtrain import evaluate, train
@@ -147,8 +148,13 @@ PHASES = {"step": HELD, "warm-up": 1, "evaluation": HELD, "save": 2, "data": HEL
 """Phase -> the step after which the run ends: the one in which it was asked, or the last whole one."""
 
 
-@pytest.mark.parametrize("held_rank", [0, 1])
-@pytest.mark.parametrize("phase", PHASES)
+FIRST = [("step", 1), ("save", 0), ("data", 0)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "held_rank"),
+    cases(FIRST, nightly=[(phase, rank) for phase in PHASES for rank in (0, 1) if (phase, rank) not in FIRST]),
+)
 def test_a_run_that_is_asked_in_any_phase_saves_and_loses_no_step(tmp_path, straight, phase, held_rank):
     one = config(tmp_path)
     process = run(one, phase, held_rank)
@@ -164,7 +170,7 @@ def test_a_run_that_is_asked_in_any_phase_saves_and_loses_no_step(tmp_path, stra
         assert go_on(tmp_path, one) == straight
 
 
-@pytest.mark.parametrize("whom", ["launcher", "all"])
+@pytest.mark.parametrize("whom", cases(["all"], nightly=["launcher"]))
 def test_a_process_that_prepares_data_and_hangs_does_not_keep_its_rank(tmp_path, whom):
     """As Slurm does it, the signal may go to every process there is."""
     process = run(config(tmp_path, dataloader=DataLoader(num_workers=1, prefetch_factor=1)), "worker", 0)
@@ -179,7 +185,7 @@ def test_a_process_that_prepares_data_and_hangs_does_not_keep_its_rank(tmp_path,
     wait_for(lambda: no_orphans(tmp_path))
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", cases([signal.SIGUSR1], nightly=[signal.SIGUSR2, signal.SIGHUP, signal.SIGINT]))
 def test_every_signal_that_asks_for_an_end_is_the_same(tmp_path, number):
     process = run(config(tmp_path), "data", 0)
     wait_for((tmp_path / "ready").exists)
@@ -189,7 +195,7 @@ def test_every_signal_that_asks_for_an_end_is_the_same(tmp_path, number):
     assert newest(tmp_path) == HELD - 1 and no_orphans(tmp_path)
 
 
-@pytest.mark.parametrize("phase", ["step", "data"])
+@pytest.mark.parametrize("phase", cases(["data"], nightly=["step"]))
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, phase):
     """Rank 1 waits for data or computes, and rank 0 waits for it in a collective: rank 0 alone is asked."""
     process = run(config(tmp_path), phase, 1)
@@ -202,7 +208,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, phase):
     assert no_orphans(tmp_path)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}])
+@pytest.mark.parametrize("mesh", cases([{"tensor_parallel_degree": 2}], nightly=[{}, {"pipeline_parallel_degree": 2}]))
 def test_without_our_launcher_ranks_agree_among_themselves(tmp_path, mesh):
     ranks = run_foreign(config(tmp_path, parallelism=mesh, local_batch_size=8 if mesh else 4), "step", 0)
     wait_for((tmp_path / "ready").exists)
@@ -259,7 +265,7 @@ def test_two_interrupts_end_a_rank_without_our_launcher_at_once(tmp_path):
     assert newest(tmp_path) == 2 and record(tmp_path)["code"] == 76
 
 
-@pytest.mark.parametrize("phase", ["slow steps", "data"])
+@pytest.mark.parametrize("phase", cases(["slow steps"], nightly=["data"]))
 def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, phase):
     # time to start, take steps and save on a machine as busy as this one is; all of it is waited for
     finish = time.time() + min(90.0, patience.seconds(6))

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from launched import STEPS, config, end, fork, losses, no_orphans, record
+from tiers import cases
 
 from shardtrain import train
 from shardtrain.config import Loaded
@@ -46,7 +47,7 @@ def _launch(one, max_restarts, fault):
 
 
 @LINUX
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", cases([1], nightly=[0]))
 def test_a_rank_that_is_killed_costs_one_restart_and_changes_no_number(tmp_path, rank):
     (tmp_path / "whole").mkdir()
     assert end(fork(_launch, config(tmp_path / "whole"), 0, lambda: None)) == 0

@@ -13,6 +13,7 @@ import patience
 import pytest
 from launched import losses, newest, wait_for
 from slurm_cluster import ON_LOOPBACK, SMALL, launch, running, shown, submit
+from tiers import cases
 
 from shardtrain import config
 from shardtrain.config.command_line import split
@@ -185,7 +186,7 @@ def test_a_job_that_was_signalled_before_it_could_hear_is_queued_again(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("given", "ranks"), [({"NGPU": "1"}, 2), ({"SLURM_JOB_GPUS": "0,1"}, 4)])
+@pytest.mark.parametrize(("given", "ranks"), cases([({"NGPU": "1"}, 2)], nightly=[({"SLURM_JOB_GPUS": "0,1"}, 4)]))
 def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed(tmp_path, given, ranks):
     """``multinode_trainer.slurm`` is the hand-editable version: everything else comes from Slurm's variables."""
     command = [

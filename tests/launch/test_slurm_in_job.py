@@ -174,7 +174,7 @@ def test_a_run_that_saved_and_may_not_be_queued_again_says_so(cluster, tmp_path)
     assert newest(folder) == max(losses(folder))
 
 
-@pytest.mark.skipif(not os.environ.get("SHARDTRAIN_SLURM"), reason="four minutes: SHARDTRAIN_SLURM=1 runs it")
+@pytest.mark.nightly("it takes four minutes, the shortest limit that Slurm keeps")
 def test_a_run_saves_before_the_time_limit_of_its_job_and_is_queued_again(cluster, tmp_path):
     folder = tmp_path / "run"
     job = submit(

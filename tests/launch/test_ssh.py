@@ -16,6 +16,7 @@ import patience
 import pytest
 import sshd
 from launched import losses, newest, record, wait_for
+from tiers import cases
 from tiny import text_file
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def ssh_config(tmp_path_factory):
         yield config
 
 
-@pytest.fixture(params=["ssh", "pdsh"])
+@pytest.fixture(params=cases(["ssh"], nightly=["pdsh"]))
 def via(request):
     if request.param == "pdsh" and not shutil.which("pdsh"):
         pytest.skip("no pdsh here: apt-get install pdsh (.ci/components.sh does)")

@@ -18,6 +18,7 @@ import machines
 import patience
 import pytest
 from launched import losses, wait_for
+from tiers import cases
 from tiny import text_file
 
 from shardtrain import __version__
@@ -105,7 +106,7 @@ def test_a_dry_run_shows_the_address_that_ssh_knows_for_the_first_host(network, 
     assert done.returncode == 0 and done.stdout.count(f"{machines.HOSTS['host-a']}:29500") == 2
 
 
-@pytest.mark.parametrize("moment", ["start", "middle"])
+@pytest.mark.parametrize("moment", cases(["start"], nightly=["middle"]))
 @pytest.mark.slow
 def test_a_host_whose_cable_is_cut_is_told_and_ends_what_it_runs(network, tmp_path, moment):
     folder = tmp_path / "run"
@@ -137,7 +138,7 @@ def test_a_host_whose_cable_is_cut_is_told_and_ends_what_it_runs(network, tmp_pa
         network.mend("host-b")
 
 
-@pytest.mark.parametrize("moment", ["start", "middle"])
+@pytest.mark.parametrize("moment", cases(["start"], nightly=["middle"]))
 @pytest.mark.slow
 def test_a_host_whose_ssh_session_is_killed_is_told_within_10_s(network, tmp_path, moment):
     folder = tmp_path / "run"

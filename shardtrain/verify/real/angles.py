@@ -1,0 +1,60 @@
+"""Rotary angles at far positions, in float32 as models are trained and published with them, beside float64.
+
+An angle is position times frequency. In float32 the product of a position near 2^17 and a frequency near one is off by
+2^-8, whatever computes it: the convention of ``transformers`` and of the weights published with it, which is kept. The
+row says how far off it is, and fails where it is further off than the rounding of that convention.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from shardtrain import models
+from shardtrain.config import Config
+from shardtrain.models.layers import RotaryAngles
+
+
+def lengths(config: Config) -> list[int]:
+    """Sequence lengths whose last position is looked at."""
+    return sorted({config.training.seq_len, 1 << 17, 1 << 20})
+
+
+def limit(length: int) -> float:
+    """Largest error of a cosine: frequency and product are rounded, and the power behind a frequency costs two bits."""
+    return min(2.0, length * 2.0**-22)
+
+
+class _Double(TorchFunctionMode):
+    """Float64 wherever code asks for float32."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        if function is torch.Tensor.float:
+            return args[0].double()
+        return function(*args, **kwargs)
+
+
+def error(rank: int, num_ranks: int, config: Config, length: int) -> dict[str, Any]:
+    """Largest error of a cosine or sine at the last 64 positions, over the model's rotary modules; None without any."""
+    module = models.find(config.model.name)
+    if getattr(module, "AS_IS", False):
+        return {"error": None, "note": ""}
+    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    ropes = [one for one in models.build(module, shape).modules() if isinstance(one, RotaryAngles)]
+    positions = torch.arange(max(0, length - 64), length)[None]
+    worst = angle = 0.0
+    for rope in ropes:
+        found = rope(positions)
+        with _Double():
+            exact = rope(positions)
+            widest = float((positions.double()[..., None, None] * rope.inverse_frequencies()).abs().max())
+        worst = max(worst, *(float((a.double() - b).abs().max()) for a, b in zip(found, exact, strict=True)))
+        angle = max(angle, widest)
+    note = f"float32's own spacing at this angle is {2.0 ** (math.floor(math.log2(angle)) - 23):.1e}" if angle else ""
+    return {"error": worst if ropes else None, "note": note}

@@ -1,0 +1,206 @@
+"""A model's forward and backward in float64 where a float64 copy of its weights would not fit.
+
+Large matrices stay in float32 and are widened block by block where ``linear`` uses them. Their gradients are not
+formed: that of y = x W^T is dy^T x, and the two factors are small when there are few tokens. Whoever compares forms the
+rows that it needs. All else (norms, attention, routers, biases) runs as PyTorch runs it, on float64 tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+FACTORED_NUMEL = 1 << 22
+"""Matrices of so many numbers and more stay in float32."""
+BLOCK_NUMEL = 1 << 24
+"""Numbers of a matrix that are widened at a time: 128 MiB."""
+
+
+@dataclass
+class Use:
+    """One use of a matrix, or of some of its rows: the gradient of rows ``first`` and after is ``left^T right``.
+
+    Of an embedding ``ids`` are the rows, and ``left`` is the gradient of what was looked up.
+    """
+
+    first: int
+    left: Tensor
+    right: Tensor | None = None
+    ids: Tensor | None = None
+
+
+@dataclass
+class Gradients:
+    """The gradients of one backward pass in float64: factors of large matrices, and whole ones of all else."""
+
+    factors: dict[str, list[Use]] = field(default_factory=dict)
+    whole: dict[str, Tensor] = field(default_factory=dict)
+
+    def rows(self, name: str, first: int, stop: int, columns: slice) -> Tensor:
+        """Rows of a gradient, seen as a matrix whose rows are the last dimension; some of its columns."""
+        if name in self.whole:
+            matrix = self.whole[name]
+            return matrix.reshape(-1, matrix.shape[-1])[first:stop, columns]
+        found = torch.zeros(stop - first, columns.stop - columns.start, dtype=torch.float64)
+        for use in self.factors[name]:
+            if use.ids is not None:
+                here = (use.ids >= first) & (use.ids < stop)
+                found.index_add_(0, use.ids[here] - first, use.left[here, columns])
+                continue
+            assert use.right is not None
+            low, high = max(first, use.first), min(stop, use.first + use.left.size(1))
+            if low < high:
+                part = use.left[:, low - use.first : high - use.first]
+                found[low - first : high - first].addmm_(part.T, use.right[:, columns])
+        return found
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, note: Callable[[Tensor, Tensor], None]) -> Tensor:
+        ctx.weight, ctx.note = weight, note
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.flat = flat
+        out = torch.cat([flat @ block.double().T for block in _blocks(weight)], dim=1)
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        left = gradients[0].reshape(-1, gradients[0].shape[-1])
+        ctx.note(left, ctx.flat)
+        dx = torch.zeros_like(ctx.flat)
+        first = 0
+        for block in _blocks(ctx.weight):
+            dx.addmm_(left[:, first : first + len(block)], block.double())
+            first += len(block)
+        return dx.view(*gradients[0].shape[:-1], -1), None, None
+
+
+class _WideEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, ids: Tensor, weight: Tensor, note: Callable[[Tensor], None]) -> Tensor:
+        ctx.note = note
+        return weight[ids].double() + anchor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.note(gradients[0].reshape(-1, gradients[0].shape[-1]))
+        return torch.zeros((), dtype=torch.float64), None, None, None
+
+
+def _blocks(weight: Tensor) -> Iterator[Tensor]:
+    return iter(weight.detach().split(max(1, BLOCK_NUMEL // weight.size(1))))
+
+
+class _Wide(TorchFunctionMode):
+    """Linear layers and lookups whose matrix is one of the large ones, wherever a model's code calls them."""
+
+    def __init__(self, large: Mapping[str, Tensor], gradients: Gradients) -> None:
+        super().__init__()
+        self._starts = sorted((tensor.data_ptr(), tensor.numel(), name) for name, tensor in large.items())
+        self._gradients = gradients
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.linear and (found := self._find(args[1])):
+            name, first = found
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            uses = self._gradients.factors.setdefault(name, [])
+            out = _WideLinear.apply(args[0], args[1], lambda left, right: uses.append(Use(first, left, right)))
+            return out if bias is None else out + bias
+        if function is F.embedding and (found := self._find(args[1])):
+            name, ids = found[0], args[0]
+            uses = self._gradients.factors.setdefault(name, [])
+            anchor = torch.zeros((), dtype=torch.float64, requires_grad=True)
+            return _WideEmbedding.apply(
+                anchor, ids, args[1].detach(), lambda left: uses.append(Use(0, left, ids=ids.reshape(-1)))
+            )
+        # code that computes in float32 at least must not fall back to it from float64
+        narrows = function is torch.Tensor.float or (
+            function is torch.Tensor.to and torch.float32 in (*args[1:], *kwargs.values())
+        )
+        if narrows and args[0].dtype == torch.float64:
+            return args[0]
+        return function(*args, **kwargs)
+
+    def _find(self, weight: Any) -> tuple[str, int] | None:
+        """Which large parameter a matrix is, or is a part of, and its first row there."""
+        if not isinstance(weight, Tensor) or weight.dtype != torch.float32 or weight.ndim != 2:
+            return None
+        for start, numel, name in self._starts:
+            offset, rest = divmod(weight.data_ptr() - start, weight.element_size())
+            if 0 <= offset < numel and not rest and weight.is_contiguous():
+                return name, offset // weight.size(1)
+        return None
+
+
+def loss_and_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> tuple[float, Gradients]:
+    """``loss_of(model)`` in float64 and all its gradients; the model's own parameters are float32, and change their
+    type where they are small.
+
+    Raises:
+        RuntimeError: a large matrix is used in another way than ``linear`` and ``embedding``, and took no part.
+    """
+    gradients = Gradients()
+    large: dict[str, Tensor] = {}
+    for module_name, module in model.named_modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            name = f"{module_name}.{key}" if module_name else key
+            if parameter.ndim > 1 and parameter.numel() >= FACTORED_NUMEL:
+                parameter.requires_grad_(False)
+                large.setdefault(name, parameter)
+            elif parameter.dtype != torch.float64:
+                parameter.data = parameter.data.double()
+    unique: dict[int, str] = {}
+    for name, tensor in large.items():  # a matrix with two names, as tied ends have, keeps the first
+        unique.setdefault(tensor.data_ptr(), name)
+    for _, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.double()
+    with _Wide({name: large[name] for name in unique.values()}, gradients):
+        loss = loss_of(model)
+    loss.backward()  # type: ignore[no-untyped-call]
+    unused = [name for name in unique.values() if name not in gradients.factors]
+    if unused:
+        raise RuntimeError(f"{unused[0]} is used in another way than by linear and embedding")
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients.whole[name] = parameter.grad
+    return float(loss.detach()), gradients
+
+
+def write(gradients: Gradients, path: str) -> None:
+    """Put gradients into a file of plain tensors."""
+    from safetensors.torch import save_file
+
+    parts: dict[str, Tensor] = {f"whole/{name}": tensor.contiguous() for name, tensor in gradients.whole.items()}
+    for name, uses in gradients.factors.items():
+        for number, use in enumerate(uses):
+            key = f"{name}/{number}/{use.first}"
+            parts[f"left/{key}"] = use.left.contiguous().clone()
+            other = use.ids if use.ids is not None else use.right
+            assert other is not None
+            parts[f"{'ids' if use.ids is not None else 'right'}/{key}"] = other.contiguous().clone()
+    save_file(parts, path)
+
+
+def read(path: str) -> Gradients:
+    """The gradients that ``write`` left."""
+    from safetensors.torch import load_file
+
+    parts, found = load_file(path), Gradients()
+    for key, tensor in parts.items():
+        kind, _, rest = key.partition("/")
+        if kind == "whole":
+            found.whole[rest] = tensor
+        elif kind == "left":
+            name, _, first = rest.rsplit("/", 2)
+            right, ids = parts.get(f"right/{rest}"), parts.get(f"ids/{rest}")
+            found.factors.setdefault(name, []).append(Use(int(first), tensor, right, ids))
+    return found
