@@ -170,7 +170,9 @@ def _same_buffer(expected: Expected, records: Sequence[Record], step: int, name:
 
 def scale_of(expected: Expected, step: int, name: str) -> float:
     """What a gradient's error is measured against."""
-    return max(float(expected.whole(f"gradient/{step}", name).norm()), SMALL * expected.total(step) * expected.clipping(step))
+    return max(
+        float(expected.whole(f"gradient/{step}", name).norm()), SMALL * expected.total(step) * expected.clipping(step)
+    )
 
 
 def gradient_error(expected: Expected, records: Sequence[Record], step: int, name: str) -> float:

@@ -1,4 +1,4 @@
-"""Where a mesh's forward pass leaves that of one process: the first module whose inputs agree and whose output does not.
+"""Where a mesh leaves one process: the first module whose inputs agree and whose output does not, and so backward.
 
 Each rank kept what its modules were given and gave in its first micro-batch. What one process has of the same rows,
 positions and features is cut out of what it kept of the whole batch.
@@ -107,7 +107,7 @@ def _agree(e: Evidence, record: Record, mine: str, theirs: str) -> bool | None:
 
 
 def _own_part(e: Evidence, record: Record, whole: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """What a rank should have of a tensor of the whole batch, by the shape of what it has; None if that says nothing."""
+    """What a rank should have of a tensor of the whole batch, by the shape that it has; None if that says nothing."""
     if whole.ndim != len(shape):
         return None
     data_rank = record.place["dp_replicate"] * e.size("dp_shard") + record.place["dp_shard"]

@@ -172,15 +172,17 @@ class Prober:
             if off(again.out, one.out, REPEATED):
                 path = blame(one, again, _whole, REPEATED)
                 return self._not_repeated(path, before, middle)
-        buffers = [name for name in before if name in dict(self._model.named_buffers()) and before[name] != middle[name]]
+        buffers = [
+            name for name in before if name in dict(self._model.named_buffers()) and before[name] != middle[name]
+        ]
         if buffers:
             rule = f"changes the buffer {buffers[0]} in forward: each rank sees other tokens, and its copies part"
             return self._break(rule, "keep no running statistics; compute from the inputs alone")
-        again_built = models.build(self._module, self._shape)
-        fill(again_built)
-        other = trace(again_built, tokens, positions)
-        if off(other.out, one.out, REPEATED):
-            where = self._say(blame(one, other, _whole, REPEATED))
+        another = models.build(self._module, self._shape)
+        fill(another)
+        built = trace(another, tokens, positions)
+        if off(built.out, one.out, REPEATED):
+            where = self._say(blame(one, built, _whole, REPEATED))
             rule = f"gives other numbers when it is built a second time in one process, first in {where}"
             self._break(rule, "count nothing on a class or a module of Python; pass the layer's number as an argument")
         return None
@@ -199,7 +201,9 @@ class Prober:
         own = [name for name in kept if name.rpartition(".")[0] == (path or "")] or kept
         told = f" ({own[0].rpartition('.')[2]} changes)" if own else ""
         rule = f"answers the same tokens differently when asked twice: {where} keeps state between forward passes{told}"
-        return self._break(rule, "compute from the inputs alone: pipelines and accumulation call it another number of times")
+        return self._break(
+            rule, "compute from the inputs alone: pipelines and accumulation call it another number of times"
+        )
 
     def _rows(self) -> None:
         """A row alone has the answer that it has in its batch."""
@@ -257,8 +261,8 @@ class Prober:
             told = torch.load(path, weights_only=True)
             here = f"on rank {rank} of 2"
             for pattern, draw in draws.items():
-                if told["draws"].get(pattern) != draw:
-                    rule = f"starts from other weights {here}: initial() gives {pattern} {told['draws'].get(pattern)}, alone {draw}"
+                if (there := told["draws"].get(pattern)) != draw:
+                    rule = f"starts from other weights {here}: initial() gives {pattern} {there}, alone {draw}"
                     return self._break(rule, fix)
             for name in sorted({*sizes, *told["parameters"]}):
                 if told["parameters"].get(name) != sizes.get(name):
@@ -283,7 +287,9 @@ class Prober:
         watch.remove()
         if watch.found:
             path, dtype = watch.found
-            rule = f"computes in {dtype} in {self._say(path)}, whatever the type of its weights: meshes round differently"
+            rule = (
+                f"computes in {dtype} in {self._say(path)}, whatever the type of its weights: meshes round differently"
+            )
             self._break(rule, "cast nothing: training.mixed_precision_param is the type in which a model computes")
 
     def _writes(self) -> None:
@@ -293,7 +299,9 @@ class Prober:
         for call in found.calls:
             if call.changed and call.path.startswith(layer) and call.path.count(".") == layer.count("."):
                 inner = next(c.path for c in found.calls if c.changed)
-                rule = f"writes into its input in {self._say(inner)}: recomputation would start from what it has written"
+                rule = (
+                    f"writes into its input in {self._say(inner)}: recomputation would start from what it has written"
+                )
                 return self._break(rule, "write x = x + y in place of x += y")
         return None
 
@@ -312,7 +320,9 @@ class Prober:
             fix = "move it into the core's place or leave sequences whole"
             self.found.impossible.setdefault("cp", self._axis("cp", rule, fix))
         if gathered and (path := self._mixes(gathered)) is not None:
-            rule = f"mixes the tokens of a sequence in {self._say(path)}, where activations are split along the sequence"
+            rule = (
+                f"mixes the tokens of a sequence in {self._say(path)}, where activations are split along the sequence"
+            )
             fix = 'do it in a module whose word in LAYOUT.tensor is "gather"'
             self.found.impossible.setdefault("tp", self._axis("tp", rule, fix))
 

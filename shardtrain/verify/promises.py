@@ -182,8 +182,11 @@ class _Prober:
             word = word_of(self._layout, path)
             if word == "features":  # they are gathered for it, whatever their number
                 halved.set_submodule(path, nn.Identity())
+            if word == "rowwise" and isinstance(module, nn.Embedding):
+                return []  # rows of a table are those of some tokens, and the others' are summed
             if path.startswith(f"{self._layout.layers}.") and word in ("colwise", "rowwise"):
-                if not _halve(module, 0 if word == "colwise" else 1):
+                features = 1 if isinstance(module, nn.Embedding) else 0
+                if not _halve(module, features if word == "colwise" else 1):
                     return []
                 changed.append(path)
         if not changed:
@@ -194,7 +197,8 @@ class _Prober:
         )
         fix = "write unflatten(-1, (-1, head_dim)) and flatten(2), with no head count of the config"
         word = word_of(self._layout, place)
-        if error and word in ("colwise", "rowwise"):  # a linear module, which reads no head count
+        linear = place in dict(halved.named_modules()) and isinstance(halved.get_submodule(place), nn.Linear)
+        if error and linear and word in ("colwise", "rowwise"):  # it reads no head count
             said = f'calls {place} "{word}" in LAYOUT.tensor, but '
             if word == "colwise":
                 said, fix = said + "the features that it is given are split already", 'call it "rowwise"'

@@ -38,7 +38,6 @@ from shardtrain.verify import dropout
 from shardtrain.verify.batches import SyntheticStream
 from shardtrain.verify.shrink import Task
 
-
 MAX_NORM = 0.1
 """Norm to which gradients are clipped in the last of several steps, far below that of a model at unit gain."""
 
@@ -105,7 +104,7 @@ def draws_of(module: Any, shape: Any, model: nn.Module, unit_gain: bool) -> dict
 
 
 def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task: Task, folder: str) -> None:
-    """Train ``task.steps`` steps as one rank and leave its record in ``folder``; an error has a note that says where."""
+    """Train ``task.steps`` steps as one rank and leave its record in ``folder``; an error says where."""
     dropout.switch_off()
     watch = _Watch(keep=task.unit_gain)
     try:
@@ -229,7 +228,7 @@ class _Watch:
         word = layout.word_of(self.layout, path)
         if word is None:
             return f"{told}, which has no word in LAYOUT.tensor; give it one, or the module in which it is"
-        return f'{told}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_WORDS[word]}); give it the word that fits'
+        return f'{told}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_WORDS[word]}); correct the word, or its forward for a part of the heads or of the sequence'
 
     def _enter(self, path: str, _: nn.Module, given: Any, named: Any) -> None:
         if path == "":

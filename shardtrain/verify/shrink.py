@@ -109,7 +109,9 @@ def _small(plans: Sequence[Plan], loaded: Loaded, notes: list[str]) -> dict[str,
         notes.append("model: " + ", ".join(f"{name} {sizes.get(name)} -> {value}" for name, value in changes.items()))
     cuts = math.lcm(1, *(_cuts(plan.degrees) for plan in plans))
     seq_len = -(-MIN_TOKENS // cuts) * cuts
-    notes.append("weights: compared as training would draw them; then drawn at unit gain, and none zero, to compare steps")
+    notes.append(
+        "weights: compared as training would draw them; then drawn at unit gain, and none zero, to compare steps"
+    )
     return {
         "model": {"overrides": given},
         "training": {"seq_len": min(seq_len, loaded.config.training.seq_len)},

@@ -107,7 +107,9 @@ def off(mine: Tensor, theirs: Tensor, close: float) -> bool:
     return not bool(far.max() <= close * max(float(size), 1e-30))
 
 
-def blame(one: Trace, other: Trace, pick: Pick, close: float, skip: Callable[[str], bool] = lambda _: False) -> str | None:
+def blame(
+    one: Trace, other: Trace, pick: Pick, close: float, skip: Callable[[str], bool] = lambda _: False
+) -> str | None:
     """The path of the first module whose inputs agree and whose output does not; None where there is none."""
     counts: Counter[str] = Counter()
     theirs: dict[tuple[str, int], Call] = {}

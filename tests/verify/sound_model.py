@@ -1,3 +1,4 @@
+# ruff: noqa: F401 (faults that are planted here use these imports)
 """A sound model file, as a user might write it; ``test_model_faults`` spoils it in one place at a time."""
 
 from __future__ import annotations

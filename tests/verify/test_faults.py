@@ -202,7 +202,9 @@ def the_loss_divided_twice(monkeypatch):
 
 @fault("dp_shard=2", "scaled by 1.25", "which is no size of an axis")
 def a_wrong_divisor(monkeypatch):
-    wrap(monkeypatch, runner.PlainRunner, "forward_backward", lambda f, self, b, weight: f(self, b, weight * 1.25) / 1.25)
+    wrap(
+        monkeypatch, runner.PlainRunner, "forward_backward", lambda f, self, b, weight: f(self, b, weight * 1.25) / 1.25
+    )
 
 
 @fault("dp_shard=2", "each data rank divided by its own count of target tokens", "a mean of means", by_default=True)
@@ -393,7 +395,7 @@ def norm_counts_each_replica(monkeypatch):
     wrap(monkeypatch, clip, "gradient_norm", lambda f, parameters, mesh: f(parameters, mesh) * 2**0.5)
 
 
-@fault("dp_shard=2", "step 2", "clipped by another factor", "rank 0", "rank 1")
+@fault("dp_shard=2", "clipped by another factor", "rank 0: 1", "rank 1: 0.5")
 def each_rank_clips_by_its_own_factor(monkeypatch):
     wrap(monkeypatch, clip, "scale_gradients", lambda f, parameters, by: f(parameters, by / (1 + dist.get_rank())))
 

@@ -112,7 +112,8 @@ FAULTS: dict[str, Fault] = {
         [
             ("self.ffn_norm, self.ffn = nn.LayerNorm(c.dim)", "self.ffn_norm, self.ffn = BatchNorm(c.dim)"),
             ("class Block(", "class BatchNorm(nn.LayerNorm):\n    def forward(self, x):\n"
-             "        x = (x - x.mean((0, 1))) / x.std((0, 1))\n        return x * self.weight + self.bias\n\n\nclass Block("),
+             "        x = (x - x.mean((0, 1))) / x.std((0, 1))\n        return x * self.weight + self.bias\n"
+             "\n\nclass Block("),
         ],
         "dp_shard=2", "refused", ["module blocks.0.ffn_norm (BatchNorm) mixes rows", "a statistic of the batch"],
     ),
