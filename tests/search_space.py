@@ -144,7 +144,7 @@ def is_of_mesh(option: str) -> bool:
 
 
 def draw_any(seed: int, number: int) -> Case:
-    """Options as they come, of which about half break a rule; another sequence than ``draw``."""
+    """Options as they come, of which one in five breaks a rule; another sequence than ``draw``."""
     return _draw(random.Random(f"any {seed}/{number}"))
 
 
