@@ -226,7 +226,7 @@ class WholeWeights(ParallelStyle):
 
 
 class SplitEmbedding(RowwiseParallel):
-    """PyTorch's, with an output that has arrived: compiled modules lose the gradient of one that has not (torch 2.13)."""
+    """PyTorch's, with an output that has arrived: compiled modules lose the gradient of others (torch 2.13)."""
 
     @staticmethod
     def _prepare_output_fn(

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiers import cases
 
 from shardtrain.config.schema import Config, Data, DataLoader, DataSource, DataStage, Debug, Training
 from shardtrain.data import IGNORE, open_stream
@@ -163,7 +164,10 @@ def sequence(config, plan, workers):
     return result, order_hash % 2**64
 
 
-@pytest.mark.parametrize("kind", KINDS)
+FIRST = ("tokens", "jsonl as a stream", "documents fitted and masked", "mixture with streams")
+
+
+@pytest.mark.parametrize("kind", cases(FIRST, nightly=[kind for kind in KINDS if kind not in FIRST]))
 def test_ranks_workers_and_resumes_change_no_sample_and_no_token(kind, tmp_path):
     config = config_of(kind, tmp_path)
     expected = sequence(config, [(1, STEPS)], workers=0)

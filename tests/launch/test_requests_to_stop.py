@@ -265,7 +265,7 @@ def test_two_interrupts_end_a_rank_without_our_launcher_at_once(tmp_path):
     assert newest(tmp_path) == 2 and record(tmp_path)["code"] == 76
 
 
-@pytest.mark.parametrize("phase", cases(["slow steps"], nightly=["data"]))
+@pytest.mark.parametrize("phase", cases(["data"], nightly=["slow steps"]))
 def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, phase):
     # time to start, take steps and save on a machine as busy as this one is; all of it is waited for
     finish = time.time() + min(90.0, patience.seconds(6))

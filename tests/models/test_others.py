@@ -176,9 +176,9 @@ def run_compiled(rank: int) -> dict[str, Result]:
     return found
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("compiles three models; compiled tensor parallelism has a law in the default tier")
 def test_compiled_modules_under_tensor_parallelism_have_the_numbers_of_one_process() -> None:
-    """OLMo 2's first attention is given the embedding's output with nothing between: its gradient was once lost there."""
+    """OLMo 2's first attention is given the embedding's output with nothing between: its gradient was once lost."""
     for results in run_ranks(2, run_compiled):
         for name, result in results.items():
             assert differences(result, one_process(name, 2)) == [], name

@@ -13,6 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from reviews import LENGTH, SHAPE, config, file_of, rows
+from tiers import cases
 from tiny import Result, assert_same_numbers, make_run, run_tiny, train_whole
 from torch.nn import functional as F
 
@@ -86,7 +87,7 @@ def alone() -> list[Any]:
     return run_ranks(1, evaluated, (872, 7))[0]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", cases([3], nightly=[2, 4]))
 def test_each_row_is_evaluated_once_and_predictions_keep_the_order_of_the_file(ranks: int) -> None:
     for result in run_ranks(ranks, evaluated, (872, 7)):
         assert result == alone()

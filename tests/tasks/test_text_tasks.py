@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from foreign import SHAPES, config_for, folder
 from ranks import run_ranks
+from tiers import cases
 from tiny import assert_same_numbers, make_run, run_tiny, text_file
 from torch.nn import functional as F
 
@@ -60,7 +61,10 @@ def config_of(name: str, output: Path, in_hf: bool = False, **sections: Any) -> 
     )
 
 
-@pytest.mark.parametrize("name", TASKS)
+FIRST = ("bert", "t5")
+
+
+@pytest.mark.parametrize("name", cases(FIRST, nightly=[name for name in TASKS if name not in FIRST]))
 def test_meshes_change_no_number(name: str, tmp_path: Path) -> None:
     """Over the end of an epoch, with rows padded to other lengths and other accumulation."""
     alone = run_tiny(1, config_of(name, tmp_path / "a", training={"local_batch_size": 8}), 4)[0]
