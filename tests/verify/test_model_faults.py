@@ -230,7 +230,7 @@ FAULTS: dict[str, Fault] = {
     "norm of the sequence as one that is replicated": Fault(
         [('"blocks.*.ffn_norm": "sequence"', '"blocks.*.ffn_norm": "replicate"'),
          ("dropout: float = 0.1", "dropout: float = 0.0")],
-        "tp=2", "not possible", ["blocks.0.ffn_norm", '"replicate" works on the whole sequence', 'write "sequence"'], True,
+        "tp=2", "not possible", ["blocks.0.ffn_norm", '"replicate" works on the whole', 'write "sequence"'], True,
     ),
     "a weight without a word": Fault(
         [('        "blocks.*.ffn.up": "colwise",\n', "")],
