@@ -455,10 +455,13 @@ def _of_experts(case: Case) -> Iterator[Broken]:
         yield Broken(f"{ep} expert-parallel ranks divide {experts} experts", (EP,))
     if ranks % ep:
         yield Broken(f"{ep} expert-parallel ranks divide {ranks} ranks", (EP,))
+    dense = int(sizes.get(f"{M}num_dense_layers", "0")) >= case.number(f"{M}num_layers", 2)
+    if dense and ep > 1:
+        yield Broken("a layer has experts to divide", (EP,))
     if int(sizes.get(f"{M}top_k", "2")) > experts:
         yield Broken("a token has no more experts than there are", (f"{M}top_k",))
     # beyond one expert for each rank, an expert's own sizes are split
-    beyond = ranks // ep * ep > experts
+    beyond = ranks // ep * ep > experts and not dense
     if beyond and not experts % ep and any(int(sizes[f"{M}{name}"]) % (ranks // ep) for name in ("moe_ffn_dim", "dim")):
         yield Broken(f"{ranks} ranks share {experts} experts", (EP,))
 

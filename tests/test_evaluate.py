@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import cases
 from tiny import Ended, assert_bitwise, make_run, text_file, tiny_config, train_whole
 from torch.nn import functional as F
 
@@ -136,7 +137,10 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+FIRST = ("tp 2", "cp 2", "pp 2, interleaved")
+
+
+@pytest.mark.parametrize("mesh", cases(FIRST, nightly=[mesh for mesh in MESHES if mesh not in FIRST]))
 def test_meshes_change_no_loss(mesh: str) -> None:
     ranks, parallelism = MESHES[mesh]
     configs = [config(parallelism, rows=rows, last=3) for rows in (61, 7)]
@@ -242,7 +246,7 @@ def mixture_of_experts() -> Config:
     return dataclasses.replace(one, model=dataclasses.replace(one.model, name="mixtral", overrides=MOE))
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "pipeline", "bfloat16", "experts"])
+@pytest.mark.parametrize("kind", cases(["fsdp", "experts"], nightly=["pipeline", "bfloat16"]))
 def test_training_is_bitwise_the_same_with_and_without_validation(tmp_path: Path, kind: str) -> None:
     one = {
         "fsdp": lambda: config(),

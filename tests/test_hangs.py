@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hangs import LIMIT, PLACES, STEPS, config, run, run_foreign
 from launched import alive, end, no_orphans, record, wait_for
+from tiers import cases
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
 
@@ -36,7 +37,7 @@ def assert_named(folder: Path, rank: int, phase: str) -> None:
     assert no_orphans(folder)
 
 
-@pytest.mark.parametrize(("place", "rank"), [("stop", 1), ("data", 0), ("validation", 1), ("save", 0)])
+@pytest.mark.parametrize(("place", "rank"), cases([("stop", 1), ("save", 0)], nightly=[("data", 0), ("validation", 1)]))
 def test_the_rank_that_hangs_is_named_with_its_phase(tmp_path, place, rank):
     assert end(run(config(tmp_path), place, (rank,))) == 6
     assert_named(tmp_path, rank, PLACES[place])

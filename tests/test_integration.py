@@ -11,6 +11,7 @@ from pathlib import Path
 import patience
 import pytest
 import torch
+from tiers import cases
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -56,8 +57,11 @@ def train(preset: str, overrides: str, folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+FIRST = ("experts, ep 2", "weights only, bfloat16")
+
+
 @pytest.mark.integration
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(FIRST, nightly=[name for name in RUNS if name not in FIRST]))
 def test_a_preset_trains_with_overrides(name: str, tmp_path: Path) -> None:
     preset, overrides = RUNS[name]
     records = train(preset, overrides, tmp_path)
@@ -81,6 +85,7 @@ def check_weights(folder: Path, dtype: str) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.nightly("four whole runs; test_resume.py states it with forked ranks")
 def test_the_same_command_line_continues_a_run_on_another_mesh(tmp_path: Path) -> None:
     train("debug", f"--nproc 2 {SAVE}", tmp_path / "two")
     straight = train("debug", f"--nproc 2 {SAVE} --training.global_batch_size 4", tmp_path / "straight")

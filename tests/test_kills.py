@@ -14,6 +14,7 @@ from typing import Any
 import patience
 import pytest
 import torch
+from tiers import cases
 from tiny import tiny_config
 
 from shardtrain import data, train
@@ -21,7 +22,7 @@ from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.parallel.world import World
 
-STEPS, KILLS = 60, 20
+STEPS = 60
 TEXT = "".join(random.Random(1).choices("abcdefghij \n", k=STEPS * 4 * 16 - 9))
 
 
@@ -96,10 +97,11 @@ def run_with_kills(folder: Path, kind: str, kills: int) -> list[dict[str, Any]]:
     return steps_taken(folder)
 
 
+@pytest.mark.parametrize("kills", cases([6], nightly=[20]))
 @pytest.mark.parametrize("kind", ["memory", "stream"])
-def test_twenty_kills_in_one_epoch_repeat_and_lose_no_sample(kind: str, tmp_path: Path) -> None:
+def test_kills_in_one_epoch_repeat_and_lose_no_sample(kind: str, kills: int, tmp_path: Path) -> None:
     whole = run_with_kills(tmp_path / "whole", kind, kills=0)
-    killed = run_with_kills(tmp_path / "killed", kind, kills=KILLS)
+    killed = run_with_kills(tmp_path / "killed", kind, kills=kills)
     assert len(killed) > len(whole), "no kill cost a step: the test kills too late"
     final = {entry["step"]: entry for entry in killed}  # a step that was taken again replaces what was lost
     assert [final[step] for step in sorted(final)] == whole

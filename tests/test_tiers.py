@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -118,3 +119,47 @@ def test_a_case_stays_in_its_share():
         "tests/test_kills.py::test_[3]",
     )
     assert [share_of(name, 5) for name in names] == [3, 1, 2]
+
+
+def limits(text: str) -> list[str]:
+    """Calls that wait no longer than a number of seconds that is written there, two or more."""
+
+    def is_number(node: ast.expr) -> bool:
+        return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value >= 2
+
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            named = [word.value for word in node.keywords if word.arg == "timeout"]
+            waits = node.func.attr in ("run", "communicate", "wait", "join", "get", "poll")
+            alone = node.args if node.func.attr in ("wait", "join", "poll") and len(node.args) == 1 else []
+            if waits and any(map(is_number, [*named, *alone])):
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.BinOp) and ast.unparse(node.left) == "time.monotonic()" and is_number(node.right):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_every_wait_of_a_test_grows_with_the_load():
+    offenders = {path.name: found for path in TESTS.rglob("*.py") if (found := limits(path.read_text()))}
+    assert offenders == {}, "wait for patience.seconds(...)"
+    wrong = ["p.wait(20)", "subprocess.run(c, timeout=60)", "p.communicate(timeout=9.5)", "end = time.monotonic() + 60"]
+    assert all(limits(line) for line in wrong)
+    assert not limits('p.wait(patience.seconds(20)); ", ".join(words); x.get(7); p.join(0.1); p.wait()')
+
+
+def test_a_limit_is_longer_on_a_busy_machine_and_never_shorter(monkeypatch):
+    monkeypatch.delenv("SHARDTRAIN_TEST_PATIENCE", raising=False)
+    monkeypatch.setattr(patience, "load", lambda: 1.0)
+    quiet = patience.seconds(10)
+    monkeypatch.setattr(patience, "load", lambda: 8.0)
+    assert quiet >= 10 and patience.seconds(10) == 8 * quiet
+    monkeypatch.setenv("SHARDTRAIN_TEST_PATIENCE", "3")
+    assert patience.seconds(10) == 24 * quiet
+
+
+def test_a_wait_ends_where_the_condition_never_comes(monkeypatch):
+    monkeypatch.setattr(patience, "factor", lambda: 1.0)
+    with pytest.raises(AssertionError, match="the moon does not come within 0 s"):
+        patience.wait_for(lambda: False, 0.05, "the moon")
+    patience.wait_for(lambda: True, 0.05)

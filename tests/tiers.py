@@ -29,7 +29,16 @@ SHARES = 5
 """In how many shares the rest is told by ``--laws``, and run by .ci/run."""
 COSTS = os.environ.get("SHARDTRAIN_TEST_COSTS")
 """A file that gets a line of JSON for each test: its name, seconds that passed, CPU seconds with those of its ranks."""
-LONGEST_FIRST = ("test_grid.py", "test_docs.py", "test_expert.py", "test_same_numbers.py")
+LONGEST_FIRST = (
+    "test_slurm_refusals.py",
+    "test_slurm_in_job.py",
+    "test_ssh_machines.py",
+    "test_grid.py",
+    "test_docs.py",
+    "test_same_numbers.py",
+    "test_expert.py",
+)
+"""Files that wait long or compute much."""
 
 
 def cases(default: Iterable[Any], nightly: Iterable[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+from shardtrain.config import stages
 from shardtrain.config.changes import check_accepted
 from shardtrain.config.check_checkpoint import check_checkpoint, checkpoint_notes
 from shardtrain.config.check_data import (
@@ -153,6 +154,13 @@ def notes(loaded: Loaded) -> list[str]:
     split_logits = p.tensor_parallel_degree > 1 and not p.disable_loss_parallel
     if compiled.enable and "loss" in compiled.components and split_logits:
         found.append("compile.components: the loss on logits split by tensor parallelism is not compiled")
+    schedule_name = stages.schedule_name(p.pipeline_parallel_schedule)
+    recompute = loaded.config.activation_checkpoint.mode
+    if p.pipeline_parallel_degree > 1 and schedule_name in stages.SPLIT_BACKWARD and recompute in ("full", "selective"):
+        found.append(
+            f"activation_checkpoint.mode={recompute}: {schedule_name} recomputes a layer for the gradient of its input "
+            "and again for each group of its weights, some ten times where 1F1B does so once"
+        )
     overlap = "parallelism.pipeline_parallel_expert_parallel_overlap"
     if loaded.is_set(overlap):
         found.append(f"{overlap}: without effect, experts' exchanges are not overlapped with compute")

@@ -50,12 +50,33 @@ def check_experts_of_world(loaded: Loaded, world_size: int) -> Iterator[Problem]
 
 
 def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
-    p = loaded.config.parallelism
-    ranks = shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
-    if p.expert_parallel_degree > 1 and ranks > 0 and ranks % p.expert_parallel_degree:
+    p, sizes = loaded.config.parallelism, model_shape(loaded) or {}
+    ranks, degree = shard_degree * p.context_parallel_degree * p.tensor_parallel_degree, p.expert_parallel_degree
+    if ranks < 1 or degree < 1:
+        return
+    if ranks % degree:
         rule = f"does not divide the {ranks} ranks of data_parallel_shard, context and tensor parallelism together"
         legal = [n for n in range(1, ranks + 1) if ranks % n == 0]
         yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
+        return
+    experts, *rows = (_count(sizes, name) for name in ("num_experts", "moe_ffn_dim", "dim"))
+    if (
+        "num_experts" not in sizes
+        or ranks <= experts
+        or _count(sizes, "num_layers") <= sizes.get("num_dense_layers", 0)
+    ):
+        return
+    # with more ranks than experts, those that share one split its matrices by their rows
+    uneven = [size for size in rows if size % (ranks // degree)]
+    if uneven and experts % degree == 0:
+        legal = [
+            n
+            for n in range(1, experts + 1)
+            if experts % n == 0 and ranks % n == 0 and not any(size % (ranks // n) for size in rows)
+        ]
+        sizes_of_expert = any_of(sorted(set(uneven)))
+        rule = f"leaves {ranks // degree} ranks to share experts, which does not divide their sizes ({sizes_of_expert})"
+        yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}" if legal else f"use {experts} ranks or fewer")
 
 
 def _check_without_experts(loaded: Loaded) -> Iterator[Problem]:

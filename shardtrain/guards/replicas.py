@@ -74,7 +74,7 @@ class Replicas:
 
 
 def refuse_norms(run: Run, norm: Tensor) -> None:
-    """Stop before an update whose global gradient norm is not the same on all ranks, as ``clip.agree`` found.
+    """Stop before an update whose global gradient norm is not the same on all ranks, as ``clip.agree`` suspects.
 
     Raises:
         NumericalError: on all ranks the same; names the odd ranks. Not where ``run.compares_norms`` is off.
@@ -84,6 +84,8 @@ def refuse_norms(run: Run, norm: Tensor) -> None:
     step, norms = run.state.step + 1, exchange(float(norm))
     middle = sorted(norms)[len(norms) // 2]
     odd = [rank for rank, value in enumerate(norms) if abs(value - middle) > NORMS_AGREE * middle]
+    if not odd:  # of many ranks, rounding in the sums that agree found
+        return
     if 2 * len(odd) < len(norms):
         others = f"{middle:.6g} on the other {len(norms) - len(odd)}"
         who = f"{', '.join(f'{norms[rank]:.6g} on rank {rank}' for rank in odd[:8])} and {others}"

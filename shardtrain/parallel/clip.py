@@ -60,7 +60,8 @@ class Agreed:
     norm: float
     """NaN where the norm of any rank is not finite."""
     same_norm: bool
-    """Whether all ranks found the same norm; ``norm`` is their mean."""
+    """Whether all ranks found the same norm; ``norm`` is their mean. Beyond some 10,000 ranks it may be False for
+    rounding alone: ``guards.replicas.refuse_norms`` looks again."""
     sums: list[float]
     """What else was summed."""
 

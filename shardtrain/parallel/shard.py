@@ -6,11 +6,13 @@ gradients reduced in the reduce type, on one process as on thousands. Must run l
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn import functional as F
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
@@ -27,6 +29,11 @@ def is_needed(mesh: Mesh, config: Config) -> bool:
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Shard each layer, the embedding, and the norm with the head, each as one unit, in place."""
+    half = {derived.compute_dtype(config), config.training.dtype} & {"bfloat16", "float16"}
+    if half and mesh.device.type == "cpu":
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+                module.forward = partial(_embedding_summed_in_float32, module)  # type: ignore[method-assign]
     if not is_needed(mesh, config):
         return
     options: dict[str, Any] = {
@@ -56,6 +63,17 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             # which a divide factor of one would otherwise use, so plain sums are forced first.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _embedding_summed_in_float32(module: nn.Embedding, ids_BT: Tensor) -> Tensor:
+    """``nn.Embedding`` whose gradient is rounded once.
+
+    PyTorch's CPU kernel adds the gradients of a token in the type of the weight: in bfloat16 a token that occurs 4,096
+    times with a gradient of 1 each has one of 256, because 256 + 1 is 256 there.
+    """
+    if not torch.is_grad_enabled():
+        return F.embedding(ids_BT, module.weight, module.padding_idx)
+    return F.embedding(ids_BT, module.weight.float(), module.padding_idx).to(module.weight.dtype)
 
 
 def precision_policy(config: Config) -> MixedPrecisionPolicy:

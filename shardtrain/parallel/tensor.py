@@ -132,7 +132,7 @@ class _Length:
 def _style(word: str, loss_parallel: bool, path: str = "", length: _Length | None = None) -> ParallelStyle:
     sequence, length = Shard(1), length or _Length(1)
     if word == "embed":
-        return RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
+        return SplitEmbedding(input_layouts=Replicate(), output_layouts=sequence)
     if word == "sequence":
         return WholeWeights(Partial(), lambda x: length.require(path, word, x, part=True))
     if word == "gather":
@@ -225,6 +225,16 @@ class WholeWeights(ParallelStyle):
         return module
 
 
+class SplitEmbedding(RowwiseParallel):
+    """PyTorch's, with an output that has arrived: compiled modules lose the gradient of others (torch 2.13)."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Tensor:
+        return outputs.redistribute(placements=output_layouts, async_op=False).to_local()  # type: ignore[no-any-return]
+
+
 class WholeEmbedding(WholeWeights):
     """A table of fewer rows than ranks, such as token types: whole on every rank, each looks up its part of a row."""
 
@@ -246,17 +256,16 @@ class GatherFeatures(WholeWeights):
         super().__init__(Replicate())
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            split = DTensor.from_local(_plain(inputs[0]), device_mesh, (Shard(-1),), run_check=False)
-            return (split.redistribute(placements=(Replicate(),)), *inputs[1:])
+        super()._apply(module, device_mesh)
+        whole_forward = module.forward
 
-        def keep(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-            whole = DTensor.from_local(output, device_mesh, (Replicate(),), run_check=False)
+        def forward(x: Tensor, *others: Any, **keywords: Any) -> Tensor:
+            split = DTensor.from_local(x, device_mesh, (Shard(-1),), run_check=False)
+            out = whole_forward(split.redistribute(placements=(Replicate(),)).to_local(), *others, **keywords)
+            whole = DTensor.from_local(out, device_mesh, (Replicate(),), run_check=False)
             return whole.redistribute(placements=(Shard(-1),)).to_local()
 
-        module.register_forward_pre_hook(gather)
-        super()._apply(module, device_mesh)
-        module.register_forward_hook(keep)
+        module.forward = forward  # type: ignore[method-assign]
         return module
 
 

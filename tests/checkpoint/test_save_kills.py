@@ -20,8 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_checkpoint import assert_is_of_its_step, checkpoints, save, world_of_one
+from tiers import cases
 
 KILLS = int(os.environ.get("SHARDTRAIN_KILLS", "100"))
+FEW_KILLS = 40
 NUMEL = 20_000
 
 
@@ -87,12 +89,13 @@ def assert_nothing_is_lost(root: Path, told: int) -> int:
     return newest
 
 
+@pytest.mark.parametrize("kills", cases([FEW_KILLS], nightly=[KILLS]))
 @pytest.mark.parametrize(
     ("size", "mode", "share"), [(1, "disabled", 0.4), (1, "async", 0.3), (2, "disabled", 0.1), (2, "async", 0.2)]
 )
-def test_random_kills_lose_nothing(size: int, mode: str, share: float, tmp_path: Path) -> None:
+def test_random_kills_lose_nothing(size: int, mode: str, share: float, kills: int, tmp_path: Path) -> None:
     dice, newest, gained = random.Random(size), 0, 0
-    for number in range(int(KILLS * share)):
+    for number in range(int(kills * share)):
         ranks, receiver = start(size, tmp_path, number, mode)
         assert receiver.poll(patience.seconds(60))
         told = int(receiver.recv_bytes())  # it has found the newest
@@ -110,7 +113,9 @@ def test_random_kills_lose_nothing(size: int, mode: str, share: float, tmp_path:
         after = assert_nothing_is_lost(tmp_path, max(told, end(ranks, receiver)))
         gained += after > newest
         newest = after
-    assert gained > KILLS * share / 4, "kills must hit between saves and in them, not before the first"
+    assert gained > (kills * share / 4 if kills == KILLS else 0), (
+        "kills must hit between saves and in them, not before the first"
+    )
 
 
 CHANGES = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "link", "utime")
@@ -137,11 +142,12 @@ def kill_at(operation: int) -> Callable[[], None]:
     return arm
 
 
+@pytest.mark.parametrize("every", cases([9], nightly=[1]))
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_kill_before_each_change_of_the_disk_loses_nothing(tmp_path: Path, mode: str) -> None:
+def test_a_kill_before_each_change_of_the_disk_loses_nothing(tmp_path: Path, mode: str, every: int) -> None:
     """Three saves of one rank have about 80 changes: the first, one that only adds, and one that deletes an old one."""
     newest = 0
-    for operation in range(1, 82, 1 if KILLS > 100 else 5):
+    for operation in range(1, 82, every):
         root = tmp_path / str(operation)
         root.mkdir()
         ranks, receiver = start(1, root, 0, mode, kill_at(operation))

@@ -38,6 +38,12 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
             "expert_tensor_parallel_degree=2",
             "would split each expert",
         ),
+        (
+            f"{MIXTRAL}[parallelism]\nexpert_parallel_degree = 2\ncontext_parallel_degree = 2\n"
+            "data_parallel_shard_degree = 9",
+            "expert_parallel_degree=2",
+            "leaves 9 ranks to share experts, which does not divide their sizes (256 or 384)",
+        ),
         (f"{MIXTRAL}[model.overrides]\ntop_k = 9", "top_k=9", "between 1 and the 8 experts"),
         (f"{DEEPSEEK}[model.overrides]\nnum_groups = 3", "num_groups=3", "does not divide the 8 experts"),
         (f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 5", "top_groups=5", "between 1 and the 4 groups"),

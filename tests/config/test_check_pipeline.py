@@ -205,3 +205,11 @@ def problem_of_file(text: str, folder: Path, *more: str) -> str:
     }
     words = [word for name, value in options.items() for word in (f"--parallelism.{name}", value)]
     return "\n".join(str(found) for found in config.check(config.load(file, [*words, *more])))
+
+
+def test_what_recomputation_costs_with_a_split_backward_is_told() -> None:
+    split = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "DualPipeV"]
+    for mode, told in (("full", True), ("none", False)):
+        notes = config.notes(config.load(None, [*split, "--activation_checkpoint.mode", mode]))
+        assert any("some ten times where 1F1B does so once" in note for note in notes) is told
+    assert not config.notes(config.load(None, [*split[:2], "--activation_checkpoint.mode", "full"]))

@@ -10,6 +10,7 @@ import torch
 from hub_folders import build, save
 from hub_runs import EXPERTS, MESHES, config_for, refused, start
 from ranks import run_ranks
+from tiers import cases
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -21,7 +22,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "mesh"), CASES)
+FIRST = [("llama3", "fsdp=2 tp=2"), ("deepseek_v3", "pp=2"), ("qwen3_moe", "one"), ("mixtral", "fsdp=4 ep=2")]
+
+
+@pytest.mark.parametrize(("family", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST]))
 def test_a_run_starts_from_the_weights_of_a_folder(family: str, mesh: str, tmp_path: Path) -> None:
     theirs = build(family)
     folder = save(theirs, tmp_path / "hf", shard_bytes=20_000)

@@ -58,7 +58,7 @@ def ended(pods: list[subprocess.Popen]) -> list[tuple[int, str]]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface is called lo")
 def test_two_pods_train_one_is_told_to_go_and_the_same_command_resumes(tmp_path):
-    steps = 100
+    steps = 40
     port, command = free_port(), words(tmp_path, steps)
     pods = [pod(number, port, command) for number in (1, 0)]  # the one that waits comes first
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import cases
 from tiny import Result, assert_same_numbers, run_tiny, tiny_config
 
 from shardtrain.config.schema import Config
@@ -48,7 +49,10 @@ def one_process() -> Result:
     return run_tiny(1, config({}, {"local_batch_size": 8}), STEPS)[0]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+FIRST = ("fsdp2", "tp2", "pp2")
+
+
+@pytest.mark.parametrize("mesh", cases(FIRST, nightly=[mesh for mesh in MESHES if mesh not in FIRST]))
 def test_a_mesh_changes_no_number_of_adapters_and_no_bit_of_frozen_weights(mesh: str) -> None:
     ranks, parallelism, training = MESHES[mesh]
     mode = "full" if "recomputed" in mesh else "none"

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import cases
 from tiny import Result, assert_bitwise, assert_same_numbers, run_tiny, tiny_config, train_whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -240,7 +241,7 @@ def _trained(mesh_shape, placements, dtype):
     return {name: to_full(parameter.detach()) for name, parameter in params.items()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases(["float32"], nightly=["bfloat16"]))
 def test_the_same_gradients_give_the_same_bits_on_every_placement(dtype):
     # also where dimensions of 1, 3, 5, 7 and 9 do not divide, so that some ranks hold nothing
     params = parameters()
@@ -278,7 +279,10 @@ def one_process() -> Result:
     return run_tiny(1, tiny_config(optimizer=TINY, training={"local_batch_size": 8}), steps=3)[0]
 
 
-@pytest.mark.parametrize("name", MESHES)
+FIRST = ("fsdp 2", "ddp 2", "tp 2", "cp 2", "zero-1 2")
+
+
+@pytest.mark.parametrize("name", cases(FIRST, nightly=[name for name in MESHES if name not in FIRST]))
 def test_the_mesh_changes_no_number(name):
     num_ranks, parallelism = MESHES[name]
     results = run_tiny(num_ranks, tiny_config(optimizer=TINY, parallelism=parallelism), steps=3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import cases
 from tiny import assert_same_numbers, make_run, reference, run_tiny, tiny_config
 
 from shardtrain import config as configs
@@ -51,24 +52,26 @@ def test_each_token_goes_to_one_rank_with_its_position_and_target(way: str, size
     assert torch.equal(torch.cat(seen, 1).sort(1).values, tokens)
 
 
-@pytest.mark.parametrize("way", WAYS)
+IN_ORDER = ("gather, in order", "ring, in order")
+
+
+@pytest.mark.parametrize("way", cases([way for way in WAYS if way not in IN_ORDER], nightly=IN_ORDER))
 def test_context_parallelism_changes_no_number(way: str) -> None:
     config = tiny_config(parallelism={"context_parallel_degree": 2, **WAYS[way]})
     for result in run_tiny(2, config):
         assert_same_numbers(result, reference())
 
 
+FIRST_ODD = [("ulysses", 34, 2, 1), ("ring", 36, 2, 1)]
 ODD = [  # parts that no further cut divides: tokens a rank, or a chunk of a rank, in odd numbers
-    ("ulysses", 34, 2, 1),
     ("gather, in order", 34, 2, 1),
     ("ring, in order", 34, 2, 1),
-    ("ring", 36, 2, 1),
     ("gather", 36, 2, 2),
     ("ring, in order", 36, 2, 2),
 ]
 
 
-@pytest.mark.parametrize(("way", "seq_len", "cp", "tp"), ODD)
+@pytest.mark.parametrize(("way", "seq_len", "cp", "tp"), cases(FIRST_ODD, nightly=ODD))
 def test_any_length_that_the_ranks_can_share_is_accepted_and_changes_no_number(way, seq_len, cp, tp) -> None:
     parallelism = {"context_parallel_degree": cp, "tensor_parallel_degree": tp, **WAYS[way]}
     made = tiny_config(parallelism=parallelism, training={"seq_len": seq_len})
@@ -89,7 +92,7 @@ def test_a_length_that_the_ranks_cannot_share_is_refused_with_the_nearest(way, s
     assert str(problem).endswith(f"use {low} or {low + multiple}")
 
 
-@pytest.mark.parametrize("way", ["gather", "ring"])
+@pytest.mark.parametrize("way", cases(["ring"], nightly=["gather"]))
 def test_four_context_ranks_change_no_number(way: str) -> None:
     config = tiny_config(parallelism={"context_parallel_degree": 4, **WAYS[way]})
     for result in run_tiny(4, config, steps=4):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import cases
 from tiny import make_run, reference, run_tiny, tiny_config, train_steps
 from torch import nn
 
@@ -51,7 +52,11 @@ def test_stages_share_the_model_out_and_keep_its_names(schedule: str) -> None:
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
 
 
-@pytest.mark.parametrize("schedule", [name for name in stages.SCHEDULES if name not in stages.FROM_CSV])
+FIRST = ("Interleaved1F1B", "DualPipeV")  # test_grid.py has them all
+SCHEDULES = [name for name in stages.SCHEDULES if name not in stages.FROM_CSV]
+
+
+@pytest.mark.parametrize("schedule", cases(FIRST, nightly=[name for name in SCHEDULES if name not in FIRST]))
 def test_every_schedule_changes_no_number(schedule: str) -> None:
     for result in run_tiny(2, tiny_config(parallelism=piped(schedule=schedule)), steps=5):
         assert_same_losses(result)
@@ -154,6 +159,73 @@ def test_a_file_that_splits_the_backward_changes_no_number(tmp_path: Path) -> No
         assert result.grad_norms == pytest.approx(one_process_apart().grad_norms, rel=1e-6)
 
 
+OTHERS = Path(__file__).parent.parent / "models" / "others"
+# file, what is changed in it -> what the refusal says
+NO_CHAIN = {
+    "a scale after the embedding": (
+        "gpt2",
+        [("x = self.embed(tokens, positions)", "x = 2.0 * self.embed(tokens, positions)")],
+        ["h.0 is not given just what embed gives", "do what lies between in h.0"],
+    ),
+    "a scale of the logits": (
+        "gpt2",
+        [("return self.lm_head(self.ln_f(x))", "return self.lm_head(self.ln_f(x)) / 8")],
+        ["does not return just what lm_head gives", "do what follows in lm_head"],
+    ),
+    "two tables of the model": (
+        "opt",
+        [
+            ('first=("embeddings",)', 'first=("tokens", "positions")'),
+            ('"embeddings.tokens"', '"tokens"'),
+            ('"embeddings.positions"', '"positions"'),
+            ("self.embeddings = Embeddings(c)", "self.tokens = nn.Embedding(c.vocab_size, c.dim)\n"
+             "        self.positions = nn.Embedding(c.max_positions + OFFSET, c.dim)"),
+            ("self.embeddings(tokens_BT, positions_BT)", "self.tokens(tokens_BT) + self.positions(positions_BT)"),
+            ('"embeddings.*.weight"', '"*.weight"'),
+        ],
+        ["positions is not given just what tokens gives", "let one module do both"],
+    ),
+    "another path around layers": (
+        "gpt2",
+        [
+            ("x = block(x)", "x = block(x, first)"),
+            ("x = self.embed(tokens, positions)", "x = first = self.embed(tokens, positions)"),
+            ("def forward(self, x):\n        x = x + self.attn", "def forward(self, x, y):\n        x = y + self.attn"),
+        ],
+        ["h.0 is given more of what other modules compute than x"],
+    ),
+    "a layer that is left out": (
+        "gpt2",
+        [("for block in self.h.values():", "for block in list(self.h.values())[:-1]:")],
+        ["ln_f is called where h.3 is next"],
+    ),
+    "tied ends": (
+        "gpt2",
+        [("if c.tied_embeddings:", "if True:")],
+        ["embed.wte.weight and lm_head.weight into different stages"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_CHAIN)
+def test_what_every_stage_would_do_again_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    file, changes, words = NO_CHAIN[name]
+    text = (OTHERS / f"{file}.py").read_text()
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    path = tmp_path / "my_model.py"
+    path.write_text(text)
+    module = models.find(str(path))
+    overrides = {"tied_embeddings": False} if file == "gpt2" else {}
+    whole = models.build(module, models.shape_of(module, "tiny", overrides, "rmsnorm"))
+    with pytest.raises(ConfigError) as error:
+        pipeline.cut(whole, module.LAYOUT, FakeMesh(2, 0), tiny_config(parallelism=piped()))  # type: ignore[arg-type]
+    assert "parallelism.pipeline_parallel_degree=2" in str(error.value)
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert not any("forward" in vars(module) for module in whole.modules())  # as it was
+
+
 def test_names_that_do_not_cover_the_model_are_refused() -> None:
     config = tiny_config(parallelism=piped(module_fqns_per_model_part=[["embed", "layers.0"], ["layers.1", "norm"]]))
     module = models.find("llama3")
@@ -171,7 +243,7 @@ def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:
     return loss, batch.num_targets, same and all(p.grad is None for p in run.runner.parameters().values())
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("schedule", cases(["1F1B", "ZBVZeroBubble"], nightly=["Interleaved1F1B", "DualPipeV"]))
 def test_evaluation_gives_the_loss_of_one_process_and_changes_nothing(schedule: str) -> None:
     training = {"local_batch_size": 8}
     expected = run_ranks(1, evaluated, tiny_config(training=training))[0]

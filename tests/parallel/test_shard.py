@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtrain.models import build, find, shape_of
 from shardtrain.parallel.shard import precision_policy
-from shardtrain.shards import local_tensor
+from shardtrain.shards import local_tensor, to_full
 
 REPLICATE, TENSOR = {"data_parallel_replicate_degree": 2}, {"tensor_parallel_degree": 2}
 UNITS = 4 + 2  # layers; embedding; norm with head
@@ -194,3 +195,28 @@ def test_names_never_change_and_memory_is_in_a_row() -> None:
     for sections, (parameters, state, optimized, packed) in zip(COMBINATIONS, run_ranks(2, _names)[0], strict=True):
         assert parameters == state == optimized == plain, sections
         assert packed, sections
+
+
+def _gradient_of_a_frequent_token(rank: int, **sections: dict[str, Any]) -> tuple[float, float]:
+    """Of 4,096 occurrences whose gradient is 1 each: at that token, and the largest at any other."""
+    run = make_run(rank, tiny_config(**sections))
+    embed = run.runner.parts[0].embed
+    embed(torch.full((8, 512), 3)).float().sum().backward()
+    gradient = to_full(embed.weight.grad).float()
+    others = gradient.clone()
+    others[3] = 0.0
+    return gradient[3].mean().item(), others.abs().max().item()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sections"),
+    [
+        (1, {"training": {"mixed_precision_param": "bfloat16"}}),
+        (1, {"training": {"dtype": "bfloat16"}}),
+        (2, {"training": {"mixed_precision_param": "bfloat16"}, "parallelism": {"tensor_parallel_degree": 2}}),
+    ],
+)
+def test_the_gradient_of_a_frequent_token_is_rounded_once(num_ranks: int, sections: dict[str, Any]) -> None:
+    # added one by one in bfloat16, ones stop at 256
+    for mine, others in run_ranks(num_ranks, partial(_gradient_of_a_frequent_token, **sections)):
+        assert mine == 4096.0 and others == 0.0

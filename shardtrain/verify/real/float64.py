@@ -68,7 +68,7 @@ class _WideLinear(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         ctx.flat = flat
         out = torch.cat([flat @ block.double().T for block in _blocks(weight)], dim=1)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], weight.size(0))  # of no rows, -1 would be ambiguous
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -79,7 +79,7 @@ class _WideLinear(torch.autograd.Function):
         for block in _blocks(ctx.weight):
             dx.addmm_(left[:, first : first + len(block)], block.double())
             first += len(block)
-        return dx.view(*gradients[0].shape[:-1], -1), None, None
+        return dx.view(*gradients[0].shape[:-1], ctx.weight.size(1)), None, None
 
 
 class _WideEmbedding(torch.autograd.Function):

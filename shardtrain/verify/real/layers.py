@@ -124,7 +124,8 @@ def _layer(
     count: Callable[[Piece], Piece],
 ) -> Piece:
     """The layer with as many of its experts as fit."""
-    experts, groups = sizes.get("num_experts", 0), {}
+    experts = sizes.get("num_experts", 0)
+    groups: dict[str, int] = {}
     while True:
         text = (
             said if experts == sizes.get("num_experts", 0) else f"{said}, experts {sizes['num_experts']} -> {experts}"
