@@ -62,9 +62,6 @@ SMALLER = {
 NOT_RUN = {
     ".ci/run": "it runs these tests",
     "python tests/search.py --seed 0 --count 500": "it takes half an hour; tests/test_search.py runs it in parts",
-    "python -m pytest -s --all tests/verify/test_faults.py": "it is a test itself, as are the next two",
-    "python -m pytest -s --all tests/verify/test_model_faults.py": "it is a test itself",
-    "python -m pytest --all tests/verify/test_others.py": "it is a test itself",
     "shardtrain verify my_model.py": "the file is the reader's; tests/verify write some of their own",
     "pip install -c constraints/cpu.txt -e .": "tests do not change the environment that they run in",
     "shardtrain data download --repo_id meta-llama/Llama-3.1-8B --assets tokenizer --local_dir assets": (
