@@ -271,11 +271,11 @@ class Prober:
             if "error" in told:
                 return self._break(f"fails {here}, and not alone: {told['error']}", fix)
             row = slice(rank, rank + 1)
-            alone = self._run(self._tokens_BT[row], self._positions_BT[row])
+            single = self._run(self._tokens_BT[row], self._positions_BT[row])
             peer = Trace([_call(*call) for call in told["calls"]])
             peer.out = peer.calls[-1].outputs[0]
-            if off(peer.out, alone.out, CLOSE):
-                where = self._say(blame(alone, peer, _whole, CLOSE))
+            if off(peer.out, single.out, CLOSE):
+                where = self._say(blame(single, peer, _whole, CLOSE))
                 return self._break(f"gives other numbers {here} than alone: {where} knows of ranks", fix)
         return None
 

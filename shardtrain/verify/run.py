@@ -228,7 +228,8 @@ class _Watch:
         word = layout.word_of(self.layout, path)
         if word is None:
             return f"{told}, which has no word in LAYOUT.tensor; give it one, or the module in which it is"
-        return f'{told}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_WORDS[word]}); correct the word, or its forward for a part of the heads or of the sequence'
+        fix = "correct the word, or its forward for a part of the heads or of the sequence"
+        return f'{told}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_WORDS[word]}); {fix}'
 
     def _enter(self, path: str, _: nn.Module, given: Any, named: Any) -> None:
         if path == "":

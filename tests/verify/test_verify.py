@@ -154,7 +154,9 @@ def test_the_words_of_a_request():
         "3",
         "--json",
     ]
-    expected = request.Request("run.toml", ("tp=2", "pp=2", "cp=2"), (), 5, True, True, False, ("--debug.seed", "3"))
+    expected = request.Request(
+        "run.toml", ("tp=2", "pp=2", "cp=2"), steps=5, full=True, json=True, overrides=("--debug.seed", "3")
+    )
     assert request.read(words) == expected
 
 
