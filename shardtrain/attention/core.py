@@ -79,7 +79,7 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
             experts.append(module)
     knows_documents = "documents_BT" in inspect.signature(model.forward).parameters
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("meta"):
             model(tokens_BT, tokens_BT, **({"documents_BT": documents_BT} if knows_documents else {}))
     except Exception:  # what cannot run without numbers shows when it runs with them
         pass

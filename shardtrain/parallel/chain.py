@@ -112,7 +112,7 @@ def _follow(whole: nn.Module, layout: Layout, degree: int) -> int:
             module.forward = lambda x, *_, **__: x  # type: ignore[method-assign]
     for name, module in modules.items():
         module.forward = partial(follow, name)  # type: ignore[method-assign]
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.device("meta"):
         out = model(token, token)
     if reached < len(names):
         raise _refusal(degree, f"{names[reached]} is never called", "call each module of LAYOUT once")
