@@ -108,7 +108,8 @@ class _Watch(TorchFunctionMode):
             pads = list(args[1] if len(args) > 1 else kwargs.get("pad", ()))
             return any(pad and x.shape[-1 - i // 2] == self._length for i, pad in enumerate(pads))
         if name in _ALONG:
-            dims = kwargs.get("dim", kwargs.get("dims", args[2 if name == "roll" else 1] if len(args) > 1 else None))
+            place = 2 if name == "roll" else 1
+            dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else None))
             dims = [dims] if isinstance(dims, int) else dims if isinstance(dims, tuple | list) else []
             return any(isinstance(dim, int) and x.shape[dim] == self._length for dim in dims)
         results = [y for y in made if y.is_floating_point()]
