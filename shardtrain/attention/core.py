@@ -250,7 +250,8 @@ def _diagnose(
     if _error(got(), first) > 0:
         return Broken("gives other numbers each time, as with dropout", "leave dropout out of the core")
     for short in (torch.bfloat16, torch.float16):
-        if _error(run(core, *(x.to(short).float() for x in (q, k, v)), documents_BT, heads_first), first) == 0:
+        rounded = [x.to(short).float() for x in (q, k, v)]
+        if _error(run(core, rounded[0], rounded[1], rounded[2], documents_BT, heads_first), first) == 0:
             rule = f"computes in {str(short).removeprefix('torch.')}, whatever the type of what it is given"
             return Broken(rule, "cast nothing: training.mixed_precision_param is the type in which a model computes")
     later = torch.cat((torch.zeros_like(v[:, :-1]), torch.ones_like(v[:, -1:])), dim=1)
