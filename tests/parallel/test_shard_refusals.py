@@ -6,10 +6,31 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_chain import LAYOUT, Model, built
+from torch import nn
 
 from shardtrain.errors import ConfigError
+from shardtrain.layout import Layout
 from shardtrain.parallel import shard
+
+LAYOUT = Layout(first=("embed",), layers="layers", last=("head",))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleDict({str(i): Layer() for i in range(4)})
+
+
+def built() -> Model:
+    with torch.device("meta"):
+        return Model()
 
 
 def without_dimensions(model: Model) -> None:
@@ -21,7 +42,7 @@ def of_two_layers(model: Model) -> None:
 
 
 def of_two_types(model: Model) -> None:
-    model.layers["2"].linear.to(torch.bfloat16).bias.data = torch.empty(8, device="meta")
+    model.layers["2"].linear.weight = nn.Parameter(torch.empty(8, 8, device="meta", dtype=torch.bfloat16))
 
 
 def of_both_ends(model: Model) -> None:
@@ -37,7 +58,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
 def test_parameters_that_cannot_be_sharded_are_refused_by_name(change: Callable[[Model], None]) -> None:
-    model = built(None)
+    model = built()
     change(model)
     with pytest.raises(ConfigError) as raised:
         shard._check_parameters(model, LAYOUT)
@@ -46,6 +67,6 @@ def test_parameters_that_cannot_be_sharded_are_refused_by_name(change: Callable[
 
 
 def test_ends_may_share_a_parameter() -> None:
-    model = built(None)
+    model = built()
     of_both_ends(model)
     shard._check_parameters(model, LAYOUT)
