@@ -50,6 +50,9 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
     if draw.distribution in ("ones", "zeros"):
         local.fill_(1.0 if draw.distribution == "ones" else 0.0)
         return
+    if parameter.ndim == 0:
+        local.copy_(_draw_block((1,), draw, _generator(seed, name, 0, local.device), local.device)[0])
+        return
     rows, *rest = parameter.shape
     rows_per_block = max(1, BLOCK_NUMEL // max(1, math.prod(rest)))
     first, stop = slices[0].start, slices[0].stop

@@ -55,6 +55,7 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
     Experts, whose work depends on numbers, are passed by.
     """
     found: dict[str, Given] = {}
+    model = copy.deepcopy(model)  # a forward may keep what it has made, such as rotary angles
     tokens_BT = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     documents_BT = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
 
@@ -78,7 +79,7 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
             experts.append(module)
     knows_documents = "documents_BT" in inspect.signature(model.forward).parameters
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("meta"):
             model(tokens_BT, tokens_BT, **({"documents_BT": documents_BT} if knows_documents else {}))
     except Exception:  # what cannot run without numbers shows when it runs with them
         pass
@@ -248,6 +249,11 @@ def _diagnose(
     first = got()
     if _error(got(), first) > 0:
         return Broken("gives other numbers each time, as with dropout", "leave dropout out of the core")
+    for short in (torch.bfloat16, torch.float16):
+        rounded = [x.to(short).float() for x in (q, k, v)]
+        if _error(run(core, rounded[0], rounded[1], rounded[2], documents_BT, heads_first), first) == 0:
+            rule = f"computes in {str(short).removeprefix('torch.')}, whatever the type of what it is given"
+            return Broken(rule, "cast nothing: training.mixed_precision_param is the type in which a model computes")
     later = torch.cat((torch.zeros_like(v[:, :-1]), torch.ones_like(v[:, -1:])), dim=1)
     if float(got(v=v + later)[:, :-1].sub(first[:, :-1]).abs().max()) > CLOSE:
         return Broken("lets tokens see later ones", "use a causal mask; a core without one cannot be split")
@@ -280,7 +286,8 @@ def _fit(core: nn.Module, got: Any, q: Tensor, k: Tensor, scoring: scores.Scores
     x, y = (torch.cat(parts) for parts in zip(*map(differences, (0.01, 0.02, 0.04)), strict=True))
     scale_N = ((x - x.mean(0)) * (y - y.mean(0))).sum(0) / (x - x.mean(0)).square().sum(0)
     slope_N = scale_N * x.mean(0) - y.mean(0)
-    if not bool(torch.isfinite(scale_N).all()) or float((y - scale_N * x + slope_N).abs().max()) > 1e-2:
+    residual = float((y - scale_N * x + slope_N).abs().max())
+    if not bool(torch.isfinite(scale_N).all()) or residual > 1e-2:
         return None
     said = width**-0.5 if scoring.scale is None else scoring.scale
     if float((scale_N / said - 1).abs().max()) > 0.02:
@@ -288,7 +295,7 @@ def _fit(core: nn.Module, got: Any, q: Tensor, k: Tensor, scoring: scores.Scores
         rule = f"scales q k by {found}, and not by {said:.4g}"
         return Broken(rule, f"set the attribute scale of the core, here to {found}")
     slopes_N = torch.tensor(scoring.slopes or [0.0] * heads, dtype=torch.float64)
-    if float((slope_N - slopes_N).abs().max()) > 1e-3:
+    if float((slope_N - slopes_N).abs().max()) > max(1e-3, 3.0 * residual):
         rule = "adds a bias that depends on the distance, as ALiBi does, of which its attribute alibi_slopes "
         rule += "says something else" if scoring.slopes else "says nothing"
         return Broken(rule, "set alibi_slopes to a tuple of one number per query head; no other bias can be carried")

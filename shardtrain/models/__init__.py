@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shardtrain import layout as layouts
 from shardtrain.errors import ConfigError, Problem
@@ -107,6 +108,13 @@ def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
         f"buffer {name} would lose its values; compute it in forward, or name it in LAYOUT.buffers if it starts at zero"
         for name, _ in model.named_buffers()
         if not any(layouts.matches(name, pattern) for pattern in layout.buffers)
+    ]
+    broken += [
+        f"{path or 'the model'} keeps a tensor as {name}, which would lose its values; compute it in forward"
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        and any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(value))
     ]
     return broken
 

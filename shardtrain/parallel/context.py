@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardtrain.attention import core as core_contract
+from shardtrain.attention import mixing
 from shardtrain.attention.scores import Scores, scores_of
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
@@ -90,11 +91,26 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Try every kind of attention core that parallelism replaces, or gives some of its heads, on small tensors.
 
-    The model is the whole one, on the meta device. Raises ConfigError for the first that breaks the contract.
+    The model is the whole one, on the meta device; outside of the cores, tokens may not meet where a rank has a part of
+    them. Raises ConfigError for the first that breaks the contract.
     """
     split, dealt = mesh.size(AXIS) > 1, mesh.size("tp") > 1
-    if not layout.context or not (split or dealt) or hasattr(model, "tensor_plan"):
+    if not (split or dealt) or hasattr(model, "tensor_plan"):
         return
+    if layout.context:
+        _check_each_core(model, layout, mesh, config)
+    broken, axis, option = None, AXIS, "parallelism.context_parallel_degree"
+    if split and layout.context:
+        broken = mixing.outside_of_cores(model, layout)
+    if broken is None and dealt and config.task.name == "language_model":  # other tasks may take the first token
+        broken, axis, option = mixing.outside_of_gathered(model, layout), "tp", "parallelism.tensor_parallel_degree"
+    if broken:
+        rule = f"splits sequences, and the model {broken.rule}"
+        raise ConfigError(Problem(option, mesh.size(axis), rule, f"{broken.fix}, or set the degree to 1"))
+
+
+def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    split, dealt = mesh.size(AXIS) > 1, mesh.size("tp") > 1
     given, tried = core_contract.trace(model, layout), set()
     for path, core in model.named_modules():
         if not matches(path, layout.context):

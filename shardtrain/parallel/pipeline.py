@@ -1,8 +1,8 @@
 """Pipeline parallelism: a rank holds some layers, micro-batches flow through (GPipe: Huang et al. 2019; 1F1B and
 interleaved: Narayanan et al. 2021; zero bubble: Qi et al. 2023), on PyTorch's schedules.
 
-A stage is the whole model with an identity (``Absent``) for the ends that it lacks and without the other layers, so
-names never change. Accumulation is more micro-batches of one pass, not more passes: the bubble is paid once per step.
+A stage is the whole model with an identity (``chain.Absent``) for the ends that it lacks and without the other layers,
+so names never change. Accumulation is more micro-batches of one pass, not more passes: the bubble is paid once a step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
 from shardtrain.loss import cross_entropy_sum
-from shardtrain.parallel import context, expert, shard
+from shardtrain.parallel import chain, context, expert, shard
 from shardtrain.parallel.context import Batch
 from shardtrain.parallel.mesh import Mesh
 from shardtrain.parallel.runner import Parts, Runner
@@ -43,16 +42,8 @@ def cut(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> list[nn
     parts = stages.modules_per_stage(config.parallelism, layout.first, layout.layers, list(layers), layout.last)
     _check_parts(parts, layout, list(layers))
     _check_ties(model, parts, mesh.size(AXIS))
-    _check_chain(model, layout, mesh.size(AXIS))
+    chain.check(model, layout, parts, mesh.size(AXIS))
     return [stage(copy.deepcopy(model), layout, set(parts[index])) for index in _own_stages(mesh, config, len(parts))]
-
-
-class Absent(nn.Identity):
-    """Stands for an end of the model that another stage has: gives its first input back, whatever else it is given."""
-
-    def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The first input."""
-        return input
 
 
 def stage(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
@@ -63,7 +54,7 @@ def stage(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
             del layers[name]
     for name in (*layout.first, *layout.last):
         if name not in keep:
-            setattr(model, name, Absent())
+            setattr(model, name, chain.Absent())
     return model
 
 
@@ -78,67 +69,6 @@ def _check_ties(model: nn.Module, parts: list[list[str]], degree: int) -> None:
             rule = f"would put the tied parameters {' and '.join(names)} into different stages"
             fix = "build the model without the tie, or set it to 1"
             raise ConfigError(Problem("parallelism.pipeline_parallel_degree", degree, rule, fix))
-
-
-def _check_chain(model: nn.Module, layout: Layout, degree: int) -> None:
-    """Refuse a model of which a stage would do something that another has done, or lack what another has.
-
-    Runs the forward pass on the meta device, where no number is computed: what each module of the chain gives must be,
-    as an object, what the next is given, since anything between two modules would be done by every stage.
-    """
-
-    def refuse(rule: str, fix: str) -> ConfigError:
-        option = "parallelism.pipeline_parallel_degree"
-        return ConfigError(
-            Problem(option, degree, f"needs a forward that is a chain: {rule}", f"{fix}, or set it to 1")
-        )
-
-    ends = (*layout.first, *layout.last)
-    outside = [name for name, _ in model.named_parameters() if name.partition(".")[0] not in (*ends, layout.layers)]
-    if outside:
-        rule = f"{outside[0]} belongs to no module of LAYOUT.first, layers or last, so every stage would have its own"
-        raise refuse(rule, "move it into one of them")
-    names = [*layout.first, *(f"{layout.layers}.{name}" for name in getattr(model, layout.layers)), *layout.last]
-    modules = dict(zip(names, map(model.get_submodule, names), strict=True))
-    token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    given, giver, reached = token, "the tokens", 0
-
-    def follow(name: str, x: Any, *others: Any, **keywords: Any) -> Tensor:
-        nonlocal given, giver, reached
-        if reached >= len(names) or name != names[reached]:
-            expected = names[reached] if reached < len(names) else "the end"
-            raise refuse(f"{name} is called where {expected} is next", "call each once, in the order of LAYOUT")
-        if x is not given:
-            fix = f"do what lies between in {name}" if reached else "give it the tokens as they are"
-            if name in layout.first[1:]:
-                fix = "let one module do both, as self.embed(tokens_BT, positions_BT)"
-            raise refuse(
-                f"{name} is not given just what {giver} gives" if reached else f"{name} is not given them", fix
-            )
-        more = [*others, *keywords.values()]
-        if any(isinstance(value, Tensor) and value.requires_grad for value in more):
-            raise refuse(f"{name} is given more of what other modules compute than x", "pass x alone along the chain")
-        giver, reached = name, reached + 1
-        # layers need not run, and some cannot without data; a new tensor shows whether it goes on as it is
-        given = torch.empty_like(x) if name.startswith(f"{layout.layers}.") else own[name](x, *others, **keywords)
-        return given
-
-    own = {name: module.forward for name, module in modules.items()}
-    replaced = [name for name, module in modules.items() if "forward" in vars(module)]
-    try:
-        for name, module in modules.items():
-            module.forward = partial(follow, name)  # type: ignore[method-assign]
-        out = model(token, token)
-    finally:
-        for name, module in modules.items():
-            if name in replaced:
-                module.forward = own[name]  # type: ignore[method-assign]
-            else:
-                del module.forward
-    if reached < len(names):
-        raise refuse(f"{names[reached]} is never called", "call each module of LAYOUT once")
-    if out is not given:
-        raise refuse(f"it does not return just what {giver} gives", f"do what follows in {giver}")
 
 
 def _own_stages(mesh: Mesh, config: Config, num_stages: int) -> list[int]:

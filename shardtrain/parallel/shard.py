@@ -16,9 +16,11 @@ from torch.nn import functional as F
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
+from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
 from shardtrain.parallel import expert
 from shardtrain.parallel.mesh import Mesh
+from shardtrain.tied import tied_names
 
 
 def is_needed(mesh: Mesh, config: Config) -> bool:
@@ -36,6 +38,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
                 module.forward = partial(_embedding_summed_in_float32, module)  # type: ignore[method-assign]
     if not is_needed(mesh, config):
         return
+    _check_parameters(model, layout)
     options: dict[str, Any] = {
         "mesh": mesh.data_mesh(),
         "mp_policy": precision_policy(config),
@@ -74,6 +77,37 @@ def _embedding_summed_in_float32(module: nn.Embedding, ids_BT: Tensor) -> Tensor
     if not torch.is_grad_enabled():
         return F.embedding(ids_BT, module.weight, module.padding_idx)
     return F.embedding(ids_BT, module.weight.float(), module.padding_idx).to(module.weight.dtype)
+
+
+def _check_parameters(model: nn.Module, layout: Layout) -> None:
+    """Refuse parameters that FSDP2 cannot have, each of which it fails on, or takes apart, without a word of the model.
+
+    Between modules that it shards by themselves none may be shared, but by the ends; within one, those that are trained
+    have one type.
+    """
+
+    def refuse(rule: str, fix: str) -> ConfigError:
+        return ConfigError(Problem("model.name", None, f"has {rule}", f"{fix}, or train on one process in float32"))
+
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise refuse(f"the parameter {name} without dimensions, which cannot be sharded", "make it torch.empty(1)")
+    layers: nn.ModuleDict = getattr(model, layout.layers)
+    for names in tied_names(model):
+        tops = {".".join(name.split(".")[:2]) for name in names if name.startswith(f"{layout.layers}.")}
+        if tops and len(tops | {name for name in names if not name.startswith(f"{layout.layers}.")}) > 1:
+            rule = f"one parameter as {names[0]} and {names[-1]}, and each layer is sharded by itself"
+            raise refuse(rule, "give each layer parameters of its own")
+    units = [*layers.values(), nn.ModuleList(getattr(model, name) for name in (*layout.first, *layout.last))]
+    paths = {id(parameter): name for name, parameter in model.named_parameters()}
+    for unit in units:
+        trained = [parameter for parameter in unit.parameters() if parameter.requires_grad]
+        other = next((parameter for parameter in trained if parameter.dtype != trained[0].dtype), None)
+        if other is not None:
+            types = " and ".join(
+                f"{paths[id(one)]} of {str(one.dtype).removeprefix('torch.')}" for one in (trained[0], other)
+            )
+            raise refuse(f"{types}, which are sharded together", "make all parameters of one type")
 
 
 def precision_policy(config: Config) -> MixedPrecisionPolicy:

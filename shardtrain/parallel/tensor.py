@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
 
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
@@ -47,6 +49,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         # experts are not split here (see expert.py), and the identities of a "copy" are what is to be replaced
         if word not in (None, "expert") and (word == "copy" or not isinstance(module, nn.Identity)):
             plan[path] = _style(word, loss_parallel, path, length)
+            _take_by_place(module)
             rows = module.num_embeddings if word == "embed" and isinstance(module, nn.Embedding) else mesh.size(AXIS)
             if -(-rows // mesh.size(AXIS)) * (mesh.size(AXIS) - 1) >= rows:  # FSDP fails on ranks without a row
                 plan[path] = WholeEmbedding()
@@ -61,10 +64,22 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     adapters.put_back(model, layout, mesh.submesh(AXIS), factors)
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
     _deal_slopes(model, layout, mesh)
-    _watch_dropout(model, layout, mesh)
+    _watch_dropout(model, layout, mesh, config)
 
 
-def _watch_dropout(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
+def _take_by_place(module: nn.Module) -> None:
+    """Let a module be called by keyword: parallel styles look for its input in the first place."""
+    first = next(iter(inspect.signature(module.forward).parameters), "")
+
+    def move(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if inputs or first not in keywords:
+            return None
+        return (keywords[first],), {name: value for name, value in keywords.items() if name != first}
+
+    module.register_forward_pre_hook(move, with_kwargs=True)
+
+
+def _watch_dropout(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Refuse dropout of activations that every rank holds whole: each would drop others, and compute something else.
 
     Random numbers are different on each rank (``seeding.seed_step``), as split activations need.
@@ -72,7 +87,7 @@ def _watch_dropout(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
     whole = {path.rpartition(".")[0] for path, _ in model.named_modules() if word_of(layout, path) == "replicate"}
 
     def refuse(path: str) -> None:
-        rule = f"drops in {path}, where every tensor-parallel rank holds the same activations, and would drop others"
+        rule = f"drops {path}, where every tensor-parallel rank holds the same activations, and would drop others"
         fix = "drop after the rowwise linear, where ranks hold different tokens, or set the degree to 1"
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
 
@@ -80,13 +95,45 @@ def _watch_dropout(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
         if not isinstance(module, nn.modules.dropout._DropoutNd) or module.p == 0:
             continue
         if path.rpartition(".")[0] in whole:
-            refuse(path)
+            refuse(f"in {path}")
 
         def look(_: nn.Module, inputs: tuple[Any, ...], path: str = path) -> None:
             if isinstance(inputs[0], DTensor) and not any(place.is_shard() for place in inputs[0].placements):
-                refuse(path)
+                refuse(f"in {path}")
 
         module.register_forward_pre_hook(look)
+    if not config.compile.enable:
+        _watch_functions(model, refuse)
+
+
+def _watch_functions(model: nn.Module, refuse: Callable[[str], None]) -> None:
+    """Look at calls of dropout that are no modules, in the first pass: later ones do the same."""
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            values, name = [*args, *(kwargs or {}).values()], getattr(function, "__name__", "")
+            if "dropout" in name and values and isinstance(values[0], DTensor):
+                is_on = next((value for value in values[2:3] if isinstance(value, bool)), True)
+                if is_on and not any(place.is_shard() for place in values[0].placements):
+                    seen.append(name)
+            return function(*args, **(kwargs or {}))
+
+    waiting, watching = [Watch()], []
+
+    def begin(*_: Any) -> None:
+        if waiting:
+            watching.append(waiting.pop())
+            watching[0].__enter__()
+
+    def end(*_: Any) -> None:
+        if watching:
+            watching.pop().__exit__(None, None, None)
+            if seen:
+                refuse(f"by a call of {seen[0]}")
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end, always_call=True)
 
 
 def _overlap_with_matmuls(mesh: Mesh) -> None:
