@@ -92,9 +92,9 @@ def refuse_norms(run: Run, norm: Tensor) -> None:
     else:
         who = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(norms[:8]))
     raise NumericalError(
-        f"step {step}: the gradient norm is {who}, where all ranks must have the same: a device computes wrongly, or "
-        f"ranks ran other programs; the weights are still those of step {step - 1}; go on from the last checkpoint "
-        "without that device"
+        f"step {step}: the gradient norm is {who}, where all ranks must have the same; the weights are still those of "
+        f"step {step - 1}. At the first step the model's LAYOUT is to be suspected (shardtrain verify names what "
+        "differs), later a device that computes wrongly: go on from the last checkpoint without it"
     )
 
 
