@@ -92,10 +92,10 @@ def test_other_seeds_give_other_weights_and_another_order(seeds) -> None:
                 assert "norm" in name or not torch.equal(weight, theirs.initial[name]), name
 
 
-def test_steps_and_data_ranks_draw_other_numbers_and_tensor_peers_the_same(seeds) -> None:
+def test_steps_data_ranks_and_tensor_peers_draw_other_numbers(seeds) -> None:
     _, first, second = seeds
     assert len({*first["draws"], *second["draws"]}) == 6
-    assert first["tensor draws"] == second["tensor draws"]
+    assert not set(first["tensor draws"]) & set(second["tensor draws"])  # they hold other tokens, heads and features
     assert seeds[0]["draws"] == first["draws"]  # a rank's numbers depend on its place, not on the size of the mesh
 
 

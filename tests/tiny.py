@@ -119,7 +119,8 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
 
         def __next__(self) -> Any:
             batch = pull()
-            filler.append(int((batch.tokens_BT.size(1) - batch.lengths_B).sum()))
+            if getattr(batch, "lengths_B", None) is not None:  # batches of tasks have columns of their own
+                filler.append(int((batch.tokens_BT.size(1) - batch.lengths_B).sum()))
             ids[-1].extend(batch.sample_ids_B.tolist())
             return batch
 

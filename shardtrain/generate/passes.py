@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardtrain.generate.cache import Cache, installed
 from shardtrain.layout import Layout
@@ -62,9 +62,12 @@ class Passes(ABC):
         self._last_B = longest - 1 if same else torch.tensor(lengths, device=self._device) - 1
         return self._model(tokens_BT, positions_BT)[:, 0]  # type: ignore[no-any-return]
 
-    def _select(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _select(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Of what goes into the head, each row's last token: (B, 1, D)."""
-        x_BTD = inputs[0]
+        x_BTD, weight = inputs[0], getattr(head, "weight", None)
+        if isinstance(weight, DTensor) and not isinstance(x_BTD, DTensor):  # this tp rank's part of the sequence
+            mesh = weight.device_mesh
+            x_BTD = DTensor.from_local(x_BTD, mesh["tp"] if mesh.ndim > 1 else mesh, (Shard(1),), run_check=False)
         if isinstance(x_BTD, DTensor):
             x_BTD = x_BTD.redistribute(placements=(Replicate(),))
             whole = x_BTD.to_local()

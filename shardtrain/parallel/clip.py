@@ -58,7 +58,7 @@ class Agreed:
 
     loss: float
     norm: float
-    """NaN where the norm of any rank is not finite."""
+    """Infinite where the norm of any rank is not finite."""
     same_norm: bool
     """Whether all ranks found the same norm; ``norm`` is their mean. Beyond some 10,000 ranks it may be False for
     rounding alone: ``guards.replicas.refuse_norms`` looks again."""
@@ -80,7 +80,7 @@ def agree(loss: Tensor, norm: Tensor, sums: Tensor, mesh: Mesh) -> Agreed:
     own = torch.stack([own_loss, (~is_finite).double(), own_norm, own_norm.square()])
     total_loss, not_finite, norms, squares, *rest = torch.cat([mesh.sum_of_all(own), sums.double()]).tolist()
     if not_finite:
-        return Agreed(total_loss, math.nan, not_finite == mesh.device_mesh.size(), rest)
+        return Agreed(total_loss, math.inf, not_finite == mesh.device_mesh.size(), rest)
     num_ranks = mesh.device_mesh.size()
     mean = norms / num_ranks
     # a sum carries both questions: of equal numbers the variance is zero, and one of n that is off by d has d^2 / n

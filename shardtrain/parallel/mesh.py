@@ -69,23 +69,25 @@ class Mesh:
         return self.device_mesh.get_group(axis)
 
     def sum(self, tensor: Tensor, over: tuple[str, ...]) -> Tensor:
-        """Sum a small tensor over the ranks of the axes, in place, and give it back."""
+        """The sum of a small tensor over the ranks of the axes."""
         return self._reduce(tensor, over, dist.ReduceOp.SUM)
 
     def sum_of_all(self, tensor: Tensor) -> Tensor:
-        """Sum a small tensor over all ranks in one collective, in place, and give it back."""
+        """The sum of a small tensor over all ranks, in one collective."""
         if self.device_mesh.size() > 1:
+            tensor = tensor.clone()
             dist.all_reduce(tensor)
         return tensor
 
     def max(self, tensor: Tensor, over: tuple[str, ...]) -> Tensor:
-        """Take the largest value over the ranks of the axes, in place, and give it back."""
+        """The largest values of a small tensor over the ranks of the axes."""
         return self._reduce(tensor, over, dist.ReduceOp.MAX)
 
     def _reduce(self, tensor: Tensor, over: tuple[str, ...], op: dist.ReduceOp.RedOpType) -> Tensor:
-        for axis in over:
-            if self.sizes[axis] > 1:
-                dist.all_reduce(tensor, op, group=self.group(axis))
+        axes = [axis for axis in over if self.sizes[axis] > 1]
+        tensor = tensor.clone() if axes else tensor
+        for axis in axes:
+            dist.all_reduce(tensor, op, group=self.group(axis))
         return tensor
 
     def _exists(self, axis: str) -> bool:

@@ -8,6 +8,7 @@ outside of attention a token depends on itself alone. Each answer names the modu
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +30,7 @@ from shardtrain.tied import tie, tied_names
 from shardtrain.verify import dropout
 from shardtrain.verify.meshes import OPTIONS
 from shardtrain.verify.run import model_of
-from shardtrain.verify.traces import Trace, blame, off, outputs_of, trace
+from shardtrain.verify.traces import Call, Trace, blame, off, outputs_of, trace
 
 CLOSE = 1e-4
 """Relative error of float32 arithmetic in another order, with room; what a probe finds is off by far more."""
@@ -85,14 +88,28 @@ def run_with_peers(rank: int, _num: int, config: Config, folder: str) -> None:
     count = num_tokens(model, config.training.seq_len)
     tokens_BT, positions_BT = tokens_of(count, shape.vocab_size)
     row = slice(rank, rank + 1)
-    facts = {"shape": repr(shape), "draws": _draws(module, shape), "parameters": _sizes(model)}
-    calls: list[Any] = []
+    facts: dict[str, Any] = {"draws": _draws(module, shape), "parameters": _sizes(model), "calls": []}
+    tensors: dict[str, Tensor] = {}
     try:
         found = trace(model, tokens_BT[row], positions_BT[row])
-        calls = [(call.path, call.inputs, call.outputs) for call in found.calls]
+        for number, call in enumerate(found.calls):
+            facts["calls"].append([call.path, len(call.inputs), len(call.outputs)])
+            for place, tensor in enumerate([*call.inputs, *call.outputs]):
+                tensors[f"{number}/{place}"] = tensor.contiguous()
     except Exception as error:
         facts["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    torch.save({**facts, "calls": calls}, Path(folder) / f"peer-{rank}.pt")
+    save_file(tensors, Path(folder) / f"peer-{rank}.safetensors", metadata={"facts": json.dumps(facts)})
+
+
+def _of_peer(path: Path) -> tuple[dict[str, Any], Trace]:
+    """What a rank left: its facts, and its forward pass."""
+    with safe_open(path, framework="pt") as file:
+        facts = json.loads(file.metadata()["facts"])
+        calls = []
+        for number, (module, inputs, outputs) in enumerate(facts["calls"]):
+            tensors = [file.get_tensor(f"{number}/{place}") for place in range(inputs + outputs)]
+            calls.append(Call(module, tensors[:inputs], tensors[inputs:]))
+    return facts, Trace(calls)
 
 
 def _draws(module: Any, shape: Any) -> dict[str, str]:
@@ -255,10 +272,10 @@ class Prober:
             return self._break(f"fails as one of two ranks, and not alone: {error.read_text()}", fix)
         draws, sizes = _draws(self._module, self._shape), _sizes(self._model)
         for rank in range(2):
-            path = self._folder / f"peer-{rank}.pt"
+            path = self._folder / f"peer-{rank}.safetensors"
             if not path.exists():
                 continue
-            told = torch.load(path, weights_only=True)
+            told, peer = _of_peer(path)
             here = f"on rank {rank} of 2"
             for pattern, draw in draws.items():
                 if (there := told["draws"].get(pattern)) != draw:
@@ -272,7 +289,6 @@ class Prober:
                 return self._break(f"fails {here}, and not alone: {told['error']}", fix)
             row = slice(rank, rank + 1)
             single = self._run(self._tokens_BT[row], self._positions_BT[row])
-            peer = Trace([_call(*call) for call in told["calls"]])
             peer.out = peer.calls[-1].outputs[0]
             if off(peer.out, single.out, CLOSE):
                 where = self._say(blame(single, peer, _whole, CLOSE))
@@ -405,12 +421,6 @@ def _top(name: str, layers: str) -> str:
 
 def _within(path: str, modules: Sequence[str]) -> bool:
     return any(start in modules for start in _starts(path))
-
-
-def _call(path: str, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
-    from shardtrain.verify.traces import Call
-
-    return Call(path, inputs, outputs)
 
 
 def _whole(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
