@@ -17,6 +17,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import patience
@@ -95,6 +96,8 @@ def is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
     return marker is not None and share_of(item.nodeid, count) == number
 
 
+COSTLY = Path(__file__).with_name("costly.txt")
+"""Cases that are as good as marked nightly, because of what they were measured to cost."""
 NAMED = pytest.StashKey[bool]()
 """Whether tests are named one by one."""
 LAWS = pytest.StashKey[dict[str, Law]]()
@@ -123,7 +126,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash.setdefault(NAMED, any("::" in argument for argument in config.args))
     laws: dict[str, Law] = {}
     chosen, others = [], []
+    costly = {line for line in COSTLY.read_text(encoding="utf-8").splitlines() if not line.startswith("#")}
     for item in items:
+        if item.nodeid in costly:
+            item.add_marker(pytest.mark.nightly("costly.txt: a cheaper case states its law"))
         key = law_of(item)
         law = laws.setdefault(key, Law(*key.split("::", 1)))
         if marker := item.get_closest_marker("nightly"):

@@ -46,7 +46,8 @@ def test_meshes_change_no_number_though_batches_are_padded_differently(model: st
     sections: dict[str, Any] = {"model": DECODER} if model == "decoder" else {}
     results = run_tiny(ranks, config(parallelism=parallelism, training=training, **sections), 4)
     for result in results:
-        assert_same_numbers(result, reference(model))
+        # gradient norms up to 20: what rounding leaves in a weight, some 1e-7, is 1e-5 of the loss two updates later
+        assert_same_numbers(result, reference(model), loss=3e-5)
 
 
 def plain(rank: int, one: Config) -> float:
