@@ -75,7 +75,10 @@ def build(module: ModuleType, model_config: Any) -> nn.Module:
         if not any(layouts.matches(name, pattern) for pattern in starts)
     ]
     if broken:
-        raise ConfigError([f"model {module.__name__}: {sentence}" for sentence in broken])
+        # of a file its path, which its user knows
+        own = module.__name__.startswith("shardtrain_model_file_")
+        name = module.__file__ if own else module.__name__.rpartition(".")[2]
+        raise ConfigError([f"model {name}: {sentence}" for sentence in broken])
     return model
 
 
