@@ -108,6 +108,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers", "which tests run")
     group.addoption("--all", action="store_true", dest="all_tiers", help="the default tier and the rest")
     group.addoption("--share", metavar="K/N", help="of the rest, the K-th of N shares; without the default tier")
+    group.addoption("--minutes", type=float, metavar="N", help="skip, and say so, what has not begun after N minutes")
     group.addoption("--laws", action="store_true", help="print every law and where it runs; run nothing")
 
 
@@ -118,6 +119,17 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if config.option.laws:  # in this process
         config.option.numprocesses, config.option.dist, config.option.tx = None, "no", []
     config.stash[NAMED] = any("::" in argument for argument in config.args)
+
+
+_STARTED = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out, aloud, what would begin after the time that the run was given."""
+    minutes = item.config.option.minutes
+    if minutes is not None and time.monotonic() - _STARTED > 60 * minutes:
+        pytest.skip(f"left out: --minutes {minutes:g} are over")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose among them
