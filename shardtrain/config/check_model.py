@@ -120,7 +120,7 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
         yield wrong("rope_theta", "leaves no wavelengths for YaRN to choose from", "use a number above 1")
     dropout = number("dropout")
     if dropout is not None and not 0 <= dropout < 1:
-        yield wrong("dropout", "is no share of activations", "use 0 or more, and less than 1")
+        yield wrong("dropout", "must be at least 0 and below 1", "use 0 to 0.5")
 
 
 def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
