@@ -26,6 +26,7 @@ _FIELDS = {
     "prompt_completion": ("prompt_field", "completion_field"),
     "chat": ("messages_field", "tools_field", "chat_template"),
 }
+_ENDS = ("add_bos", "add_eos", "separator")
 
 
 def source_names() -> list[str]:
@@ -87,6 +88,8 @@ def check_data_ranges(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "data.readers", f"must lie between 1 and {_MAX_READERS}", "use 256")
     if data.max_row_bytes < _MIN_ROW_BYTES:
         yield problem(loaded, "data.max_row_bytes", f"must be at least {_MIN_ROW_BYTES}", "use for example 16777216")
+    if data.separator == "":
+        yield problem(loaded, "data.separator", "must not be empty", "remove it")
     for fields in _FIELDS.values():
         for field in fields:
             if loaded.value(f"data.{field}") == "":
@@ -169,6 +172,11 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
             if kind not in used and is_changed(loaded, f"data.{field}"):
                 rule = f"has no effect on data.format {' or '.join(sorted(used))}"
                 yield problem(loaded, f"data.{field}", rule, f'set data.format = "{kind}", or remove it')
+    if used == {"chat"}:
+        for field in _ENDS:
+            if is_changed(loaded, f"data.{field}"):
+                rule = "has no effect on data.format chat: a conversation is what the chat template writes"
+                yield problem(loaded, f"data.{field}", rule, "change the template (data.chat_template), or remove it")
     if data.packing == "concat" and is_changed(loaded, "data.long_documents"):
         fix = 'set data.packing = "first_fit" or "padded", or remove it'
         yield problem(loaded, "data.long_documents", "has no effect on packing = concat, which cuts documents", fix)
@@ -217,7 +225,7 @@ def data_notes(loaded: Loaded) -> list[str]:
             'data.document_mask="off": examples that share a sequence attend to each other; "auto" keeps them apart'
         )
     if all(source.dataset == "tokens" for source in found.values()):
-        fields = [field for fields in _FIELDS.values() for field in fields]
+        fields = [*_ENDS, *(field for fields in _FIELDS.values() for field in fields)]
         idle = [f"data.{key}" for key in (*_TO_READ_ROWS, *fields) if is_changed(loaded, f"data.{key}")]
         if idle:
             notes.append(f"{', '.join(idle)}: without effect on prepared shards, whose rows are read and tokenized")

@@ -26,6 +26,7 @@ OF_DOCUMENTS = (
     "data.packing",
     "data.long_documents",
     "data.document_mask",
+    "data.separator",
     "data.stages",
 )
 

@@ -75,6 +75,13 @@ class Data:
     """Column of the conversation: a list of {role, content} objects (shardtrain)."""
     tools_field: str = "tools"
     """Column of the tools that a conversation may call, if the row has it (shardtrain)."""
+    add_bos: bool | None = None
+    """Begin each text with bos, in training, generate and evaluate alike; unset, as the tokenizer's own files say
+    (shardtrain)."""
+    add_eos: bool | None = None
+    """End each document that is trained on with eos; unset does so where the tokenizer has one (shardtrain)."""
+    separator: str | None = None
+    """A text that follows each document, after eos if there is one; special tokens may be spelled out (shardtrain)."""
     chat_template: str | None = None
     """File of a Jinja chat template; the tokenizer's own unless set (shardtrain)."""
     packing: Literal["concat", "first_fit", "padded"] = "concat"

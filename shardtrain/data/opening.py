@@ -12,6 +12,7 @@ from pathlib import Path
 from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sources
 from shardtrain.data.encode import open_encoder
+from shardtrain.data.ends import described
 from shardtrain.data.feed import Feed, IndexedFeed
 from shardtrain.data.line import Line, MemoryLine
 from shardtrain.data.mix import Mixture, Stage
@@ -118,6 +119,8 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
     packing = packing_of(config, section, tokenizer)
     every = named_sources(config, section)
     several = len(every) > 1
+    if any(named.source.dataset != "tokens" and _format(config, named) != "chat" for named in every):
+        logger.info(described(tokenizer, config.data))
     passes = [_passes(config, section, loop, named.source, several) for named in every]
     feeds = [
         _open_feed(

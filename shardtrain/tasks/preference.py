@@ -30,6 +30,7 @@ from shardtrain.config.schema import Config
 from shardtrain.data.batch import filler_documents
 from shardtrain.data.document import Document
 from shardtrain.data.encode import PromptEncoder
+from shardtrain.data.ends import described
 from shardtrain.data.feed import digest
 from shardtrain.data.loader import Stream
 from shardtrain.data.row_stream import RowBatch
@@ -80,6 +81,7 @@ class Preference(TextTask):
         rows = (part for row in found for side in (row.chosen, row.rejected) for part in (s.tobytes() for s in side))
         found.fingerprint = digest(*encoders, section.seq_len, start, digest(*rows))
         cut = sum(len(side[0]) == section.seq_len for row in found for side in (row.chosen, row.rejected))
+        logger.info(described(self.tokenizer, self.config.data))
         logger.info(f"{split}: {len(found)} pairs of answers, of which {cut} are as long as seq_len or were cut to it")
         if split == "train" and found:
             self.tokens_per_target = sum(len(row.chosen[0]) + len(row.rejected[0]) for row in found) / len(found)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data.ends import Ends, described, ends_of
 from shardtrain.data.feed import digest
 from shardtrain.data.opening import tokenizer_of
 from shardtrain.data.sources import BadRow
@@ -48,6 +49,10 @@ class ExampleTask(TextTask):
 
     labels: list[str]
 
+    @cached_property
+    def _ends(self) -> Ends:
+        return ends_of(self.tokenizer, self.config.data)
+
     def read_rows(self, split: str) -> _files.FileRows[Example]:
         """Read the files of a split; raises what ``_files.read`` does."""
         section, _ = _files.section_of(self.config, split)
@@ -58,6 +63,7 @@ class ExampleTask(TextTask):
         rows = (part for row in found for part in (row.tokens.tobytes(), row.label))
         found.fingerprint = digest(*facts, digest(*rows))
         cut = sum(len(row.tokens) == section.seq_len for row in found)
+        logger.info(described(self.tokenizer, self.config.data))
         logger.info(
             f"{split}: {len(found)} rows of {sum(len(r.tokens) for r in found)} tokens, {cut} as long as seq_len"
         )
@@ -83,12 +89,12 @@ class ExampleTask(TextTask):
         raise self._lacks("_read")
 
     def _example(self, texts: list[Any], label: int, seq_len: int) -> Example | BadRow:
-        bos, eos = ([] if end is None else [end] for end in (self.tokenizer.bos_id, self.tokenizer.eos_id))
-        tokens = list(bos)
+        ends = self._ends
+        tokens = list(ends.prefix)
         for ids in texts:  # each text ends in eos
-            tokens += [*ids.tolist(), *eos]
+            tokens += [*ids.tolist(), *ends.suffix]
         if not tokens:
             return BadRow("the text is empty, and the tokenizer has neither bos nor eos to stand for it")
         if len(tokens) > seq_len:
-            tokens = tokens[: seq_len - len(eos)] + eos
+            tokens = [*tokens[: seq_len - len(ends.suffix)], *ends.suffix]
         return Example(np.array(tokens, dtype=np.int32), label)
