@@ -15,8 +15,9 @@ from shardtrain.data.feed import digest
 from shardtrain.data.opening import tokenizer_of
 from shardtrain.data.sources import BadRow
 from shardtrain.log import logger
+from shardtrain.targets import IGNORE
 from shardtrain.tasks import _files
-from shardtrain.tasks.task import RowTask
+from shardtrain.tasks.task import RowTask, Shown
 
 
 class TextTask(RowTask):
@@ -70,6 +71,11 @@ class ExampleTask(TextTask):
         if split == "train" and found:
             self.tokens_per_target = sum(len(row.tokens) for row in found) / len(found)
         return found
+
+    def shown(self, row: Example) -> list[Shown]:
+        """Its text, and what is to be found of it: nothing of the text itself is learned."""
+        name = self.labels[row.label] if self.labels and row.label != IGNORE else "text"
+        return [Shown(name, row.tokens.tolist(), None)]
 
     def is_labelled(self, split: str) -> bool:
         """Whether the rows of a split hold what is to be predicted; they all do unless overridden."""
