@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardtrain.config.check_values import problem
 from shardtrain.config.data_schema import DataSource
+from shardtrain.config.derived import packing_kind
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest, options
 from shardtrain.errors import Problem
@@ -177,7 +178,9 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
             if is_changed(loaded, f"data.{field}"):
                 rule = "has no effect on data.format chat: a conversation is what the chat template writes"
                 yield problem(loaded, f"data.{field}", rule, "change the template (data.chat_template), or remove it")
-    if data.packing == "concat" and is_changed(loaded, "data.long_documents"):
+    packing = packing_kind(data, used)
+    prepared = any(source.dataset == "tokens" for source in datasets(loaded).values())
+    if packing == "concat" and not (prepared and data.packing == "auto") and is_changed(loaded, "data.long_documents"):
         fix = 'set data.packing = "first_fit" or "padded", or remove it'
         yield problem(loaded, "data.long_documents", "has no effect on packing = concat, which cuts documents", fix)
     if data.bad_rows != "skip" and is_changed(loaded, "data.bad_rows_max_fraction"):
@@ -201,6 +204,33 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, f"data.sources.{name}.epochs", rule, way_out)
 
 
+def check_templates(loaded: Loaded) -> Iterator[Problem]:
+    """Entries of a template make columns that are read, and turns of a conversation that it can have."""
+    data, task = loaded.config.data, loaded.config.task
+    found = {"data": (data.template, data.format, data.text_field)}
+    for name, source in data.sources.items():
+        form, field = source.format or data.format, source.text_field or data.text_field
+        found[f"data.sources.{name}"] = (source.template, form, field)
+    for option, (entries, form, text_field) in found.items():
+        if not entries:
+            continue
+        where = loaded.where(f"{option}.template")
+        if task.name == "language_model" and form == "chat":
+            known = ("system", "user", "assistant")
+            unknown = [name for name in entries if name not in known]
+            if unknown:
+                rule = f"has the entry {unknown[0]!r}, which is no turn of a conversation"
+                yield Problem(f"{option}.template", None, rule, f"use {', '.join(known)}", where)
+            elif "user" not in entries or "assistant" not in entries:
+                rule = "has no user or no assistant, so that there is nothing to answer or to learn"
+                yield Problem(f"{option}.template", None, rule, "give both", where)
+            continue
+        read = {"text": (text_field,), "prompt_completion": (data.prompt_field, data.completion_field)}.get(form, ())
+        if task.name == "language_model" and not set(read) & set(entries):
+            rule = f"makes {', '.join(entries)}, and data.format {form} reads {' and '.join(read)}"
+            yield Problem(f"{option}.template", None, rule, "name its entries as the columns that are read", where)
+
+
 def check_validation(loaded: Loaded) -> Iterator[Problem]:
     """What a pipeline fixes for training it fixes for validation too."""
     c = loaded.config
@@ -220,6 +250,11 @@ def data_notes(loaded: Loaded) -> list[str]:
     """Return what about data is no error and still worth a line."""
     c, found = loaded.config, datasets(loaded)
     notes = []
+    if c.data.packing == "concat" and formats(loaded) != {"text"}:
+        notes.append(
+            'data.packing="concat": an answer can end in another sequence than that of its question; "first_fit" keeps '
+            "them together"
+        )
     if c.data.document_mask == "off" and formats(loaded) != {"text"} and c.data.packing != "padded":
         notes.append(
             'data.document_mask="off": examples that share a sequence attend to each other; "auto" keeps them apart'

@@ -17,6 +17,7 @@ from shardtrain.data.chat_template import FIXED_DATE, ChatTemplate
 from shardtrain.data.columns import Unusable, column, find, kind, text
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.ends import Ends, ends_of
+from shardtrain.data.row_template import TemplatedEncoder, template_of
 from shardtrain.data.sources import BadRow
 from shardtrain.data.tokenizer import Ids, Tokenizer
 from shardtrain.data.tokenizers.beside import read_text
@@ -33,6 +34,12 @@ def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = N
         ConfigError: when a chat template is needed and there is none, or it cannot be used.
     """
     form = (source.format if source is not None else None) or data.format
+    encoder = _encoder(tokenizer, data, source, form)
+    template = template_of(data, source, form)
+    return encoder if template is None else TemplatedEncoder(encoder, template)
+
+
+def _encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None, form: str) -> Encoder:
     if form == "text":
         return TextEncoder(tokenizer, (source.text_field if source is not None else None) or data.text_field, data)
     if form == "prompt_completion":
