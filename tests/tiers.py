@@ -10,6 +10,7 @@ A case belongs to the share that the checksum of its name says, so that it stays
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -25,6 +26,9 @@ import pytest
 import pytest_timeout
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks would fight for cores
+# Each collection of a forked rank would look through all that the tests have imported, and so copy its pages: a third
+# of what a rank of a few steps costs
+os.register_at_fork(after_in_child=gc.freeze)
 
 SHARES = 5
 """In how many shares the rest is told by ``--laws``, and run by .ci/run."""
