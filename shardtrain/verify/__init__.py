@@ -7,6 +7,7 @@ one rank's steps, ``compare`` and ``diagnose`` judge them, ``report`` prints. To
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import tempfile
 import time
@@ -111,13 +112,32 @@ def plan(loaded: Loaded, request: Request) -> Task:
         if named
         else meshes.default(loaded, request.schedules)
     )
-    task = shrink.prepare(plans, loaded, request.steps, request.full)
+    small = None
+    if loaded.config.model.name.endswith(".py") and not request.full:
+        small = small_copy(plans, loaded)
+    task = shrink.prepare(plans, loaded, request.steps, request.full, small)
     problems = [line for one in task.plans for line in one.problem.splitlines()] if named else []
     if loaded.config.training.device == "cuda":
         problems += _devices(task)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return task
+
+
+def small_copy(plans: Sequence[Plan], loaded: Loaded) -> dict[str, Any] | None:
+    """Which sizes of a user's model file are made smaller, as ``own_sizes.smaller`` says; None where it is not built,
+    which the probes say better."""
+    from shardtrain.verify import own_sizes
+
+    possible = [one for one in plans if not one.problem]
+    tp = math.lcm(1, *(one.degrees.get("tp", 1) for one in possible))
+    with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
+        try:
+            arguments = (loaded.config, shrink.needed_layers(possible), tp)
+            (found,) = workers.run(1, own_sizes.smaller, *arguments, folder=Path(folder))
+        except workers.RankFailed:
+            return None
+    return dict(found)
 
 
 def _devices(task: Task) -> list[str]:
