@@ -195,6 +195,7 @@ class _Watch:
         self.calls: list[str] = []
         self.tensors: dict[str, Tensor] = {}
         self._keep, self._begun = keep, False
+        self.drops: list[tuple[str, str]] = []
         self._stack: list[str] = []
         self._handles: list[Any] = []
         self._inputs: dict[str, list[Tensor]] = {}
@@ -203,6 +204,7 @@ class _Watch:
     def begin(self, parts: Sequence[nn.Module]) -> None:
         """Watch from now on."""
         self._begun = True
+        dropout.listeners.append(self._note_drop)
         for part in parts:
             for path, module in part.named_modules():
                 before, after = functools.partial(self._enter, path), functools.partial(self._leave, path)
@@ -211,6 +213,7 @@ class _Watch:
 
     def end(self) -> None:
         """Watch no more: later steps run as they would."""
+        dropout.listeners.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -250,6 +253,11 @@ class _Watch:
         self._note(number, "in", given_leaves, self._copies.pop(path, []))
         self._note(number, "out", outputs, [_local_part(leaf) for leaf in outputs])
         self._inputs[path] = []
+
+    def _note_drop(self, name: str, dropped: Tensor) -> None:
+        """What would be dropped, so that ranks can be compared: no two of them may hold the same."""
+        self.tensors[f"dropped/{len(self.drops)}"] = _copy(dropped)
+        self.drops.append((self._stack[-1] if self._stack else "", name))
 
     def _note(self, number: int, kind: str, leaves: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
         for index, (leaf, copied) in enumerate(zip(leaves, copies, strict=True)):
@@ -317,7 +325,7 @@ class _Recorder:
 
     def write(self, path: Path, rank: int, config: Config, watch: _Watch) -> None:
         place = {axis: self._mesh.rank(axis) for axis in AXES}
-        facts = {"balanced": context.is_balanced(config), "calls": watch.calls}
+        facts = {"balanced": context.is_balanced(config), "calls": watch.calls, "drops": watch.drops}
         self._parts |= watch.tensors
         told = {
             "rank": rank,
