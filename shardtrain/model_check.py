@@ -60,7 +60,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
                 for line in found["refused"]
             ]
         )
-    lines = [f"model.check: {line}" for line in found["compared"]]
+    lines = [f"model.check: {line}" for line in found["compared"] + found["noticed"]]
     return lines + [f"model.check: NOT compared with one process: {line}; try {fix}" for line in found["left_out"]]
 
 
@@ -68,7 +68,7 @@ def _compare(config: Config) -> dict[str, list[str]]:
     """What the other process found; a process that fails has compared nothing, and says so."""
 
     def unknown(why: str) -> dict[str, list[str]]:
-        return {"refused": [], "compared": [], "left_out": [why]}
+        return {"refused": [], "compared": [], "noticed": [], "left_out": [why]}
 
     limit = min(LIMIT_SECONDS, 0.8 * config.comm.init_timeout_seconds)
     environment = {

@@ -53,6 +53,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             rows = module.num_embeddings if word == "embed" and isinstance(module, nn.Embedding) else mesh.size(AXIS)
             if -(-rows // mesh.size(AXIS)) * (mesh.size(AXIS) - 1) >= rows:  # FSDP fails on ranks without a row
                 plan[path] = WholeEmbedding()
+            if word == "embed" and not isinstance(module, nn.Embedding):  # angles or waves of positions
+                plan[path] = WholeEmbedding()
     if not layout.tensor:
         rule = "needs LAYOUT.tensor of the model, which names no module"
         fix = f"give every weight one of the words {', '.join(TENSOR_WORDS)}, or set the degree to 1"
@@ -296,7 +298,8 @@ class SplitEmbedding(RowwiseParallel):
 
 
 class WholeEmbedding(WholeWeights):
-    """A table of fewer rows than ranks, such as token types: whole on every rank, each looks up its part of a row."""
+    """A table of fewer rows than ranks, such as token types, or a formula, such as sinusoidal positions: whole on every
+    rank, each computes its part of a row."""
 
     def __init__(self) -> None:
         super().__init__(Partial())

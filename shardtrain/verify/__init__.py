@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,8 +151,10 @@ def _devices(task: Task) -> list[str]:
     return [str(Problem("training.device", "cuda", rule, 'use "cpu", or smaller meshes with --mesh'))]
 
 
-def probe(task: Task, folder: Path) -> tuple[Task, list[str]]:
+def probe(task: Task, folder: Path, kinds: Collection[str] | None = None) -> tuple[Task, list[str]]:
     """Ask the model alone for what every mesh needs: the task without plans that it rules out, and what was noticed.
+
+    ``kinds`` are the kinds of parallelism whose promises count, as for ``promises.probe``; all do unless given.
 
     In processes of their own: this one must not have computed anything when ranks are forked from it.
 
@@ -172,7 +174,7 @@ def probe(task: Task, folder: Path) -> tuple[Task, list[str]]:
                 )
             except workers.RankFailed as error:  # what cannot be built alone either is told as that
                 (peers / "error").write_text(str(error))
-        (found,) = workers.run(1, promises.probe, config, str(peers), folder=folder)
+        (found,) = workers.run(1, promises.probe, config, str(peers), kinds, folder=folder)
     except workers.RankFailed as error:
         if error.refused:
             raise ConfigError(str(error).splitlines()) from None

@@ -1,7 +1,7 @@
 """What ``train`` has compared before its first step, in a process of its own: a small copy of a user's model file.
 
 ``python -m shardtrain.verify.before_training CONFIG.toml`` reads the model and the mesh of a run from the file and
-prints one JSON document: {"refused": [sentences], "compared": [sentences], "left_out": [sentences]}.
+prints one JSON document of lists of sentences: refused, compared, noticed, left_out.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ STEPS = 1
 
 @dataclasses.dataclass
 class Verdict:
-    """``refused`` stops the run; ``compared`` and ``left_out`` are lines of its log."""
+    """``refused`` stops the run; ``compared``, ``noticed`` and ``left_out`` are lines of its log."""
 
     refused: list[str] = dataclasses.field(default_factory=list)
     compared: list[str] = dataclasses.field(default_factory=list)
+    noticed: list[str] = dataclasses.field(default_factory=list)
     left_out: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -60,12 +61,19 @@ def judge(config: Config, load_trainer: Callable[[], Trainer]) -> Verdict:
     task = dataclasses.replace(task, plans=[one for one in task.plans if not one.problem])
     if not task.plans:
         return verdict
+    from shardtrain.verify import casts, probes
+
+    casts.switch_off()  # here, for the processes that are forked
+    kinds = {axis for one in task.plans for axis, degree in one.degrees.items() if degree > 1}
+    if config.activation_checkpoint.mode != "none":
+        kinds.add(probes.RECOMPUTE)
     with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
         try:
-            task, _ = verify.probe(task, Path(folder))
+            task, notes = verify.probe(task, Path(folder), kinds)
         except ConfigError as error:
             verdict.refused += str(error).splitlines()
             return verdict
+        verdict.noticed += [note for note in notes if not note.startswith("dropout: off")]
         impossible = [one.problem for one in task.plans if one.problem]
         if impossible:
             verdict.refused += list(dict.fromkeys(line for problem in impossible for line in problem.splitlines()))

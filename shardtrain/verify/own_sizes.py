@@ -55,13 +55,18 @@ def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict
     if cut is None:
         depth, cut = {}, whole
     if _count(cut) <= SMALL:
+        if error := _failure(cut, _shape(module, config, overrides | depth)):
+            why = f"it does not run on {TOKENS} tokens on one process: {error}"
+            return {"given": depth, "sizes": _was(sizes, depth), "notes": notes, "why": why}
         return {"given": depth, "sizes": _was(sizes, depth), "notes": notes, "why": ""}
     for change in _candidates({name: value for name, value in sizes.items() if name not in depth}, tp):
         given = depth | change
         small = _build(module, config, overrides | given)
-        if small is not None and _count(small) <= LARGEST and _runs(small, _shape(module, config, overrides | given)):
+        if small is not None and _count(small) <= LARGEST and not _failure(
+            small, _shape(module, config, overrides | given)
+        ):
             return {"given": given, "sizes": _was(sizes, given), "notes": notes, "why": ""}
-    if _count(cut) <= LARGEST:
+    if _count(cut) <= LARGEST and not _failure(cut, _shape(module, config, overrides | depth)):
         return {"given": depth, "sizes": _was(sizes, depth), "notes": notes, "why": ""}
     why = f"its sizes cannot be made smaller: {_count(cut):,} parameters in {len(_layers(module, cut))} layers"
     return {"given": depth, "sizes": _was(sizes, depth), "notes": notes, "why": why}
@@ -177,17 +182,17 @@ def _smaller_size(
     return {name: -(-value // (factor * step)) * step}
 
 
-def _runs(model: nn.Module, shape: Any) -> bool:
-    """Whether a copy computes logits."""
+def _failure(model: nn.Module, shape: Any) -> str:
+    """Why a copy does not compute logits; empty where it does."""
     vocabulary = shape.vocab_size
     fill(model)
     tokens_BT = torch.randint(0, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
     positions_BT = torch.arange(TOKENS).expand(2, TOKENS).contiguous()
     if len(inspect.signature(model.forward).parameters) < 2:
-        return True  # said as a broken promise
+        return ""  # said as a broken promise
     try:
         with torch.no_grad():
             out = model(tokens_BT, positions_BT)
-    except Exception:  # whatever it is: other sizes are tried
-        return False
-    return isinstance(out, torch.Tensor) and bool(out.isfinite().all())
+    except Exception as error:  # whatever it is: other sizes are tried
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return "" if isinstance(out, torch.Tensor) else f"it gives {type(out).__name__}"
