@@ -112,7 +112,7 @@ def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task:
     except ConfigError:
         raise
     except Exception as error:
-        error.add_note(watch.where(config))
+        error.add_note(watch.where(config, str(error)))
         raise
 
 
@@ -218,7 +218,7 @@ class _Watch:
             handle.remove()
         self._handles.clear()
 
-    def where(self, config: Config) -> str:
+    def where(self, config: Config, error: str = "") -> str:
         """Where the rank is, and what to do about it, as part of a sentence."""
         if not self._begun:
             return "while the model was split over the mesh; check the words of LAYOUT.tensor against docs/models.md"
@@ -229,10 +229,19 @@ class _Watch:
         if config.parallelism.tensor_parallel_degree == 1 or self.layout is None:
             return f"{told}; correct its forward for a part of the batch, of the layers or of the sequence"
         word = layout.word_of(self.layout, path)
+        if word is None and "must match the size of tensor" in error and self._is_on_residual(path):
+            return (
+                f"{told}, where ranks hold a part of the sequence: what is added there must be one too; compute it "
+                'from positions in a module of its own with the word "embed", or inside one with the word "gather"'
+            )
         if word is None:
             return f"{told}, which has no word in LAYOUT.tensor; give it one, or the module in which it is"
         fix = "correct the word, or its forward for a part of the heads or of the sequence"
         return f'{told}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_WORDS[word]}); {fix}'
+
+    def _is_on_residual(self, path: str) -> bool:
+        starts = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]
+        return self.layout is not None and all(layout.word_of(self.layout, start) is None for start in starts)
 
     def _enter(self, path: str, _: nn.Module, given: Any, named: Any) -> None:
         if path == "":
