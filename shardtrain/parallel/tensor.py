@@ -129,9 +129,9 @@ def _watch_functions(model: nn.Module, refuse: Callable[[str], None]) -> None:
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             values, name = [*args, *(kwargs or {}).values()], getattr(function, "__name__", "")
-            if "dropout" in name and values and isinstance(values[0], Tensor) and _is_whole(values[0]):
-                if next((value for value in values[2:3] if isinstance(value, bool)), True):
-                    seen.append(name)
+            is_on = next((value for value in values[2:3] if isinstance(value, bool)), True)
+            if "dropout" in name and is_on and values and isinstance(values[0], Tensor) and _is_whole(values[0]):
+                seen.append(name)
             return function(*args, **(kwargs or {}))
 
     waiting, watching = [Watch()], []

@@ -72,7 +72,9 @@ def load(request: Request) -> Loaded:
     path, overrides = request.path, list(request.overrides)
     if path is None or not path.endswith(".py"):
         loaded = _accepted(configs.load(path, overrides))
-        if (name := loaded.config.task.name) != "language_model":
+        if (name := loaded.config.task.name) == "masked_language_model":
+            return _as_tokens(loaded)
+        if name != "language_model":
             rule = "has a loss of its own, and verify compares that of next tokens"
             fix = 'verify the model under task.name="language_model": the mesh is the same'
             raise ConfigError(Problem("task.name", name, rule, fix, loaded.where("task.name")))
@@ -81,6 +83,20 @@ def load(request: Request) -> Loaded:
     if not any(word.partition("=")[0] == "--model.flavor" for word in overrides):
         overrides = ["--model.flavor", smallest(facts), *overrides]
     return _accepted(configs.load(None, ["--model.name", path, *overrides]))
+
+
+def _as_tokens(loaded: Loaded) -> Loaded:
+    """A run that learns hidden tokens, as one of tokens: the loss is the cross-entropy of some tokens for both, and the
+    synthetic batches have targets at some places alone. What prepares the rows is no part of the comparison."""
+    config, plain = loaded.config, Config()
+    training = dataclasses.replace(
+        config.training, dataset=plain.training.dataset, dataset_path=plain.training.dataset_path
+    )
+    config = dataclasses.replace(
+        config, task=plain.task, data=plain.data, validation=plain.validation, training=training
+    )
+    note = "task: masked_language_model as language_model, whose loss is the same sum, on data-parallel meshes"
+    return _accepted(dataclasses.replace(loaded, config=config, notices=(*loaded.notices, note)))
 
 
 def smallest(facts: configs.ModelFacts) -> str:
@@ -116,6 +132,7 @@ def plan(loaded: Loaded, request: Request) -> Task:
     if loaded.config.model.name.endswith(".py") and not request.full:
         small = small_copy(plans, loaded)
     task = shrink.prepare(plans, loaded, request.steps, request.full, small)
+    task = dataclasses.replace(task, notes=[*loaded.notices, *task.notes])
     problems = [line for one in task.plans for line in one.problem.splitlines()] if named else []
     if loaded.config.training.device == "cuda":
         problems += _devices(task)

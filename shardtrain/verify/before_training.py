@@ -63,11 +63,11 @@ def judge(config: Config, load_trainer: Callable[[], Trainer]) -> Verdict:
         return verdict
     from shardtrain.verify import casts, probes
 
-    casts.switch_off()  # here, for the processes that are forked
     kinds = {axis for one in task.plans for axis, degree in one.degrees.items() if degree > 1}
     if config.activation_checkpoint.mode != "none":
         kinds.add(probes.RECOMPUTE)
-    with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
+    # casts are off here, for the processes that are forked
+    with casts.off(), tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
         try:
             task, notes = verify.probe(task, Path(folder), kinds)
         except ConfigError as error:

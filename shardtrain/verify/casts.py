@@ -7,6 +7,8 @@ an attention core in bfloat16 is some 5e-5 off on every mesh, and nothing is wro
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,15 +17,15 @@ from torch import Tensor
 SHORT = (torch.bfloat16, torch.float16)
 
 used: list[str] = []
-"""Types to which something would have been cast in this process since ``switch_off``."""
+"""Types to which something would have been cast in this process since casts were switched off."""
 
 
-def switch_off() -> None:
-    """From now on float32 stays float32 in this process and those that are forked from it, under autocast too."""
+@contextmanager
+def off() -> Iterator[None]:
+    """Within, float32 stays float32 in this process and those that are forked from it, under autocast too."""
     used.clear()
-    if hasattr(Tensor.to, "keeps_float32"):
-        return
-    plain_to = Tensor.to
+    plain_to, plain_type, autocast = Tensor.to, Tensor.type, torch.autocast.__init__
+    plain_bfloat16, plain_half = Tensor.bfloat16, Tensor.half
 
     @functools.wraps(plain_to)
     def to(self: Tensor, *arguments: Any, **named: Any) -> Tensor:
@@ -36,25 +38,23 @@ def switch_off() -> None:
 
         return plain_to(self, *map(keep, arguments), **{name: keep(value) for name, value in named.items()})
 
-    to.keeps_float32 = True  # type: ignore[attr-defined]
-    Tensor.to = to  # type: ignore[method-assign]
-    Tensor.bfloat16 = lambda self, **_: self.to(torch.bfloat16)  # type: ignore[method-assign]
-    Tensor.half = lambda self, **_: self.to(torch.float16)  # type: ignore[method-assign]
-    plain_type = Tensor.type
-
     @functools.wraps(plain_type)
     def change(self: Tensor, dtype: Any = None, *arguments: Any, **named: Any) -> Any:
         if isinstance(dtype, torch.dtype):
             return self.to(dtype)
         return plain_type(self, *([] if dtype is None else [dtype]), *arguments, **named)
 
-    Tensor.type = change  # type: ignore[method-assign]
-    autocast = torch.autocast.__init__
-
     def disabled(self: Any, device_type: str, *arguments: Any, **named: Any) -> None:
         autocast(self, device_type, enabled=False)
 
-    torch.autocast.__init__ = disabled  # type: ignore[method-assign]
+    Tensor.to, Tensor.type, torch.autocast.__init__ = to, change, disabled  # type: ignore[method-assign]
+    Tensor.bfloat16 = lambda self, **_: self.to(torch.bfloat16)  # type: ignore[method-assign]
+    Tensor.half = lambda self, **_: self.to(torch.float16)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.to, Tensor.type, torch.autocast.__init__ = plain_to, plain_type, autocast  # type: ignore[method-assign]
+        Tensor.bfloat16, Tensor.half = plain_bfloat16, plain_half  # type: ignore[method-assign]
 
 
 def _keep(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """A small copy of a model file whose author's names of sizes nobody knows: which fields are smaller, and does it run.
 
-Widths are divided by one power of two, so that what they promise each other holds (a head times their number is the
-width); counts of heads, of groups and of experts stay. Each candidate is built and run; the smallest that runs is taken.
+Widths are divided by one power of two, so that what they promise each other holds (heads times the width of a head are
+the model's width). Each candidate is built and run; the smallest that runs is taken.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict
     for change in _candidates({name: value for name, value in sizes.items() if name not in depth}, tp):
         given = depth | change
         small = _build(module, config, overrides | given)
-        if small is not None and _count(small) <= LARGEST and not _failure(
-            small, _shape(module, config, overrides | given)
+        if (
+            small is not None
+            and _count(small) <= LARGEST
+            and not _failure(small, _shape(module, config, overrides | given))
         ):
             return {"given": given, "sizes": _was(sizes, given), "notes": notes, "why": ""}
     if _count(cut) <= LARGEST and not _failure(cut, _shape(module, config, overrides | depth)):
@@ -137,7 +139,7 @@ def _depth(
 
 
 def _candidates(sizes: Mapping[str, int], tp: int) -> Iterator[dict[str, int]]:
-    """Smaller sizes, the smallest first: widths divided by one number, which is shared between heads and their width."""
+    """Smaller sizes, the smallest first: widths divided by one number, which heads and their width share."""
     seen: list[dict[str, int]] = []
     heads = {
         name: value
