@@ -80,8 +80,11 @@ def judge(config: Config, load_trainer: Callable[[], Trainer]) -> Verdict:
             return verdict
         sizes = ", ".join(f"{name} {value}" for name, value in _changed(config, task.reference).items())
         copy = f"a copy with {sizes}" if sizes else "the model"
-        for row in verify.verify(task, load_trainer(), Path(folder)):
-            _tell(row, copy, verdict)
+        try:
+            for row in verify.verify(task, load_trainer(), Path(folder)):
+                _tell(row, copy, verdict)
+        except ConfigError as error:  # the reference of one process fails
+            verdict.refused += str(error).splitlines()
     return verdict
 
 

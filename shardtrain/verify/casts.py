@@ -44,7 +44,11 @@ def off() -> Iterator[None]:
             return self.to(dtype)
         return plain_type(self, *([] if dtype is None else [dtype]), *arguments, **named)
 
-    def disabled(self: Any, device_type: str, *arguments: Any, **named: Any) -> None:
+    def disabled(
+        self: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, *_: Any, **__: Any
+    ) -> None:
+        if enabled:
+            _keep(torch.zeros(()), dtype or torch.bfloat16)
         autocast(self, device_type, enabled=False)
 
     Tensor.to, Tensor.type, torch.autocast.__init__ = to, change, disabled  # type: ignore[method-assign]

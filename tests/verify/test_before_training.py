@@ -138,12 +138,15 @@ WRONG: dict[str, tuple[str, Changes, list[str]]] = {
     ),
     "a call counter": (
         "pp=2",
-        [(FFN, FFN + "\n        self.calls = 0"), (IN_FFN, f"self.calls += 1\n        x = x / self.calls\n        {IN_FFN}")],
+        [
+            (FFN, FFN + "\n        self.calls = 0"),
+            (IN_FFN, f"self.calls += 1\n        x = x / self.calls\n        {IN_FFN}"),
+        ],
         ["blocks.0.ffn", "keeps state"],
     ),
     "initial weights by rank": (
         "tp=2",
-        [('"*.weight": Draw("normal", std=0.02)', '"*.weight": Draw("normal", std=0.02 + int(os.environ.get("RANK", 0)))')],
+        [('"*.weight": Draw("normal", std=0.02', '"*.weight": Draw("normal", std=1 + int(os.environ.get("RANK", 0))')],
         ["starts from other weights on rank 1 of 2"],
     ),
     "a scale between embedding and layers": (
@@ -165,7 +168,7 @@ RIGHT: dict[str, tuple[str, Changes]] = {
     "an attention core in bfloat16": (
         "tp=2",
         [
-            ("        return F.scaled_dot", "        q, k, v = (x.bfloat16() for x in (q, k, v))\n        return F.scaled_dot"),
+            ("(x.transpose(1, 2) for x in (q, k, v))", "(x.transpose(1, 2).bfloat16() for x in (q, k, v))"),
             ("is_causal=True).transpose(1, 2)", "is_causal=True).transpose(1, 2).float()"),
         ],
     ),
@@ -173,7 +176,9 @@ RIGHT: dict[str, tuple[str, Changes]] = {
         "tp=2",
         [(IN_FFN, f'with torch.autocast("cpu", torch.bfloat16):\n            {IN_FFN}')],
     ),
-    "dropout of hidden features": ("tp=2", [("F.gelu(self.up(x))", "F.dropout(F.gelu(self.up(x)), 0.1, self.training)")]),
+    "dropout of hidden features": (
+        "tp=2", [("F.gelu(self.up(x))", "F.dropout(F.gelu(self.up(x)), 0.1, self.training)")],
+    ),
     "a scale between embedding and layers, without stages": ("tp=2", [(EMBEDDED, EMBEDDED + "        x = 3.0 * x\n")]),
     "places counted by arange where sequences are whole": (
         "tp=2", [("positions[..., None, None] *", "torch.arange(x.size(1))[:, None, None] *")],
@@ -183,12 +188,17 @@ RIGHT: dict[str, tuple[str, Changes]] = {
     ),
     "a module of sinusoidal positions": (
         "cp=2,tp=2",
-        [*sinus_in_block("self.pos(positions)"), ('"blocks.*.attn": "gather"', '"blocks.*.pos": "embed",\n        "blocks.*.attn": "gather"')],
+        [
+            *sinus_in_block("self.pos(positions)"),
+            ('"blocks.*.attn": "gather"', '"blocks.*.pos": "embed",\n        "blocks.*.attn": "gather"'),
+        ],
     ),
-    "a layer that writes into its input, without stages": (
-        "tp=2", [("        x = x + self.drop(self.attn(", "        x += self.drop(self.attn(")],
+    "a constant of the type of its input": (
+        "tp=2,cp=2", [(RESIDUAL, f"x = x + 0.1 * x.new_ones(x.size(0), 1, 1)\n        {RESIDUAL}")],
     ),
-    "its sizes at eight billion": ("tp=2", [("dim: int = 32", "dim: int = 4096"), ("num_layers: int = 2", "num_layers: int = 32")]),
+    "its sizes at eight billion": (
+        "tp=2", [("dim: int = 32", "dim: int = 4096"), ("num_layers: int = 2", "num_layers: int = 32")],
+    ),
 }  # fmt: skip
 BY_DEFAULT = ("queries, keys and values one after the other", "dropout of what was gathered")
 RIGHT_BY_DEFAULT = ("an attention core in bfloat16", "its sizes at eight billion")
