@@ -51,7 +51,9 @@ def off() -> Iterator[None]:
             _keep(torch.zeros(()), dtype or torch.bfloat16)
         autocast(self, device_type, enabled=False)
 
-    Tensor.to, Tensor.type, torch.autocast.__init__ = to, change, disabled  # type: ignore[method-assign]
+    Tensor.to = to  # type: ignore[method-assign, assignment]
+    Tensor.type = change  # type: ignore[method-assign, assignment]
+    torch.autocast.__init__ = disabled  # type: ignore[method-assign]
     Tensor.bfloat16 = lambda self, **_: self.to(torch.bfloat16)  # type: ignore[method-assign]
     Tensor.half = lambda self, **_: self.to(torch.float16)  # type: ignore[method-assign]
     try:

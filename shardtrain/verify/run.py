@@ -231,8 +231,8 @@ class _Watch:
         word = layout.word_of(self.layout, path)
         if word is None and "must match the size of tensor" in error and self._is_on_residual(path):
             return (
-                f"{told}, where ranks hold a part of the sequence: what is added there must be one too; compute it "
-                'from positions in a module of its own with the word "embed", or inside one with the word "gather"'
+                f"{told}, where ranks hold a part of the sequence: what is added there must be one too; let a gathered "
+                'module end in a "rowwise" linear, and compute positions in a module of their own with the word "embed"'
             )
         if word is None:
             return f"{told}, which has no word in LAYOUT.tensor; give it one, or the module in which it is"
