@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Iterator
@@ -215,6 +216,7 @@ def check_templates(loaded: Loaded) -> Iterator[Problem]:
         if not entries:
             continue
         where = loaded.where(f"{option}.template")
+        yield from _check_jinja(f"{option}.template", entries, where)
         if task.name == "language_model" and form == "chat":
             known = ("system", "user", "assistant")
             unknown = [name for name in entries if name not in known]
@@ -229,6 +231,21 @@ def check_templates(loaded: Loaded) -> Iterator[Problem]:
         if task.name == "language_model" and not set(read) & set(entries):
             rule = f"makes {', '.join(entries)}, and data.format {form} reads {' and '.join(read)}"
             yield Problem(f"{option}.template", None, rule, "name its entries as the columns that are read", where)
+
+
+def _check_jinja(option: str, entries: dict[str, str], where: str) -> Iterator[Problem]:
+    if importlib.util.find_spec("jinja2") is None:
+        yield Problem(option, None, "needs the jinja2 library", 'pip install "shardtrain[hf]"', where)
+        return
+    import jinja2
+
+    for name, text in entries.items():
+        try:
+            jinja2.Environment().parse(text)
+        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+            message = error.message if isinstance(error, jinja2.TemplateSyntaxError) else "it nests too deeply"
+            rule, fix = f"is no Jinja template ({message})", "write columns like {{ question }}"
+            yield Problem(f"{option}.{name}", text, rule, fix, where)
 
 
 def check_validation(loaded: Loaded) -> Iterator[Problem]:
@@ -260,7 +277,7 @@ def data_notes(loaded: Loaded) -> list[str]:
             'data.document_mask="off": examples that share a sequence attend to each other; "auto" keeps them apart'
         )
     if all(source.dataset == "tokens" for source in found.values()):
-        fields = [*_ENDS, *(field for fields in _FIELDS.values() for field in fields)]
+        fields = [*_ENDS, "template", *(field for fields in _FIELDS.values() for field in fields)]
         idle = [f"data.{key}" for key in (*_TO_READ_ROWS, *fields) if is_changed(loaded, f"data.{key}")]
         if idle:
             notes.append(f"{', '.join(idle)}: without effect on prepared shards, whose rows are read and tokenized")

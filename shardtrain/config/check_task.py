@@ -117,8 +117,8 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, "data.completion_field", "is not read: answers have fields of their own", "remove it")
     if not 0 <= task.gamma < float("inf"):
         yield problem(loaded, "task.gamma", "must be 0 or above", "use 0.5")
-    for option, value in fields.items():
-        if not value:
+    for option, column in fields.items():
+        if not column:
             yield problem(loaded, option, "must not be empty", "name the column")
     if len({*fields.values()}) < 3:
         *others, last = (option.rpartition(".")[2].removesuffix("_field") for option in fields)

@@ -115,6 +115,7 @@ def test_a_template_is_tried_on_the_first_rows(tmp_path: Path) -> None:
         ('[data.template]\nprompt = "{{ a }}"', "data.template makes prompt, and data.format text reads text"),
         ('[data]\nformat = "chat"\n[data.template]\nhuman = "{{ a }}"', "has the entry 'human', which is no turn"),
         ('[data]\nformat = "chat"\n[data.template]\nuser = "{{ a }}"', "has no user or no assistant"),
+        ('[data.template]\ntext = "{% if %}"', 'data.template.text="{% if %}" is no Jinja template'),
     ],
 )
 def test_templates_that_make_nothing_that_is_read_are_refused(text: str, told: str, tmp_path: Path) -> None:
