@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.errors import CheckpointError, ConfigError, StorageError
-from shardtrain.hub.model import CONFIG
-from shardtrain.hub.weights import INDEX, SINGLE, read_json
+from shardtrain.hub.reading import CONFIG, read_json
+from shardtrain.hub.weights import INDEX, SINGLE
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _BASE_BYTES, _BASE_SECONDS = 16 * 2**30, 120

@@ -36,6 +36,7 @@ def main(words: Sequence[str]) -> int:
 def _merge(found: Any) -> None:
     from shardtrain import models
     from shardtrain.generate.finding import load_config
+    from shardtrain.hub import origin
     from shardtrain.lora import frozen, merging
 
     adapters = merging.Adapters(found.adapters)
@@ -44,7 +45,8 @@ def _merge(found: Any) -> None:
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     with frozen.find(adapters.stored.facts, found.adapters, config, found.base, module, shape) as weights:
         model = _model_facts(config)
-        merging.merge(weights, adapters.spec, adapters, found.to, found.dtype or weights.dtype, model)
+        begun = origin.of_path(weights.path, module, shape) if weights.path is not None else None
+        merging.merge(weights, adapters.spec, adapters, found.to, found.dtype, model, begun)
 
 
 def _merge_peft(found: Any) -> None:
@@ -53,6 +55,7 @@ def _merge_peft(found: Any) -> None:
 
     from shardtrain import models
     from shardtrain.generate.finding import load_config
+    from shardtrain.hub import origin
     from shardtrain.hub.model import recognise
     from shardtrain.lora import merging
     from shardtrain.lora.frozen import Frozen
@@ -77,7 +80,8 @@ def _merge_peft(found: Any) -> None:
             factors[f"{path}.lora_a"] = torch.empty(adapters.spec.rank, columns)
             factors[f"{path}.lora_b"] = torch.empty(rows, adapters.spec.rank)
         adapters.fill(factors)
-        merging.merge(weights, adapters.spec, factors, found.to, found.dtype or weights.dtype, model)
+        begun = origin.of_path(found.base, module, shape)
+        merging.merge(weights, adapters.spec, factors, found.to, found.dtype, model, begun)
 
 
 def _model_facts(config: Config) -> dict[str, Any]:

@@ -1,0 +1,138 @@
+"""What a model came from: the Hugging Face folder, or the checkpoint that was made of one, that an export goes back to.
+
+A folder is more than weights: its config.json, tokenizer, chat template and generation settings belong to the model.
+A run names the folder that it began with; ``import`` and ``merge`` put these files into the checkpoint that they write,
+as the bytes of one more file that its manifest knows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.manifest import MANIFEST, WEIGHTS_PREFIX, Manifest
+from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.hub.mapping import Translation
+from shardtrain.hub.reading import CONFIG, MAX_JSON_BYTES, block_of, read_json
+from shardtrain.hub.weights import INDEX, SINGLE
+
+FACT, FILE = "hub_files", "hub-files.bin"
+TOKENIZERS = re.compile(
+    r"tokenizer.*\.(json|model)|[\w-]*\.(model|tiktoken)|tekken\.json|vocab\.(json|txt)|merges\.txt"
+)
+"""Files of which one makes a tokenizer."""
+_TRAVEL = re.compile(
+    TOKENIZERS.pattern + r"|special_tokens_map\.json|added_tokens\.json|(?!\.)[\w.-]*\.jinja|chat_template\.json"
+    r"|(additional_)?chat_templates/(?!\.)[\w.-]+\.jinja|(generation|preprocessor|processor|sentence_bert)_config\.json"
+    r"|modules\.json|(LICENSE|NOTICE)[\w.-]*|USE_POLICY\.md"
+)
+"""What belongs to a model beside config.json and weights; a name in a checkpoint that does not match is refused."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder, or what a checkpoint keeps of one."""
+
+    where: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Its config.json; empty where there is none."""
+    files: Mapping[str, tuple[Path, int, int]] = field(default_factory=dict)
+    """What travels with the weights: name -> file, first byte and number of bytes."""
+
+    def read(self, name: str) -> bytes:
+        """One of its files. Raises OSError."""
+        path, begin, size = self.files[name]
+        with open(path, "rb") as file:
+            file.seek(begin)
+            return file.read(size)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether one of its files makes a tokenizer."""
+        return any(TOKENIZERS.fullmatch(name) and name != "tokenizer_config.json" for name in self.files)
+
+
+def of_folder(folder: Path) -> Source:
+    """What a folder holds; it need not have weights, nor a config.json. Raises CheckpointError for a broken one."""
+    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    files = {}
+    for path in sorted(folder.rglob("*") if folder.is_dir() else ()):
+        name = path.relative_to(folder).as_posix()
+        if _TRAVEL.fullmatch(name) and path.is_file():
+            files[name] = (path, 0, path.stat().st_size)
+    return Source(folder, config, files)
+
+
+def of_checkpoint(folder: Path, stored: Manifest) -> Source | None:
+    """What a checkpoint keeps of the folder that it was made of; None where it keeps nothing."""
+    said = stored.facts.get(FACT)
+    file = next((file for file in stored.files if file.name == FILE), None)
+    if not isinstance(said, dict) or file is None:
+        return None
+    files: dict[str, tuple[Path, int, int]] = {}
+    for name, place in said.items():
+        fits = isinstance(place, list) and len(place) == 2 and all(type(n) is int and n >= 0 for n in place)
+        if not fits or sum(place) > file.bytes or not (name == CONFIG or _TRAVEL.fullmatch(name)):
+            raise CheckpointError(f"checkpoint {folder}: what it says of {name[:100]!r} is no file; use another one")
+        files[name] = (folder / FILE, *place)
+    own = files.pop(CONFIG, None)
+    source = Source(folder, {}, files if own is None else {**files, CONFIG: own})
+    try:
+        config = json.loads(source.read(CONFIG)) if own is not None else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {folder}: its {CONFIG} cannot be read ({error}); use another one") from None
+    return Source(folder, config if isinstance(config, dict) else {}, files)
+
+
+def of_path(path: Path) -> Source | None:
+    """Of a checkpoint what it keeps, of a folder what it is; None where there is neither."""
+    if (path / MANIFEST).is_file():
+        return of_checkpoint(path, manifest.read(path))
+    return of_folder(path) if path.is_dir() else None
+
+
+def packed(source: Source) -> tuple[bytes, dict[str, list[int]]]:
+    """The bytes of all files of a source, its config.json first, and where each begins and how long it is.
+
+    Raises:
+        ConfigError: for files that no model has.
+    """
+    data, places = bytearray(), {}
+    texts = {CONFIG: (json.dumps(source.config, indent=2) + "\n").encode()} if source.config else {}
+    if sum(size for _, _, size in source.files.values()) > MAX_JSON_BYTES:
+        raise ConfigError(
+            f"{source.where} has more than {MAX_JSON_BYTES} bytes beside its weights; remove what is no part"
+        )
+    for name in [*texts, *source.files]:
+        one = texts[name] if name in texts else source.read(name)
+        places[name] = [len(data), len(one)]
+        data += one
+    return bytes(data), places
+
+
+def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:
+    """The type of each of our tensors where a model came from: of a checkpoint, or of a folder's weights.
+
+    Empty where there are no weights. Only what the files say at their beginning is read.
+    """
+    from shardtrain.hub.block_fp8 import open_weights
+
+    if (path / MANIFEST).is_file():
+        stored = manifest.read(path).tensors
+        return {
+            name: stored[WEIGHTS_PREFIX + name].dtype for name in translation.shapes if WEIGHTS_PREFIX + name in stored
+        }
+    if not ((path / SINGLE).is_file() or (path / INDEX).is_file()):
+        return {}
+    with open_weights(path, block_of(read_json(path / CONFIG), str(path / CONFIG))) as weights:
+        found = {}
+        for name in translation.sources:
+            first = next(iter(translation.pieces_of(name))).name
+            if first in weights:
+                found[name] = str(weights.dtype(first)).removeprefix("torch.")
+    return found
