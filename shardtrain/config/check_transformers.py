@@ -18,6 +18,7 @@ from shardtrain.config.folder_model import NAME
 from shardtrain.config.load import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.errors import Problem
+from shardtrain.hub.config_json import in_transformers
 from shardtrain.hub.format import CODE
 
 ATTENTION = ("auto", "sdpa", "eager")
@@ -46,8 +47,6 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
     if isinstance(found, str):
         yield Problem(option, folder, found, "name a folder with config.json, weights and tokenizer", where)
         return
-    from shardtrain.hub.reading import in_transformers  # which reads model files by what this package has
-
     kind, code = found.get("model_type"), sorted(key for key in found if CODE.search(key))
     if code and not in_transformers(kind):
         rule = f"is of model_type {kind!r}, which transformers does not have, and its own code is never run here"

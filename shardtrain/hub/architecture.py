@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.hub.config_json import read_json
 from shardtrain.hub.format import CODE
-from shardtrain.hub.reading import read_json
 from shardtrain.layout import Draw
 
 CONFIG = "config.json"

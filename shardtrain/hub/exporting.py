@@ -23,10 +23,10 @@ from shardtrain.checkpoint.safetensors_header import header
 from shardtrain.errors import CheckpointError, ConfigError, StorageError
 from shardtrain.hub import as_is, mapping, source
 from shardtrain.hub.architecture import saved_config
+from shardtrain.hub.config_json import CONFIG, read_json
 from shardtrain.hub.format import FREE, Fields, Hub
 from shardtrain.hub.mapping import Translation
 from shardtrain.hub.model import translation_of
-from shardtrain.hub.reading import CONFIG, read_json
 from shardtrain.hub.source import TOKENIZERS, Source
 from shardtrain.hub.weights import INDEX, SINGLE, HubWeights
 
@@ -257,8 +257,6 @@ def _changed(said: dict[str, Any], hub: Hub, config: Any, fields: dict[str, Any]
         differ = {key: value for key, value in differ.items() if key not in rotary} | {"rope_parameters": table}
     found = {**said, **differ}
     found.pop("quantization_config", None)  # the weights are written as the numbers that the quantised ones stand for
-    if found.get("num_nextn_predict_layers"):
-        found["num_nextn_predict_layers"] = 0  # their weights are not read
     return found
 
 

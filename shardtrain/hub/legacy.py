@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.errors import CheckpointError, ConfigError, StorageError
-from shardtrain.hub.reading import CONFIG, read_json
+from shardtrain.hub.config_json import CONFIG, read_json
 from shardtrain.hub.weights import INDEX, SINGLE
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

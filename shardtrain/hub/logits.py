@@ -15,8 +15,8 @@ from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.hub import architecture as architectures
 from shardtrain.hub import as_is
+from shardtrain.hub.config_json import CONFIG, read_json
 from shardtrain.hub.exporting import Export, Writer
-from shardtrain.hub.reading import CONFIG, read_json
 from shardtrain.units import format_bytes
 
 TOLERANCE = 1e-4

@@ -14,9 +14,10 @@ from typing import Any
 from shardtrain import models
 from shardtrain.errors import ConfigError
 from shardtrain.hub import architecture, as_is
+from shardtrain.hub.config_json import CONFIG, read_json
 from shardtrain.hub.format import FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
 from shardtrain.hub.mapping import Translation, translate
-from shardtrain.hub.reading import CONFIG, describe, read_json
+from shardtrain.hub.reading import describe
 
 TRANSFORMERS = "transformers"
 """The model file of any class of that library."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from shardtrain.config.load import Loaded
 from shardtrain.config.schema import Config, Model, Training
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.hub.config_json import CONFIG, read_json
 from shardtrain.hub.model import recognise
-from shardtrain.hub.reading import CONFIG, read_json
 
 _TYPES = ("float32", "float16", "bfloat16")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")

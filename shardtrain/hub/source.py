@@ -17,9 +17,10 @@ from typing import Any
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.manifest import MANIFEST, WEIGHTS_PREFIX, Manifest
 from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.hub.block_fp8 import open_weights
+from shardtrain.hub.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_json
 from shardtrain.hub.mapping import Translation
-from shardtrain.hub.reading import CONFIG, MAX_JSON_BYTES, block_of, read_json
-from shardtrain.hub.weights import INDEX, SINGLE
+from shardtrain.hub.weights import INDEX, SINGLE, HubWeights
 
 FACT, FILE = "hub_files", "hub-files.bin"
 TOKENIZERS = re.compile(
@@ -59,7 +60,12 @@ class Source:
 
 def of_folder(folder: Path) -> Source:
     """What a folder holds; it need not have weights, nor a config.json. Raises CheckpointError for a broken one."""
-    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    config = dict(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else {}
+    if config.get("num_nextn_predict_layers") and has_weights(folder):  # layers beyond the last, which are not read
+        with HubWeights(folder) as weights:
+            first = f"model.layers.{config.get('num_hidden_layers')}."
+            if any(name.startswith(first) for name in weights.names()):
+                config["num_nextn_predict_layers"] = 0
     files = {}
     for path in sorted(folder.rglob("*") if folder.is_dir() else ()):
         name = path.relative_to(folder).as_posix()
@@ -115,19 +121,22 @@ def packed(source: Source) -> tuple[bytes, dict[str, list[int]]]:
     return bytes(data), places
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has safetensors, by the names that they have."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
 def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:
     """The type of each of our tensors where a model came from: of a checkpoint, or of a folder's weights.
 
     Empty where there are no weights. Only what the files say at their beginning is read.
     """
-    from shardtrain.hub.block_fp8 import open_weights
-
     if (path / MANIFEST).is_file():
         stored = manifest.read(path).tensors
         return {
             name: stored[WEIGHTS_PREFIX + name].dtype for name in translation.shapes if WEIGHTS_PREFIX + name in stored
         }
-    if not ((path / SINGLE).is_file() or (path / INDEX).is_file()):
+    if not has_weights(path):
         return {}
     with open_weights(path, block_of(read_json(path / CONFIG), str(path / CONFIG))) as weights:
         found = {}

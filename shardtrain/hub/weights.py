@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint.safetensors_header import TYPES
 from shardtrain.errors import CheckpointError
-from shardtrain.hub.reading import MAX_JSON_BYTES
+from shardtrain.hub.config_json import MAX_JSON_BYTES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TYPES = {word: getattr(torch, name) for name, word in TYPES.items()}
