@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardtrain import models
 from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.background import pieces
@@ -75,6 +76,8 @@ class Writer:
         """
         self.wanted, self.stored = wanted, manifest.read(wanted.checkpoint)
         self.translation = translation_of(wanted.module, wanted.config, str(wanted.checkpoint))
+        if as_is.is_as_is(wanted.module) and wanted.source is not None:
+            self.translation = _named_as_before(self.translation, wanted)
         _check_stored(self.translation, self.stored, wanted.checkpoint)
         self._fields = config_fields(wanted)
         self._shapes = self.translation.their_shapes()
@@ -280,6 +283,22 @@ def _beside(wanted: Export) -> dict[str, Source]:
         has = any(other.has_tokenizer for other in found.values())
         found |= {n: one for n in one.files if n not in found and not (has and _OF_TOKENIZERS.fullmatch(n))}
     return found
+
+
+def _named_as_before(translation: Translation, wanted: Export) -> Translation:
+    """The names that the source's file has, where the library opens a tensor under several."""
+    assert wanted.source is not None
+    where = wanted.source.where
+    if source.has_weights(where):
+        with HubWeights(where) as weights:
+            names = as_is.fit(models.build(wanted.module, wanted.config), wanted.config, weights)[0].sources
+    else:
+        known = manifest.read(where).facts.get(source.NAMES) if (where / manifest.MANIFEST).is_file() else None
+        names = known if isinstance(known, dict) and all(isinstance(name, str) for name in known.values()) else {}
+    sources = {ours: names.get(ours, theirs) for ours, theirs in translation.sources.items()}
+    return (
+        dataclasses.replace(translation, sources=sources) if len({*sources.values()}) == len(sources) else translation
+    )
 
 
 def _check_stored(translation: Translation, stored: Manifest, checkpoint: Path) -> None:

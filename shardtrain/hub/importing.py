@@ -65,6 +65,8 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
             "model": {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)},
             source.FACT: places,
         }
+        if found.hub is None:  # of the names that a tensor may have, those that the file has
+            facts[source.NAMES] = {name: str(theirs) for name, theirs in translation.sources.items()}
         prefixed = {WEIGHTS_PREFIX + name: shape for name, shape in shapes.items()}
         kinds = {WEIGHTS_PREFIX + name: types[name] for name in shapes}
         whole.write(output, prefixed, kinds, read, facts, {source.FILE: beside})

@@ -22,7 +22,7 @@ from shardtrain.hub.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_js
 from shardtrain.hub.mapping import Translation
 from shardtrain.hub.weights import INDEX, SINGLE, HubWeights
 
-FACT, FILE = "hub_files", "hub-files.bin"
+FACT, FILE, NAMES = "hub_files", "hub-files.bin", "hub_names"
 TOKENIZERS = re.compile(
     r"tokenizer.*\.(json|model)|[\w-]*\.(model|tiktoken)|tekken\.json|vocab\.(json|txt)|merges\.txt"
 )
