@@ -1,4 +1,4 @@
-"""Models whose sizes a Hugging Face folder says: ``model.flavor = "from_folder"``, and ``model.name = "transformers"``."""
+"""Models whose sizes a Hugging Face folder says: ``model.flavor = "from_folder"``, ``model.name = "transformers"``."""
 
 from __future__ import annotations
 
