@@ -93,7 +93,7 @@ def _export(found: Any, path: Path) -> int:
     from shardtrain.hub.exporting import Export, export
     from shardtrain.lora.spec import FACT
 
-    checkpoint = _step(path, found.config)
+    checkpoint = step_of(path, found.config)
     options = _model_options(checkpoint, found.config)
     module = models.find(options["name"])
     config = models.shape_of(module, options["flavor"], options["overrides"], options.get("norm_type", "rmsnorm"))
@@ -131,7 +131,7 @@ def _export(found: Any, path: Path) -> int:
     return 0
 
 
-def _step(path: Path, config: Path | None) -> Path:
+def step_of(path: Path, config: Path | None) -> Path:
     """The checkpoint that a path means: itself, or the newest good one of a run."""
     if (path / manifest.MANIFEST).is_file() or not path.is_dir():
         return path
@@ -166,16 +166,12 @@ def _check_logits(wanted: Export, must: bool, reason: str = "") -> None:
 
 def _model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
     """The model of a checkpoint: by the configuration given, by what an import noted, or by the run beside it."""
-    noted = manifest.read(checkpoint).facts.get("model")
     run = checkpoint.resolve().parent.parent / RESOLVED_CONFIG
-    if config is None and not run.is_file() and isinstance(noted, dict):
-        if not all(isinstance(noted.get(key), kind) for key, kind in (("name", str), ("flavor", str))):
-            raise CheckpointError(f"checkpoint {checkpoint}: what it says of its model is no name; give --config")
-        overrides = noted.get("overrides")
-        # a path inside an artefact is never run: only models of this package may be named there
-        if str(noted["name"]).endswith(".py"):
-            raise CheckpointError(f"checkpoint {checkpoint} names a model file; give the run's own with --config")
-        return {**noted, "overrides": overrides if isinstance(overrides, dict) else {}}
+    if config is None and not run.is_file():
+        from shardtrain.hub import source
+
+        if noted := source.noted_model(checkpoint, manifest.read(checkpoint)):
+            return noted
     path = config or run
     if not path.is_file():
         raise ConfigError(f"{path} is missing, so the model of {checkpoint} is not known; give the TOML with --config")

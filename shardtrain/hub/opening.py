@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from shardtrain.config.load import Loaded
 from shardtrain.config.schema import Config, Model, Training
@@ -35,15 +37,22 @@ def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
     if tokenizer is None and not source.of_folder(folder).has_tokenizer:
         rule = "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)"
         raise ConfigError(Problem("--from", str(folder), rule, 'name one with --tokenizer, a path or "bytes"'))
+    model = {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)}
+    return loaded_of(model, said, tokenizer or str(folder))
+
+
+def loaded_of(model: Mapping[str, Any], said: Mapping[str, Any], assets: str) -> Loaded:
+    """The configuration of a model that its config.json, where there is one, describes further."""
     dtype = said.get("dtype") or said.get("torch_dtype")
     tokens = said.get("max_position_embeddings")
     return Loaded(
         Config(
             model=Model(
-                name=found.name,
-                flavor=found.flavor,
-                overrides=dict(found.overrides),
-                hf_assets_path=tokenizer or str(folder),
+                name=model["name"],
+                flavor=model["flavor"],
+                overrides=dict(model["overrides"]),
+                norm_type=model.get("norm_type", "rmsnorm"),
+                hf_assets_path=assets,
             ),
             training=Training(
                 mixed_precision_param=dtype if dtype in _TYPES else "float32",

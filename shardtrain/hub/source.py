@@ -7,8 +7,11 @@ as the bytes of one more file that its manifest knows.
 
 from __future__ import annotations
 
+import atexit
 import json
 import re
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +19,7 @@ from typing import Any
 
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.manifest import MANIFEST, WEIGHTS_PREFIX, Manifest
-from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.errors import CheckpointError, ConfigError, StorageError
 from shardtrain.hub.block_fp8 import open_weights
 from shardtrain.hub.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_json
 from shardtrain.hub.mapping import Translation
@@ -102,11 +105,47 @@ def of_path(path: Path) -> Source | None:
     return of_folder(path) if path.is_dir() else None
 
 
+def unpacked(source: Source) -> Path:
+    """A folder with the files of a source, for as long as this process lives."""
+    folder = Path(tempfile.mkdtemp(prefix="shardtrain-hub-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in source.files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(source.read(name))
+    if source.config:
+        (folder / CONFIG).write_text(json.dumps(source.config))
+    return folder
+
+
+def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
+    """What ``import`` or ``merge`` noted of a checkpoint's model; None where a run wrote it.
+
+    Raises:
+        CheckpointError: for what is none of this package's models: a path in an artefact is never followed.
+    """
+    noted = stored.facts.get("model")
+    if not isinstance(noted, dict):
+        return None
+    name, flavor, overrides = (noted.get(key) for key in ("name", "flavor", "overrides"))
+    if not isinstance(name, str) or not isinstance(flavor, str):
+        raise CheckpointError(f"checkpoint {folder}: what it says of its model is no name; give --config")
+    if name.endswith(".py"):
+        raise CheckpointError(f"checkpoint {folder} names a model file; give the run's own with --config")
+    overrides = dict(overrides) if isinstance(overrides, dict) else {}
+    if name == "transformers":
+        source = of_checkpoint(folder, stored)
+        if source is None or not source.config:
+            raise CheckpointError(f"checkpoint {folder} has no {CONFIG}, which says what it is; give --config")
+        overrides["path"] = str(unpacked(source))
+    return {**noted, "name": name, "flavor": flavor, "overrides": overrides}
+
+
 def packed(source: Source) -> tuple[bytes, dict[str, list[int]]]:
     """The bytes of all files of a source, its config.json first, and where each begins and how long it is.
 
     Raises:
-        ConfigError: for files that no model has.
+        ConfigError: for more bytes than a model has.
+        StorageError: where one cannot be read.
     """
     data, places = bytearray(), {}
     texts = {CONFIG: (json.dumps(source.config, indent=2) + "\n").encode()} if source.config else {}
@@ -115,7 +154,10 @@ def packed(source: Source) -> tuple[bytes, dict[str, list[int]]]:
             f"{source.where} has more than {MAX_JSON_BYTES} bytes beside its weights; remove what is no part"
         )
     for name in [*texts, *source.files]:
-        one = texts[name] if name in texts else source.read(name)
+        try:
+            one = texts[name] if name in texts else source.read(name)
+        except OSError as error:
+            raise StorageError(f"cannot read {source.where / name}: {error.strerror}; look after the folder") from None
         places[name] = [len(data), len(one)]
         data += one
     return bytes(data), places

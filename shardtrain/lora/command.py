@@ -18,7 +18,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 def main(words: Sequence[str]) -> int:
     """``shardtrain merge ADAPTERS --to CHECKPOINT``; gives the exit status."""
     parser = Arguments("shardtrain merge", "Add adapters to the weights beside which they were trained.")
-    parser.add_argument("adapters", type=Path, metavar="ADAPTERS", help="a step-N folder, or a folder of PEFT")
+    parser.add_argument("adapters", type=Path, metavar="ADAPTERS", help="a run, a step-N folder, or a PEFT folder")
     parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument("--base", type=Path, help="checkpoint or Hugging Face folder of the weights (the run's own)")
     parser.add_argument("--config", type=Path, help="the run's TOML; found beside the checkpoint unless given")
@@ -28,7 +28,16 @@ def main(words: Sequence[str]) -> int:
         return 0
     from shardtrain.lora import peft
 
-    (_merge_peft if peft.is_folder(found.adapters) else _merge)(found)
+    if peft.is_folder(found.adapters):
+        _merge_peft(found)
+    else:
+        from shardtrain.hub.command import step_of
+        from shardtrain.hub.opening import is_hub_folder
+
+        if is_hub_folder(found.adapters):
+            raise ConfigError(f"{found.adapters} is a whole model and no adapters; use it as it is")
+        found.adapters = step_of(found.adapters, found.config)
+        _merge(found)
     print(f"{found.to} holds the whole model; shardtrain export {found.to} --to HF_DIR writes it for other programs")
     return 0
 

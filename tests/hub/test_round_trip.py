@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,32 @@ def test_names_in_a_checkpoint_lead_nowhere_else(tmp_path: Path) -> None:
     facts = {**stored.facts, source.FACT: {"LICENSE": [0, 2**40]}}
     with pytest.raises(CheckpointError, match="is no file"):
         source.of_checkpoint(tmp_path / "checkpoint", dataclasses.replace(stored, facts=facts))
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2"])
+def test_an_import_is_opened_without_the_folder_that_it_was_made_of(name: str, tmp_path: Path, capsys: Any) -> None:
+    """Also one of an architecture that only transformers has: what it is, and its tokenizer, lie in the checkpoint."""
+    folder = tmp_path / "hf"
+    if name == "gpt2":
+        shutil.copytree(foreign_folder(name), folder)
+    else:
+        save(build(name, vocab_size=512), folder)
+    bpe_folder(folder)
+    words = ["--prompt", "hello", "--max_new_tokens", "4", "--device", "cpu"]
+    assert main(["generate", "--from", str(folder), *words]) == 0
+    expected = capsys.readouterr().out
+    assert main(["import", str(folder), "--to", str(tmp_path / "imported"), "--check", "weights"]) == 0
+    shutil.rmtree(folder)
+    capsys.readouterr()
+    assert main(["generate", "--from", str(tmp_path / "imported"), *words]) == 0
+    assert capsys.readouterr().out == expected
+    assert main(["export", str(tmp_path / "imported"), "--to", str(folder), "--check", "logits"]) == 0
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "hello world"}\n')
+    outputs = []
+    for place in ("imported", "hf"):
+        words = ["evaluate", "--from", str(tmp_path / place), "--data", f"texts={texts}", "--seq_len", "32"]
+        capsys.readouterr()
+        assert main([*words, "--device", "cpu"]) == 0
+        outputs.append(json.loads(capsys.readouterr().out)["sets"])
+    assert outputs[0] == outputs[1]
