@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
     wanted = not named("model.flavor") and named("model.hf_assets_path") and has
     if not asked and (not wanted or model.name.endswith(".py")):
         return Followed(config)
+    from shardtrain.hub.config_json import in_transformers, read_json
     from shardtrain.hub.format import OnlyInTransformers
     from shardtrain.hub.reading import HUBS, describe  # which read model files by what this package has
 
@@ -56,6 +58,11 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
     try:
         found = describe(folder, "" if is_free else model.name)
     except OnlyInTransformers as reason:
+        kind = read_json(folder / "config.json").get("model_type")
+        if is_free and importlib.util.find_spec(NAME) is not None and not in_transformers(kind):
+            rule = f"holds a model of model_type {kind!r}, which neither this package nor transformers has"
+            fix = "install a transformers that has it, or write a model file"
+            return Problem("model.hf_assets_path", model.hf_assets_path, rule, fix, where)
         if is_free:
             why = str(reason).partition("; use model.name")[0]
             notice = f"{why}: taken as it is, with model.name={NAME}"

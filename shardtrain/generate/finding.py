@@ -41,7 +41,7 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
     levels = [path.resolve(), *path.resolve().parents][:_LEVELS]
     found = next((level / RESOLVED_CONFIG for level in levels if (level / RESOLVED_CONFIG).is_file()), None)
     if found is None:
-        rule = f"has no {RESOLVED_CONFIG} in it or above it"
+        rule = f"has no {RESOLVED_CONFIG} in it or above it, nor the config.json of a Hugging Face folder"
         raise ConfigError(Problem("--from", str(path), rule, "name the run's configuration with --config"))
     loaded = configs.load(found)
     if loaded.config.model.name.endswith(".py"):

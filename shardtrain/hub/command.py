@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardtrain.arguments import Arguments
 from shardtrain.checkpoint import manifest
 from shardtrain.errors import CheckpointError, ConfigError, Problem
+from shardtrain.hub.config_json import CONFIG, read_json
 from shardtrain.run_folder import RESOLVED_CONFIG
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def import_main(words: Sequence[str]) -> int:
     if found.to.exists():
         raise ConfigError(f"{found.to} exists; give a new folder")
     with legacy.as_safetensors(found.folder, found.to) if found.legacy_bin else nullcontext(found.folder) as folder:
+        _check_tokenizer(found.folder, found.vocab_size)
         model = importing.to_checkpoint(folder, found.to, found.dtype, found.vocab_size)
         if found.check != "weights":
             reason = "the vocabulary has grown" if found.vocab_size else ""
@@ -47,6 +49,26 @@ def import_main(words: Sequence[str]) -> int:
     print(f"{found.to} holds the weights of {found.folder}; train from them with\n\n{model.toml()}\n")
     print(f'[checkpoint]\nenable = true\ninitial_load_path = "{found.to}"')
     return 0
+
+
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the model has no rows for; raises ConfigError."""
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    rows = vocab_size or read_json(folder / CONFIG).get("vocab_size")
+    if not file.is_file() or not isinstance(rows, int):
+        return
+    try:
+        ids = max(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    except Exception as error:  # whatever the library makes of a broken file
+        raise ConfigError(f"{file} cannot be read as a tokenizer ({str(error)[:200]}); fetch it again") from None
+    if ids > rows:
+        said = f"--vocab_size={vocab_size}" if vocab_size else f"vocab_size={rows} of {CONFIG}"
+        raise ConfigError(
+            f"{file} has {ids} ids, and {said} gives the model rows for fewer; import with --vocab_size {ids}, or put "
+            "the model's own tokenizer there"
+        )
 
 
 def export_main(words: Sequence[str]) -> int:

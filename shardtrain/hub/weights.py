@@ -44,6 +44,11 @@ class HubWeights:
         if not path.exists():
             if not (self.folder / SINGLE).exists():
                 legacy = sorted(p.name for p in self.folder.glob("*.bin"))[:3] if self.folder.is_dir() else []
+                parts = sorted(p.name for p in self.folder.glob("*.safetensors")) if self.folder.is_dir() else []
+                if parts:
+                    raise CheckpointError(
+                        f"{path} is missing, which says what is in {parts[0]} and {len(parts) - 1} more; fetch it"
+                    )
                 what = (
                     f"only {', '.join(legacy)}, a pickle, which is opened by import --legacy_bin alone"
                     if legacy

@@ -94,6 +94,13 @@ def test_a_folder_that_describes_nothing_is_named(tmp_path: Path) -> None:
         at(folder)
 
 
+def test_an_architecture_that_nobody_has_is_named_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = write(tmp_path / "hf", {**LLAMA, "model_type": "gpt9"})
+    with pytest.raises(ConfigError, match="model_type 'gpt9', which neither this package nor transformers has"):
+        at(folder)
+
+
 def test_no_torch_is_imported_for_it(folder: Path) -> None:
     code = (
         "import sys; from shardtrain.config import load; "

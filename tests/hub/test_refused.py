@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hub_folders import build, save
 from safetensors.torch import load_file, save_file
+from tiny_tokenizers import bpe_folder
 
 from shardtrain.cli import main
 from shardtrain.errors import CheckpointError, ConfigError
@@ -145,6 +147,29 @@ def test_the_commands_move_a_model_there_and_back(folder: Path, tmp_path: Path, 
     assert main(["export", str(checkpoint), "--to", str(back)]) == 2, "an existing folder is never replaced"
     assert main(["import", str(folder), "--to", str(checkpoint)]) == 2
     assert main(["import", str(folder), "--to", str(tmp_path / "x"), "--vocab_size", "10"]) == 2
+
+
+def more_ids(folder: Path) -> None:
+    bpe_folder(folder)
+    found = json.loads((folder / "tokenizer.json").read_text())
+    found["model"]["vocab"] |= {f"zz{number}": 1000 + number for number in range(3)}
+    (folder / "tokenizer.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (more_ids, "tokenizer.json has 1003 ids, and vocab_size=260 of config.json .* import with --vocab_size 1003"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read as a tokenizer"),
+        (lambda f: (f / "model.safetensors").rename(f / "model-1.safetensors"), "index.json is missing, which says"),
+    ],
+)
+def test_what_lies_beside_the_weights_is_looked_at_too(change: Any, said: str, folder: Path, capsys: Any) -> None:
+    change(folder)
+    assert main(["import", str(folder), "--to", str(folder.parent / "checkpoint")]) in (2, 5)
+    error = capsys.readouterr().err
+    assert re.search(said, error) and error.count("\n") == 1
+    assert not (folder.parent / "checkpoint").exists()
 
 
 def test_a_vocabulary_grows_by_the_mean_of_its_rows(folder: Path, tmp_path: Path) -> None:
