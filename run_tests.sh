@@ -18,6 +18,8 @@ source "$here/.ci/environment.sh"
 cd "$here"
 # tests start processes of their own; more threads than cores would make each of them slower
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# a test, and each process that it starts, would compile every module again: a second, and ten for all tests
+unset PYTHONDONTWRITEBYTECODE
 cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
 workers=$((cores + (cores + 1) / 2)) # a third of the tests' time goes to waiting: for Slurm, ssh, limits that pass
 ((workers <= 16)) || workers=16 # each holds PyTorch and starts ranks of its own

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 
-from shardtrain import agreement, data, ending, heartbeat, log, moving, optim, profiling, schedule
+from shardtrain import agreement, data, ending, heartbeat, log, model_check, moving, optim, profiling, schedule
 from shardtrain import config as configs
 from shardtrain.building import build
 from shardtrain.checkpoint.folder import Checkpoints
@@ -46,8 +46,13 @@ def main(loaded: Loaded) -> TrainState:
     config, phases = loaded.config, Phases()
     folder = Path(config.job.dump_folder)
     os.environ.update(flight_recorder_environment(config, folder))  # read when the process group starts
-    alike = partial(agreement.check, config)
-    with world.join(config.comm, config.training.device, alike) as here, heartbeat.beating(config, here, phases):
+    compared: list[str] = []
+
+    def check_ranks(store: Store, rank: int, size: int) -> None:
+        agreement.check(config, store, rank, size)
+        compared.extend(model_check.check(config, store, rank, size))
+
+    with world.join(config.comm, config.training.device, check_ranks) as here, heartbeat.beating(config, here, phases):
         notices = configs.require(
             loaded, here.size, here.device.type, here.size if here.device.type == "cuda" else None
         )
@@ -57,6 +62,8 @@ def main(loaded: Loaded) -> TrainState:
         log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console, color, prefix=several)
         for notice in notices:
             logger.warning(notice)
+        for line in compared:
+            (logger.warning if " NOT " in line else logger.info)(line)
         return train(loaded, here, phases)
 
 

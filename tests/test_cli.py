@@ -187,6 +187,10 @@ def test_no_verb_but_a_real_run_imports_torch(words):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly(
+    "two ranks of the script",
+    by="tests/launch/test_entry_point.py::test_the_script_trains_with_two_ranks_in_an_empty_environment",
+)
 def test_the_default_run_trains_with_two_processes(tmp_path):
     words = ["--training.steps=2", *ONE_STEP[1:], *TINY, "--job.dump_folder", str(tmp_path)]
     done = shell("train", *words, NGPU="2")
@@ -204,6 +208,10 @@ def test_one_process_needs_no_launcher(tmp_path):
     assert "step:  1  loss:" in done.stderr
 
 
+@pytest.mark.nightly(
+    "ranks of torchrun",
+    by="tests/launch/test_requests_to_stop.py::test_ranks_save_when_torchrun_itself_is_ended_by_the_signal",
+)
 def test_torchrun_starts_the_same_command(tmp_path):
     words = [*ONE_STEP, *TINY, "--job.dump_folder", str(tmp_path)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
@@ -220,6 +228,10 @@ def test_torchrun_starts_the_same_command(tmp_path):
     assert '"code": 0' in (tmp_path / "exit.json").read_text()
 
 
+@pytest.mark.nightly(
+    "with ranks that do nothing else",
+    by="tests/launch/test_local.py::test_a_rank_killed_by_a_signal_is_named_with_the_signal",
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
     words = ["--training.steps=100000", *ONE_STEP[1:], *TINY, "--nproc", "2", "--job.dump_folder", str(tmp_path)]

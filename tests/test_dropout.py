@@ -263,3 +263,21 @@ def test_dropout_of_what_tensor_parallel_ranks_hold_whole_is_refused(tmp_path: P
     for said in run_ranks(2, refusal_of, str(file)):
         assert said.startswith("parallelism.tensor_parallel_degree=2 drops in blocks.0.attn.early")
         assert "\n" not in said
+
+
+def drops_beside_latents(rank: int, model: str) -> int:
+    return len(masks_of_a_step(rank, model, SPLIT["tp"]))
+
+
+def test_dropout_behind_a_rowwise_linear_is_not_refused_beside_what_ranks_compute_alike(tmp_path: Path) -> None:
+    """Latent attention has "replicate" modules within; what follows its output is of each rank's own tokens."""
+    file, text = tmp_path / "latent.py", (Path(__file__).parent / "models/others/mla_moe.py").read_text()
+    made = "self.out = nn.Linear(c.num_heads * c.nope_dim, c.dim, bias=False)"
+    text = text.replace(made, f"{made}\n        self.drop = nn.Dropout(0.1)").replace('{"tiny": {}}', '{"small": {}}')
+    after = "return self.out(out[..., : self.nope_dim].flatten(2))"
+    assert made in text and after in text
+    file.write_text(text.replace(after, "return self.drop(self.out(out[..., : self.nope_dim].flatten(2)))"))
+    assert run_ranks(2, drops_beside_latents, str(file)) == [4, 4]
+    file.write_text(text.replace("self.latent_norm(latent)", "self.drop(self.latent_norm(latent))"))
+    for said in run_ranks(2, refusal_of, str(file)):
+        assert said.startswith("parallelism.tensor_parallel_degree=2 drops in layers.0.attn.drop")

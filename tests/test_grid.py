@@ -139,20 +139,21 @@ def families_of(num_ranks: int, mesh: str) -> list[str]:
 
 
 def first_of() -> dict[tuple[int, str], list[str]]:
-    """The families of the default tier on each mesh: all on one or two ranks, where every axis and schedule is alone.
+    """The families of the default tier on each mesh: three where an axis or a schedule is alone, on two ranks.
 
-    A product of two axes takes two families on four ranks, those that have had fewest, so that a family is with each
-    axis, and each pair of axes with some family; one product of all kinds takes one on eight. The others are nightly.
+    A product of two axes takes one on four ranks, and one product of all kinds one on eight: always those that have had
+    fewest, so that each family is on several axes, and each pair of axes has some family. The others are nightly.
     """
     chosen: dict[tuple[int, str], list[str]] = {}
     times = dict.fromkeys(FAMILIES, 0)
     for num_ranks, mesh in CASES:
         families = [family for family in families_of(num_ranks, mesh) if mesh in RELATIVES.get(family, (mesh,))]
-        if num_ranks > 2:
-            number = 2 if num_ranks == 4 else int(mesh == "fsdp x tp x pp x ep")
-            families = sorted(families, key=lambda family: times[family])[:number]
-            for family in families:
-                times[family] += 1
+        number = {2: 3, 4: 1}.get(num_ranks, int(mesh == "fsdp x tp x pp x ep"))
+        fewest = sorted(families, key=lambda family: times[family])[:number]
+        # a relative is on one product of two axes alone
+        families = fewest + [one for one in families if num_ranks == 4 and one in RELATIVES and one not in fewest]
+        for family in families:
+            times[family] += 1
         chosen[num_ranks, mesh] = families
     return chosen
 

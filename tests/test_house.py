@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -13,7 +14,12 @@ import shardtrain
 
 PACKAGE = Path(shardtrain.__file__).parent
 TEXTS = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-TREES = {name: ast.parse(text) for name, text in sorted(TEXTS.items())}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(text) for name, text in sorted(TEXTS.items())}
+
 
 # What one must read, whole files with docs and blanks, to follow a step: options, data, model on its mesh, loss,
 # gradients, update, log line; of one dataset, whose place in a mixture is the position itself
@@ -107,8 +113,8 @@ READING_PATH = [
 
 def offenders(law: Callable[[str], list[str]]) -> dict[str, list[str]]:
     """Every file that breaks a law, with what breaks it: a test for each of hundreds of files would take a minute."""
-    assert len(TREES) > 300, "the files of the package were not found"
-    return {name: broken for name in TREES if (broken := law(name))}
+    assert len(trees()) > 300, "the files of the package were not found"
+    return {name: broken for name in trees() if (broken := law(name))}
 
 
 def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -177,7 +183,7 @@ def runs_code(name: str, call: ast.Call) -> bool:
 def test_opening_data_never_runs_code() -> None:
     def found(name: str) -> list[str]:
         named = ["trust_remote_code"] if "trust_remote_code" in TEXTS[name] else []
-        return named + [ast.unparse(call) for called, call in calls(TREES[name]) if runs_code(called, call)]
+        return named + [ast.unparse(call) for called, call in calls(trees()[name]) if runs_code(called, call)]
 
     assert offenders(found) == {}
 
@@ -193,7 +199,7 @@ def test_calls_that_could_run_code_are_found() -> None:
 
 def test_no_pickle_is_imported() -> None:
     def pickles(name: str) -> list[str]:
-        nodes = list(ast.walk(TREES[name]))
+        nodes = list(ast.walk(trees()[name]))
         imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
         return sorted(imported & {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})
@@ -203,8 +209,8 @@ def test_no_pickle_is_imported() -> None:
 
 def test_every_file_says_what_it_is_for() -> None:
     def silent(name: str) -> list[str]:
-        found = ["no docstring"] if len(ast.get_docstring(TREES[name]) or "") <= 20 else []
-        has_import = "from __future__ import annotations" in TEXTS[name] or not functions(TREES[name])
+        found = ["no docstring"] if len(ast.get_docstring(trees()[name]) or "") <= 20 else []
+        has_import = "from __future__ import annotations" in TEXTS[name] or not functions(trees()[name])
         return found if has_import else [*found, "no import of annotations"]
 
     assert offenders(silent) == {}

@@ -70,6 +70,7 @@ def test_compile_changes_no_number(num_ranks: int, parallelism: dict[str, Any]) 
         assert_same_numbers(result, reference(5))
 
 
+@pytest.mark.nightly("without recomputation", by="tests/test_same_numbers.py::test_compile_changes_no_number")
 @pytest.mark.parametrize("mode", cases(["full"], nightly=["memory_budget"]))
 def test_compile_with_recompute_changes_no_number(mode: str) -> None:
     config = tiny_config(compile={"enable": True}, activation_checkpoint={"mode": mode})
@@ -115,23 +116,26 @@ def test_low_precision_follows_float32(precision: str, num_ranks: int, paralleli
         assert_same_numbers(result, reference(), loss=2e-2, grad_norm=2e-2)
 
 
-def test_numbers_and_weights_after_ten_steps_are_the_same() -> None:
-    for num_ranks, parallelism in ((2, {}), (2, TENSOR_2), (4, {**REPLICATE_2, "shard_optimizer_states": True})):
-        result = run_tiny(num_ranks, tiny_config(parallelism=parallelism), 10)[0]
-        assert_same_numbers(result, reference(10))
-        for name, weight in reference(10).final.items():
-            torch.testing.assert_close(result.final[name], weight, atol=2e-6, rtol=0, msg=name)
+@pytest.mark.parametrize(
+    ("num_ranks", "parallelism"),
+    cases([(2, {})], nightly=[(2, TENSOR_2), (4, {**REPLICATE_2, "shard_optimizer_states": True})]),
+)
+def test_numbers_and_weights_after_ten_steps_are_the_same(num_ranks: int, parallelism: dict[str, Any]) -> None:
+    result = run_tiny(num_ranks, tiny_config(parallelism=parallelism), 10)[0]
+    assert_same_numbers(result, reference(10))
+    for name, weight in reference(10).final.items():
+        torch.testing.assert_close(result.final[name], weight, atol=2e-6, rtol=0, msg=name)
 
 
-def test_ranks_read_disjoint_samples_and_all_of_them() -> None:
+@pytest.mark.parametrize(("num_ranks", "parallelism", "copies"), cases([(2, {}, 1)], nightly=[(4, TENSOR_2, 2)]))
+def test_ranks_read_disjoint_samples_and_all_of_them(num_ranks: int, parallelism: dict[str, Any], copies: int) -> None:
     expected = reference()
-    for num_ranks, parallelism, copies in ((2, {}, 1), (4, TENSOR_2, 2)):
-        results = run_tiny(num_ranks, tiny_config(parallelism=parallelism), steps=3)
-        for step in range(3):
-            read = sorted(sample for result in results for sample in result.sample_ids[step])
-            assert read == sorted(expected.sample_ids[step] * copies)
-            if copies == 2:  # tensor-parallel peers, neighbours in rank, read the same rows
-                assert results[0].sample_ids[step] == results[1].sample_ids[step] != results[2].sample_ids[step]
+    results = run_tiny(num_ranks, tiny_config(parallelism=parallelism), steps=3)
+    for step in range(3):
+        read = sorted(sample for result in results for sample in result.sample_ids[step])
+        assert read == sorted(expected.sample_ids[step] * copies)
+        if copies == 2:  # tensor-parallel peers, neighbours in rank, read the same rows
+            assert results[0].sample_ids[step] == results[1].sample_ids[step] != results[2].sample_ids[step]
 
 
 def test_parameters_and_optimizer_state_are_really_divided() -> None:

@@ -43,8 +43,8 @@ from shardtrain.parallel import pipeline, shard
 
 SEED = int(os.environ.get("SHARDTRAIN_SEARCH_SEED", "0"))
 COUNT = int(os.environ.get("SHARDTRAIN_SEARCH", "20"))
-PARTS = 25
-"""The first part is of the default tier, all parts of 20 cases are 500."""
+PARTS, CHEAPEST = 25, 12
+"""Parts of 20 cases are 500 together; the default tier has the part that takes least, 56 CPU seconds."""
 
 # Options of cases that a search found to be wrong, as small as they got, and what was wrong with them.
 FOUND = {
@@ -70,7 +70,7 @@ def searcher(tmp_path: Path) -> Searcher:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", cases([0], range(1, PARTS)))
+@pytest.mark.parametrize("part", cases([CHEAPEST], [part for part in range(PARTS) if part != CHEAPEST]))
 def test_random_configurations_are_refused_or_equal_to_one_process(part: int) -> None:
     lines: list[str] = []
     counts, faults = search.search(SEED, range(part * COUNT, (part + 1) * COUNT), lines.append)

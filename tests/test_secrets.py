@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import patience
+import pytest
 from tiny import text_file
 
 CANARIES = {"HF_TOKEN": "hf_canary0123456789", "WANDB_API_KEY": "wandb-canary-9876543210"}
@@ -27,6 +28,9 @@ def assert_silent(done: subprocess.CompletedProcess[str], folder: Path) -> None:
             assert not path.is_file() or canary.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.nightly(
+    "with more sinks", by="tests/security/test_secret_canaries.py::test_a_run_of_two_ranks_with_all_sinks_is_silent"
+)
 def test_a_run_writes_no_secret_anywhere(tmp_path: Path) -> None:
     folder = tmp_path / "outputs"
     options = {

@@ -93,6 +93,19 @@ def test_a_law_that_is_only_in_the_rest_wants_a_reason(folder):
     assert code == 0 and "only in the rest: test_more.py::test_of_hours: it takes hours" in said
 
 
+def test_a_law_may_be_stated_by_another_that_is_in_the_default_tier(folder):
+    test = 'import pytest\n@pytest.mark.nightly("on pods", by="{}")\ndef test_on_pods():\n    pass\n'
+    (folder / "test_more.py").write_text(test.format("test_sample.py::test_alone"))
+    code, _, said = run(folder)
+    assert code == 0 and "only in the rest: test_more.py::test_on_pods: on pods: test_sample.py::test_alone" in said
+    for name in ("test_sample.py::test_gone", "test_more.py::test_on_pods"):  # not there, or not in the default tier
+        (folder / "test_more.py").write_text(test.format(name))
+        code, _, said = run(folder)
+        assert code == 1 and "test_more.py::test_on_pods has no case in the default tier" in said
+    (folder / "test_more.py").write_text(test.format("test_sample.py::test_gone"))
+    assert run(folder, "test_more.py")[0] in (0, pytest.ExitCode.NO_TESTS_COLLECTED), "that file was not asked for"
+
+
 def test_the_table_names_every_law_with_its_cases_and_shares_and_runs_nothing(folder):
     code, ran, said = run(folder, "--laws")
     assert code == 0 and ran == []

@@ -10,6 +10,7 @@ A case belongs to the share that the checksum of its name says, so that it stays
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -25,6 +26,9 @@ import pytest
 import pytest_timeout
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks would fight for cores
+# Each collection of a forked rank would look through all that the tests have imported, and so copy its pages: a third
+# of what a rank of a few steps costs
+os.register_at_fork(after_in_child=gc.freeze)
 
 SHARES = 5
 """In how many shares the rest is told by ``--laws``, and run by .ci/run."""
@@ -51,6 +55,17 @@ def cases(default: Iterable[Any], nightly: Iterable[Any]) -> list[Any]:
         return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)
 
     return [*default, *map(marked, nightly)]
+
+
+def chosen(request: pytest.FixtureRequest, name: str) -> set[Any]:
+    """The values of parameter ``name`` in tests of this module that will run: what their fixture has to make."""
+    return {
+        item.callspec.params[name]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and name in getattr(getattr(item, "callspec", None), "params", {})
+    }
 
 
 def parse_share(text: str) -> tuple[int, int]:
@@ -80,6 +95,8 @@ class Law:
     """Nightly cases of each share of SHARES."""
     reason: str = ""
     """Why none is in the default tier."""
+    by: str = ""
+    """The law of the default tier that states the same, with less."""
 
 
 def law_of(item: pytest.Item) -> str:
@@ -147,7 +164,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marker := item.get_closest_marker("nightly"):
             law.nightly += 1
             law.shares[share_of(item.nodeid)] = law.shares.get(share_of(item.nodeid), 0) + 1
-            law.reason = law.reason or " ".join(marker.args)
+            law.reason, law.by = law.reason or " ".join(marker.args), law.by or marker.kwargs.get("by", "")
         else:
             law.default += 1
         runs = is_chosen(item, config)
@@ -173,8 +190,18 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def unstated(config: pytest.Config, laws: dict[str, Law]) -> list[str]:
-    """Laws without a case in the default tier and without a reason."""
-    return [] if config.stash[NAMED] else [key for key, law in laws.items() if not law.default and not law.reason]
+    """Laws that have no case in the default tier, no reason, and no other law there that states the same."""
+    if config.stash[NAMED]:
+        return []
+    files = {law.file for law in laws.values()}
+
+    def is_stated(law: Law) -> bool:
+        if law.default or not law.by:
+            return bool(law.default or law.reason)
+        collected = law.by.partition("::")[0] in files
+        return not collected or (law.by in laws and laws[law.by].default > 0)
+
+    return [key for key, law in laws.items() if not is_stated(law)]
 
 
 def collected(config: pytest.Config) -> dict[str, Law]:
@@ -233,12 +260,13 @@ def summary(config: pytest.Config, laws: dict[str, Law]) -> Iterator[str]:
         tier = "the default tier"
     yield f"chosen: {tier}: {chosen} cases of {sum(bool(law.chosen) for law in laws.values())} laws"
     for law in laws.values():
-        if not law.default and law.reason:
-            yield f"only in the rest: {law.file}::{law.name}: {law.reason}"
+        if not law.default and (law.reason or law.by):
+            stated = f"{law.reason}: {law.by}" if law.by else law.reason
+            yield f"only in the rest: {law.file}::{law.name}: {stated}"
     for key in unstated(config, laws):
         yield (
             f"ERROR: {key} has no case in the default tier; mark fewer of its cases nightly, or say why: "
-            '@pytest.mark.nightly("the reason")'
+            '@pytest.mark.nightly("the reason"), or by="tests/file.py::law" of the default tier that states the same'
         )
 
 

@@ -104,6 +104,8 @@ class _Watch(TorchFunctionMode):
     def _mixes(self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> bool:
         if name in _ALWAYS:
             return True
+        if name.startswith("new_"):  # of its type and device alone
+            return False
         if name == "pad":  # pairs from the last dimension on
             pads = list(args[1] if len(args) > 1 else kwargs.get("pad", ()))
             return any(pad and x.shape[-1 - i // 2] == self._length for i, pad in enumerate(pads))

@@ -88,7 +88,7 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     needed = [*_AT_LEAST_ONE]
-    if "moe_ffn_dim" not in sizes or sizes.get("num_dense_layers"):  # experts alone have no other feed-forward
+    if _has_dense_layers(sizes):
         needed.append("ffn_dim")
     small = [name for name in needed if (value := number(name)) is not None and 0 <= value < 1]
     yield from (wrong(name, "leaves nothing to compute", "use 1 or more") for name in small)
@@ -132,7 +132,7 @@ def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
     counts = {
         "{} attention heads": heads,
         "{} KV heads": _size(sizes, "num_kv_heads") or heads,
-        "feed-forward dimension {}": _size(sizes, "ffn_dim"),
+        "feed-forward dimension {}": _size(sizes, "ffn_dim") if _has_dense_layers(sizes) else 0,
         "shared experts' feed-forward dimension {}": _size(sizes, "num_shared_experts") * _size(sizes, "moe_ffn_dim"),
         "vocabulary of {}": _size(sizes, "vocab_size"),
     }
@@ -144,6 +144,11 @@ def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
         model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
         rule = f"does not divide the {' nor the '.join(broken)} of model {model}"
         yield problem(loaded, "parallelism.tensor_parallel_degree", rule, f"use {any_of(legal)}")
+
+
+def _has_dense_layers(sizes: dict[str, Any]) -> bool:
+    """Whether ``ffn_dim`` is used: where every layer has experts, there is no other feed-forward."""
+    return "moe_ffn_dim" not in sizes or bool(sizes.get("num_dense_layers"))
 
 
 def check_sequence(loaded: Loaded) -> Iterator[Problem]:

@@ -55,6 +55,9 @@ class Model:
     """Normalisation; rmsnorm and fused_rmsnorm are one fused kernel, np_layernorm has no parameters (shardtrain)."""
     overrides: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Fields of the flavor to replace, e.g. ``num_layers = 4``; any field of the model's Config (shardtrain)."""
+    check: bool = True
+    """Before a model file of yours is trained on tensor-, context-, pipeline- or expert-parallel ranks, compare a small
+    copy of it on such ranks with one process, in some ten seconds; a difference stops the run (shardtrain)."""
     converters: list[str] = field(default_factory=list)
     """Module replacements applied to the model, e.g. "quantize.linear.float8"."""
     print_after_conversion: bool = False

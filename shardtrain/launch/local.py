@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import secrets
 import shutil
@@ -212,6 +213,7 @@ def _forked(loaded: Loaded, main: Main, parent: int, listener: socket.socket) ->
         signal.signal(number, signal.SIG_DFL)
     detach(parent)
     listener.close()
+    gc.freeze()  # what the parent has imported stays shared: a collection would look through it and so copy its pages
     leave(run_child(loaded, main))
 
 

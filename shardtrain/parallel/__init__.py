@@ -10,13 +10,14 @@ from torch import nn
 from shardtrain.config.schema import Config
 from shardtrain.layout import Layout
 from shardtrain.loss import ChunkFunction, split_vocabulary_chunk_loss
-from shardtrain.parallel import compile, context, expert, pipeline, recompute, shard, tensor
+from shardtrain.parallel import compile, context, expert, pipeline, reading, recompute, shard, tensor
 from shardtrain.parallel.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
 from shardtrain.parallel.runner import Parts, PlainRunner, Runner
 
 __all__ = ["BATCH_AXES", "LOSS_AXES", "STEPS", "Mesh", "Runner", "build", "parallelize"]
 
 STEPS: tuple[Callable[[nn.Module, Layout, Mesh, Config], None], ...] = (
+    reading.apply,
     tensor.apply,
     context.apply,
     expert.apply,

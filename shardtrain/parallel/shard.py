@@ -54,7 +54,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         fully_shard(layer, **policy)
     first = [getattr(model, name) for name in layout.first]
     last = [getattr(model, name) for name in layout.last]
-    if not _share_parameters(first, last):  # tied ends stay with the root: one parameter has one owner
+    # tied ends stay with the root, which has them whole through the pass: one parameter has one owner
+    if not _share_parameters(first, last) and not getattr(model, "ends_are_read", False):
         for ends, keep in ((first, False), (last, keep_last)):
             with_parameters = [module for module in ends if any(True for _ in module.parameters())]
             if with_parameters:

@@ -53,6 +53,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             rows = module.num_embeddings if word == "embed" and isinstance(module, nn.Embedding) else mesh.size(AXIS)
             if -(-rows // mesh.size(AXIS)) * (mesh.size(AXIS) - 1) >= rows:  # FSDP fails on ranks without a row
                 plan[path] = WholeEmbedding()
+            if word == "embed" and not isinstance(module, nn.Embedding):  # angles or waves of positions
+                plan[path] = WholeEmbedding()
     if not layout.tensor:
         rule = "needs LAYOUT.tensor of the model, which names no module"
         fix = f"give every weight one of the words {', '.join(TENSOR_WORDS)}, or set the degree to 1"
@@ -82,9 +84,10 @@ def _take_by_place(module: nn.Module) -> None:
 def _watch_dropout(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Refuse dropout of activations that every rank holds whole: each would drop others, and compute something else.
 
-    Random numbers are different on each rank (``seeding.seed_step``), as split activations need.
+    Random numbers are different on each rank (``seeding.seed_step``), as split activations need. What is whole is known
+    of tensors that say so, and of those that a "replicate" module gives; what a model makes of these by hand is seen by
+    its numbers alone, where ``train`` compares a model file before its first step (``verify.judge``).
     """
-    whole = {path.rpartition(".")[0] for path, _ in model.named_modules() if word_of(layout, path) == "replicate"}
 
     def refuse(path: str) -> None:
         rule = f"drops {path}, where every tensor-parallel rank holds the same activations, and would drop others"
@@ -94,16 +97,29 @@ def _watch_dropout(model: nn.Module, layout: Layout, mesh: Mesh, config: Config)
     for path, module in model.named_modules():
         if not isinstance(module, nn.modules.dropout._DropoutNd) or module.p == 0:
             continue
-        if path.rpartition(".")[0] in whole:
-            refuse(f"in {path}")
 
         def look(_: nn.Module, inputs: tuple[Any, ...], path: str = path) -> None:
-            if isinstance(inputs[0], DTensor) and not any(place.is_shard() for place in inputs[0].placements):
+            if _is_whole(inputs[0]):
                 refuse(f"in {path}")
 
         module.register_forward_pre_hook(look)
     if not config.compile.enable:
+        for path, module in model.named_modules():
+            if word_of(layout, path) == "replicate":
+                module.register_forward_hook(_mark_whole)
         _watch_functions(model, refuse)
+
+
+def _mark_whole(_: nn.Module, _inputs: Any, output: Any) -> None:
+    if isinstance(output, Tensor):
+        output.is_whole_on_each_rank = True  # type: ignore[attr-defined]
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether a tensor is known to be the same on every tensor-parallel rank."""
+    if isinstance(x, DTensor):
+        return not any(place.is_shard() for place in x.placements)
+    return getattr(x, "is_whole_on_each_rank", False)
 
 
 def _watch_functions(model: nn.Module, refuse: Callable[[str], None]) -> None:
@@ -113,10 +129,9 @@ def _watch_functions(model: nn.Module, refuse: Callable[[str], None]) -> None:
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             values, name = [*args, *(kwargs or {}).values()], getattr(function, "__name__", "")
-            if "dropout" in name and values and isinstance(values[0], DTensor):
-                is_on = next((value for value in values[2:3] if isinstance(value, bool)), True)
-                if is_on and not any(place.is_shard() for place in values[0].placements):
-                    seen.append(name)
+            is_on = next((value for value in values[2:3] if isinstance(value, bool)), True)
+            if "dropout" in name and is_on and values and isinstance(values[0], Tensor) and _is_whole(values[0]):
+                seen.append(name)
             return function(*args, **(kwargs or {}))
 
     waiting, watching = [Watch()], []
@@ -283,7 +298,8 @@ class SplitEmbedding(RowwiseParallel):
 
 
 class WholeEmbedding(WholeWeights):
-    """A table of fewer rows than ranks, such as token types: whole on every rank, each looks up its part of a row."""
+    """A table of fewer rows than ranks, such as token types, or a formula, such as sinusoidal positions: whole on every
+    rank, each computes its part of a row."""
 
     def __init__(self) -> None:
         super().__init__(Partial())

@@ -7,10 +7,11 @@ one rank's steps, ``compare`` and ``diagnose`` judge them, ``report`` prints. To
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,9 @@ def load(request: Request) -> Loaded:
     path, overrides = request.path, list(request.overrides)
     if path is None or not path.endswith(".py"):
         loaded = _accepted(configs.load(path, overrides))
-        if (name := loaded.config.task.name) != "language_model":
+        if (name := loaded.config.task.name) == "masked_language_model":
+            return _as_tokens(loaded)
+        if name != "language_model":
             rule = "has a loss of its own, and verify compares that of next tokens"
             fix = 'verify the model under task.name="language_model": the mesh is the same'
             raise ConfigError(Problem("task.name", name, rule, fix, loaded.where("task.name")))
@@ -80,6 +83,20 @@ def load(request: Request) -> Loaded:
     if not any(word.partition("=")[0] == "--model.flavor" for word in overrides):
         overrides = ["--model.flavor", smallest(facts), *overrides]
     return _accepted(configs.load(None, ["--model.name", path, *overrides]))
+
+
+def _as_tokens(loaded: Loaded) -> Loaded:
+    """A run that learns hidden tokens, as one of tokens: the loss is the cross-entropy of some tokens for both, and the
+    synthetic batches have targets at some places alone. What prepares the rows is no part of the comparison."""
+    config, plain = loaded.config, Config()
+    training = dataclasses.replace(
+        config.training, dataset=plain.training.dataset, dataset_path=plain.training.dataset_path
+    )
+    config = dataclasses.replace(
+        config, task=plain.task, data=plain.data, validation=plain.validation, training=training
+    )
+    note = "task: masked_language_model as language_model, whose loss is the same sum, on data-parallel meshes"
+    return _accepted(dataclasses.replace(loaded, config=config, notices=(*loaded.notices, note)))
 
 
 def smallest(facts: configs.ModelFacts) -> str:
@@ -111,13 +128,33 @@ def plan(loaded: Loaded, request: Request) -> Task:
         if named
         else meshes.default(loaded, request.schedules)
     )
-    task = shrink.prepare(plans, loaded, request.steps, request.full)
+    small = None
+    if loaded.config.model.name.endswith(".py") and not request.full:
+        small = small_copy(plans, loaded)
+    task = shrink.prepare(plans, loaded, request.steps, request.full, small)
+    task = dataclasses.replace(task, notes=[*loaded.notices, *task.notes])
     problems = [line for one in task.plans for line in one.problem.splitlines()] if named else []
     if loaded.config.training.device == "cuda":
         problems += _devices(task)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return task
+
+
+def small_copy(plans: Sequence[Plan], loaded: Loaded) -> dict[str, Any] | None:
+    """Which sizes of a user's model file are made smaller, as ``own_sizes.smaller`` says; None where it is not built,
+    which the probes say better."""
+    from shardtrain.verify import own_sizes
+
+    possible = [one for one in plans if not one.problem]
+    tp = math.lcm(1, *(one.degrees.get("tp", 1) for one in possible))
+    with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
+        try:
+            arguments = (loaded.config, shrink.needed_layers(possible), tp)
+            (found,) = workers.run(1, own_sizes.smaller, *arguments, folder=Path(folder))
+        except workers.RankFailed:
+            return None
+    return dict(found)
 
 
 def _devices(task: Task) -> list[str]:
@@ -131,8 +168,10 @@ def _devices(task: Task) -> list[str]:
     return [str(Problem("training.device", "cuda", rule, 'use "cpu", or smaller meshes with --mesh'))]
 
 
-def probe(task: Task, folder: Path) -> tuple[Task, list[str]]:
+def probe(task: Task, folder: Path, kinds: Collection[str] | None = None) -> tuple[Task, list[str]]:
     """Ask the model alone for what every mesh needs: the task without plans that it rules out, and what was noticed.
+
+    ``kinds`` are the kinds of parallelism whose promises count, as for ``promises.probe``; all do unless given.
 
     In processes of their own: this one must not have computed anything when ranks are forked from it.
 
@@ -152,7 +191,7 @@ def probe(task: Task, folder: Path) -> tuple[Task, list[str]]:
                 )
             except workers.RankFailed as error:  # what cannot be built alone either is told as that
                 (peers / "error").write_text(str(error))
-        (found,) = workers.run(1, promises.probe, config, str(peers), folder=folder)
+        (found,) = workers.run(1, promises.probe, config, str(peers), kinds, folder=folder)
     except workers.RankFailed as error:
         if error.refused:
             raise ConfigError(str(error).splitlines()) from None

@@ -22,6 +22,9 @@ FUNCTIONS = (
 )
 """What ``nn.Dropout`` and its siblings call, and what a model may call itself."""
 
+listeners: list[Callable[[str, Tensor], None]] = []
+"""Called with what would drop, "dropout with p=0.1", and the tensor of which it would."""
+
 used: list[str] = []
 """What would have dropped in this process since ``switch_off``, each once: "dropout with p=0.1"."""
 
@@ -42,8 +45,10 @@ def switch_off() -> None:
     F.scaled_dot_product_attention = _attention(F.scaled_dot_product_attention)
 
 
-def _note(name: str, p: float) -> None:
+def _note(name: str, p: float, dropped: Tensor) -> None:
     sentence = f"{name} with p={p:g}"
+    for listener in listeners:
+        listener(sentence, dropped)
     if sentence not in used:
         used.append(sentence)
 
@@ -52,7 +57,7 @@ def _identity(name: str, original: Callable[..., Tensor]) -> Callable[..., Tenso
     @functools.wraps(original)
     def keep(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **other: Any) -> Tensor:
         if training and other.get("train", True) and p:
-            _note(name, p)
+            _note(name, p, input)
         return input
 
     keep.drops_nothing = True  # type: ignore[attr-defined]
@@ -71,7 +76,7 @@ def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **keywords: Any,
     ) -> Tensor:
         if dropout_p:
-            _note("attention dropout", dropout_p)
+            _note("attention dropout", dropout_p, query)
         return original(query, key, value, attn_mask, 0.0, *causal, **keywords)
 
     return attend

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from shardtrain.verify import dropout
 from shardtrain.verify.compare import Expected, First, compare
 from shardtrain.verify.diagnose import diagnose
 from shardtrain.verify.evidence import Evidence
-from shardtrain.verify.run import read_record
+from shardtrain.verify.forward import CLOSE
+from shardtrain.verify.run import Record, read_record
+from shardtrain.verify.traces import off
 
 
 def judge(
@@ -28,7 +32,31 @@ def judge(
         first = _say(found.first, expected, records[0].losses, layout.layers)
         cause = diagnose(Evidence(config, sizes, expected, records, found.first))
     errors = {name: getattr(found, name) for name in ("initial", "loss", "gradient", "norm", "weights")}
+    if not first and (alike := dropped_alike(records)):
+        first, cause = alike
     return {**errors, "first": first, "cause": cause}
+
+
+def dropped_alike(records: Sequence[Record]) -> tuple[str, str] | None:
+    """Dropout of what several tensor- or context-parallel ranks hold alike, and what to do about it.
+
+    Each rank draws its own numbers, as ranks with different tokens, heads or features must. Of one tensor that several
+    hold, one process would drop once what they drop differently, and no exchange makes their results one again. Such
+    calls are seen by numbers: at unit gain no two parts of an activation are equal.
+    """
+    axes = {"tp": "tensor", "cp": "context"}
+    for one, other in itertools.combinations(records, 2):
+        apart = [axis for axis in one.place if one.place[axis] != other.place[axis]]
+        if len(apart) != 1 or apart[0] not in axes:
+            continue
+        for number, ((path, name), theirs) in enumerate(zip(one.facts["drops"], other.facts["drops"], strict=False)):
+            mine, peer = (record.parts[f"dropped/{number}"] for record in (one, other))
+            if (path, name) == tuple(theirs) and not off(mine, peer, CLOSE):
+                where = f"module {path}" if path else "the model's own forward"
+                first = f"{name} in {where} is of activations that every {axes[apart[0]]}-parallel rank holds alike"
+                fix = "drop where ranks hold different tokens, heads or features, as behind the rowwise linear"
+                return first, f"each rank drops other numbers of the same tensor; {fix}, or set p to 0"
+    return None
 
 
 def _say(first: First, expected: Expected, losses: list[float], layers: str) -> str:

@@ -155,6 +155,31 @@ def own_axes(loaded: Loaded) -> str:
     return ",".join(f"{axis}=2" for axis in axes) if axes and ranks <= MAX_DEFAULT_RANKS else ""
 
 
+def of_run(loaded: Loaded) -> list[str]:
+    """Mesh words, of up to 8 ranks each, in which every kind of parallelism of a run that cuts the model has a part.
+
+    Together, at the run's own degrees or the smallest that divide these; apart, where together they need more ranks;
+    and heads and features dealt to as many ranks as in the run, which some models do not survive.
+    """
+    p = loaded.config.parallelism
+    own = {axis: getattr(p, OPTIONS[axis]) for axis in ("tp", "pp", "cp", "ep") if getattr(p, OPTIONS[axis]) > 1}
+    least = {axis: next(n for n in range(2, degree + 1) if degree % n == 0) for axis, degree in own.items()}
+    for degrees in (own, least):
+        words = [",".join(f"{axis}={degree}" for axis, degree in degrees.items())]
+        if _ranks(words[0]) <= MAX_DEFAULT_RANKS:
+            break
+    else:
+        words = [f"{axis}={degree}" for axis, degree in least.items()]
+    tp = own.get("tp", 1)
+    if degrees.get("tp", 1) < tp <= MAX_DEFAULT_RANKS:
+        words.append(f"tp={tp}")
+    return [word for word in words if _ranks(word) <= MAX_DEFAULT_RANKS]
+
+
+def _ranks(mesh: str) -> int:
+    return math.prod(degree for axis, degree in read(mesh).items() if axis != "ep")
+
+
 def _plans(loaded: Loaded, mesh: str, schedules: tuple[str, ...]) -> list[Plan]:
     degrees = read(mesh)
     if degrees.get("pp", 1) == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ CLOSE = 1e-4
 REPEATED = 1e-6
 """The same for two passes of the same arithmetic."""
 ROWS = 3
+RECOMPUTE = "recompute"
+"""Beside the axes of the mesh, what some promises matter to."""
 
 
 @dataclass
@@ -123,7 +125,16 @@ def _sizes(model: nn.Module) -> dict[str, str]:
 class Prober:
     """A model with weights, and the questions."""
 
-    def __init__(self, config: Config, module: Any, shape: Any, model: nn.Module, folder: Path | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        module: Any,
+        shape: Any,
+        model: nn.Module,
+        folder: Path | None,
+        kinds: Collection[str] | None = None,
+    ) -> None:
+        self._kinds = kinds
         self._config, self._module, self._shape, self._model = config, module, shape, model
         self._layout: Layout = module.LAYOUT
         self._folder = folder
@@ -157,8 +168,11 @@ class Prober:
     def _run(self, tokens_BT: Tensor, positions_BT: Tensor, **options: Any) -> Trace:
         return trace(self._model, tokens_BT, positions_BT, **options)
 
-    def _break(self, rule: str, fix: str) -> None:
-        self.found.broken.append(str(Problem("model.name", self._config.model.name, rule, fix)))
+    def _break(self, rule: str, fix: str, *kinds: str) -> None:
+        """Note what is broken; of what matters to some kinds of parallelism alone, with any of these."""
+        matters = not kinds or self._kinds is None or bool(set(self._kinds) & set(kinds))
+        told = self.found.broken if matters else self.found.notes
+        told.append(str(Problem("model.name", self._config.model.name, rule, fix)))
 
     def _say(self, path: str | None) -> str:
         """A module as a reader finds it: its path and class."""
@@ -261,7 +275,7 @@ class Prober:
         rule = f"lets a token see later ones in {where}, outside of an attention core: its targets leak"
         fix = "read earlier positions alone; of an encoder, name the attention core in LAYOUT.context"
         if bool(getattr(self._module, "CAUSAL", True)):
-            self._break(rule, fix)
+            self._break(rule, fix, "cp")  # elsewhere it leaks alike on every mesh
 
     def _ranks(self) -> None:
         """Nothing depends on the number of ranks, or on which one it is."""
@@ -318,7 +332,7 @@ class Prober:
                 rule = (
                     f"writes into its input in {self._say(inner)}: recomputation would start from what it has written"
                 )
-                return self._break(rule, "write x = x + y in place of x += y")
+                return self._break(rule, "write x = x + y in place of x += y", "pp", RECOMPUTE)
         return None
 
     def _mixing(self) -> None:
@@ -360,7 +374,7 @@ class Prober:
                 "breaks the promise to take positions from its argument: the second half of a sequence, given its "
                 f"positions, has other numbers than within the whole, first in {self._say(path)}"
             )
-            return self._break(rule, "use positions_BT wherever a token's place counts, never arange")
+            return self._break(rule, "use positions_BT wherever a token's place counts, never arange", "cp")
         ones = [call for call in whole.calls if call.path in fixed]
         others = [call for call in part.calls if call.path in fixed]
         for one, other in zip(ones, others, strict=True):
@@ -370,7 +384,7 @@ class Prober:
                     "breaks the promise to take positions from its argument: for the second half of a sequence, given "
                     f"its positions, {one.path} is given other queries, keys or values than within the whole"
                 )
-                return self._break(rule, "use positions_BT wherever a token's place counts, never arange")
+                return self._break(rule, "use positions_BT wherever a token's place counts, never arange", "cp")
         return None
 
     def _shared(self) -> None:
@@ -543,9 +557,16 @@ class _ShortTypes(TorchDispatchMode):
             handle.remove()
 
 
-def ask(config: Config, module: Any, shape: Any, model: nn.Module, folder: Path | None) -> Found:
+def ask(
+    config: Config,
+    module: Any,
+    shape: Any,
+    model: nn.Module,
+    folder: Path | None,
+    kinds: Collection[str] | None = None,
+) -> Found:
     """Ask a model with weights everything; without a forward pass that works there is nothing to ask."""
     if len(inspect.signature(model.forward).parameters) < 2:
         return Found()
-    prober = Prober(config, module, shape, model, folder)
+    prober = Prober(config, module, shape, model, folder, kinds)
     return prober.all()

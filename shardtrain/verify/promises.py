@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardtrain.config import Config
 from shardtrain.errors import Problem
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.parallel import pipeline
-from shardtrain.verify import dropout, probes
+from shardtrain.verify import casts, dropout, probes
 from shardtrain.verify.batches import whole_batch
 from shardtrain.verify.run import model_of
 
@@ -23,10 +24,13 @@ CLOSE = 1e-4
 """Relative error of float32 arithmetic in another order, with room; a broken promise is off by far more."""
 
 
-def probe(_rank: int, _num: int, config: Config, folder: str = "") -> dict[str, Any]:
+def probe(
+    _rank: int, _num: int, config: Config, folder: str = "", kinds: Collection[str] | None = None
+) -> dict[str, Any]:
     """Broken promises and what probes found as one sentence each, and why an axis is not for this model.
 
-    ``folder`` has what ``probes.run_with_peers`` left there, if it was run.
+    ``folder`` has what ``probes.run_with_peers`` left there, if it was run. ``kinds`` are those of parallelism that
+    count, and RECOMPUTE; what is broken for others alone is among the notes. All count where none are given.
 
     Raises:
         ConfigError: the model cannot be built, or its layout does not cover it.
@@ -35,21 +39,30 @@ def probe(_rank: int, _num: int, config: Config, folder: str = "") -> dict[str, 
     module, shape, model = model_of(config)
     probes.fill(model)
     batch = whole_batch(config.debug.seed, 0, 2, config.training.seq_len, shape.vocab_size)
-    prober = _Prober(config.model.name, model, module.LAYOUT, batch.tokens_BT, batch.positions_BT)
+    prober = _Prober(kinds, config.model.name, model, module.LAYOUT, batch.tokens_BT, batch.positions_BT)
     with torch.no_grad():
         if broken := prober.runs():
             return {"broken": broken, "notes": [], "impossible": {}}
-        found = probes.ask(config, module, shape, model, Path(folder) if folder else None)
+        found = probes.ask(config, module, shape, model, Path(folder) if folder else None, kinds)
         broken = found.broken or prober.all()
     impossible = found.impossible
     if not module.LAYOUT.context:
         problem = Problem("LAYOUT.context", None, "names no attention core, which cp replaces", "name the module")
         impossible["cp"] = str(problem)
-    return {"broken": broken, "notes": found.notes, "impossible": impossible}
+    return {"broken": broken, "notes": found.notes + casts.told(), "impossible": impossible}
 
 
 class _Prober:
-    def __init__(self, name: str, model: nn.Module, layout: Layout, tokens_BT: Tensor, positions_BT: Tensor) -> None:
+    def __init__(
+        self,
+        kinds: Collection[str] | None,
+        name: str,
+        model: nn.Module,
+        layout: Layout,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+    ) -> None:
+        self._kinds = kinds
         self._name, self._model, self._layout = name, model, layout
         self._tokens_BT, self._positions_BT = tokens_BT, positions_BT
 
@@ -69,8 +82,9 @@ class _Prober:
         """Every broken promise of a model that runs."""
         if hasattr(self._model, "tensor_plan"):  # a network of transformers, which promises no chain
             return []
-        checks = (self._weightless, self._chain, self._documents, self._halves)
-        return [sentence for check in checks for sentence in check()]
+        checks = ((self._weightless, "cp"), (self._chain, "pp"), (self._documents, ""), (self._halves, "tp"))
+        asked = [check for check, kind in checks if not kind or self._kinds is None or kind in self._kinds]
+        return [sentence for check in asked for sentence in check()]
 
     def _problem(self, rule: str, fix: str) -> str:
         return str(Problem("model.name", self._name, rule, fix))

@@ -112,7 +112,7 @@ def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task:
     except ConfigError:
         raise
     except Exception as error:
-        error.add_note(watch.where(config))
+        error.add_note(watch.where(config, str(error)))
         raise
 
 
@@ -195,6 +195,7 @@ class _Watch:
         self.calls: list[str] = []
         self.tensors: dict[str, Tensor] = {}
         self._keep, self._begun = keep, False
+        self.drops: list[tuple[str, str]] = []
         self._stack: list[str] = []
         self._handles: list[Any] = []
         self._inputs: dict[str, list[Tensor]] = {}
@@ -203,6 +204,7 @@ class _Watch:
     def begin(self, parts: Sequence[nn.Module]) -> None:
         """Watch from now on."""
         self._begun = True
+        dropout.listeners.append(self._note_drop)
         for part in parts:
             for path, module in part.named_modules():
                 before, after = functools.partial(self._enter, path), functools.partial(self._leave, path)
@@ -211,11 +213,12 @@ class _Watch:
 
     def end(self) -> None:
         """Watch no more: later steps run as they would."""
+        dropout.listeners.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def where(self, config: Config) -> str:
+    def where(self, config: Config, error: str = "") -> str:
         """Where the rank is, and what to do about it, as part of a sentence."""
         if not self._begun:
             return "while the model was split over the mesh; check the words of LAYOUT.tensor against docs/models.md"
@@ -226,10 +229,19 @@ class _Watch:
         if config.parallelism.tensor_parallel_degree == 1 or self.layout is None:
             return f"{told}; correct its forward for a part of the batch, of the layers or of the sequence"
         word = layout.word_of(self.layout, path)
+        if word is None and "must match the size of tensor" in error and self._is_on_residual(path):
+            return (
+                f"{told}, where ranks hold a part of the sequence: what is added there must be one too; let a gathered "
+                'module end in a "rowwise" linear, and compute positions in a module of their own with the word "embed"'
+            )
         if word is None:
             return f"{told}, which has no word in LAYOUT.tensor; give it one, or the module in which it is"
         fix = "correct the word, or its forward for a part of the heads or of the sequence"
         return f'{told}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_WORDS[word]}); {fix}'
+
+    def _is_on_residual(self, path: str) -> bool:
+        starts = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]
+        return self.layout is not None and all(layout.word_of(self.layout, start) is None for start in starts)
 
     def _enter(self, path: str, _: nn.Module, given: Any, named: Any) -> None:
         if path == "":
@@ -250,6 +262,11 @@ class _Watch:
         self._note(number, "in", given_leaves, self._copies.pop(path, []))
         self._note(number, "out", outputs, [_local_part(leaf) for leaf in outputs])
         self._inputs[path] = []
+
+    def _note_drop(self, name: str, dropped: Tensor) -> None:
+        """What would be dropped, so that ranks can be compared: no two of them may hold the same."""
+        self.tensors[f"dropped/{len(self.drops)}"] = _copy(dropped)
+        self.drops.append((self._stack[-1] if self._stack else "", name))
 
     def _note(self, number: int, kind: str, leaves: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
         for index, (leaf, copied) in enumerate(zip(leaves, copies, strict=True)):
@@ -317,7 +334,7 @@ class _Recorder:
 
     def write(self, path: Path, rank: int, config: Config, watch: _Watch) -> None:
         place = {axis: self._mesh.rank(axis) for axis in AXES}
-        facts = {"balanced": context.is_balanced(config), "calls": watch.calls}
+        facts = {"balanced": context.is_balanced(config), "calls": watch.calls, "drops": watch.drops}
         self._parts |= watch.tensors
         told = {
             "rank": rank,

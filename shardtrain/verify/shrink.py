@@ -52,13 +52,18 @@ class Task:
     unit_gain: bool
 
 
-def prepare(plans: Sequence[Plan], loaded: Loaded, steps: int, full: bool) -> Task:
-    """Fit model, batch and precision to the plans that are possible; a plan that is not any more says why."""
+def prepare(
+    plans: Sequence[Plan], loaded: Loaded, steps: int, full: bool, own: Mapping[str, Any] | None = None
+) -> Task:
+    """Fit model, batch and precision to the plans that are possible; a plan that is not any more says why.
+
+    ``own`` is what ``own_sizes.smaller`` found for a model file of a user's.
+    """
     possible = [plan for plan in plans if not plan.problem]
     notes: list[str] = []
     sections: dict[str, dict[str, Any]] = {"parallelism": {}, "training": {}}
     if not full:
-        sections = _small(possible, loaded, notes)
+        sections = _small(possible, loaded, notes, own)
     _steady(sections, loaded.config, notes, steps)
     sequences = math.lcm(2, *(rows_per_data_rank(plan.degrees) * _data_ranks(plan.degrees) for plan in possible))
     seq_len = sections["training"].get("seq_len", loaded.config.training.seq_len)
@@ -95,14 +100,26 @@ def _fitted(plan: Plan, sections: Mapping[str, dict[str, Any]], sequences: int) 
     return dataclasses.replace(plan, loaded=loaded, problem="\n".join(str(problem) for problem in found))
 
 
-def _small(plans: Sequence[Plan], loaded: Loaded, notes: list[str]) -> dict[str, dict[str, Any]]:
+def needed_layers(plans: Sequence[Plan]) -> int:
+    """Layers that each plan's stages need, and two in any case."""
+    return max([2, *(stages.num_stages(plan.loaded.config.parallelism, 0) for plan in plans if plan.schedule)])
+
+
+def _small(
+    plans: Sequence[Plan], loaded: Loaded, notes: list[str], own: Mapping[str, Any] | None
+) -> dict[str, dict[str, Any]]:
     sizes = model_shape(loaded) or {}
-    layers = max([2, *(stages.num_stages(plan.loaded.config.parallelism, 0) for plan in plans if plan.schedule)])
+    layers = needed_layers(plans)
     model = loaded.config.model
     given: dict[str, Any] = dict(model.overrides)
-    if not model.name.endswith(".py"):
+    if own is not None:
+        sizes, given = {**sizes, **own["sizes"]}, given | own["given"]
+        notes += own["notes"]
+    elif not model.name.endswith(".py"):
         given |= _small_sizes(sizes, plans, loaded.config)
-    if "num_layers" in sizes and (sizes["num_layers"] > layers or not model.name.endswith(".py")):
+    if own is not None:
+        pass  # its layers are counted already
+    elif "num_layers" in sizes and (sizes["num_layers"] > layers or not model.name.endswith(".py")):
         given["num_layers"] = max(layers, given.get("num_dense_layers", 0) + 1)
     changes = {name: value for name, value in given.items() if sizes.get(name) != value}
     if changes:

@@ -26,6 +26,9 @@ FULL_TIMEOUT_SECONDS = 3600
 PROBE_TIMEOUT_SECONDS = 120
 """The same for one forward pass of a small model."""
 
+NO_ANSWER = ("did not answer in", ": died")
+"""How a sentence tells of a rank that said nothing: one that hung, or that the system ended."""
+
 GRACE_SECONDS = 1.0
 """How long others may take to answer once a rank has failed."""
 

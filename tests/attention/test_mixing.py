@@ -19,6 +19,9 @@ EMBEDDED = "x = self.embed(tokens)\n"
 # change -> what cp refuses, what tp refuses; none is nothing
 FAULTS: dict[str, tuple[str, str, str | None, str | None]] = {
     "nothing": (IN_FFN, IN_FFN, None, None),
+    "a constant of its type": (
+        EMBEDDED, EMBEDDED + "        x = x + x.new_ones(x.size(0), 1, 1)\n", None, None,
+    ),
     "counted": (EMBEDDED, ARANGE + EMBEDDED, "counts the tokens that it is given, by arange in the model's", None),
     "a shift in a gathered module": (
         IN_FFN, IN_FFN.replace("up(x)", "up(x + F.pad(x, (0, 0, 1, -1)))"), "by pad in blocks.0.ffn", None,

@@ -90,6 +90,9 @@ def test_ranks_that_follow_from_the_world_are_checked_too(tmp_path: Path) -> Non
         f"{DEEPSEEK}[model.overrides]\nnum_dense_layers = 0\nnum_shared_experts = 0",
         f"{DEEPSEEK}[parallelism]\nexpert_parallel_degree = 2\n[debug]\nmoe_force_load_balance = true",
         '[model]\nname = "deepseek_v3"\nflavor = "671B"\n[parallelism]\nexpert_parallel_degree = 64',
+        # experts alone: the dense feed-forward that its Config inherits is of no layer
+        '[model]\nname = "qwen3_moe"\nflavor = "debugmodel_moe"\n[model.overrides]\nffn_dim = 33\n'
+        "[parallelism]\ntensor_parallel_degree = 2",
     ],
 )
 def test_what_works_is_no_problem(tmp_path: Path, text: str) -> None:

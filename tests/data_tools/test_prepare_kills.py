@@ -103,6 +103,7 @@ def test_twenty_kills_change_no_byte(tmp_path: Path, words: list[str]) -> None:
     assert contents(folder) == contents(whole)
 
 
+@pytest.mark.nightly("random moments", by="tests/data_tools/test_prepare_kills.py::test_twenty_kills_change_no_byte")
 def test_each_moment_of_the_last_steps_may_be_the_last(tmp_path: Path, words: list[str]) -> None:
     """From a finished last unit to the index: every change of the disk in turn."""
     whole, folder = tmp_path / "whole", tmp_path / "killed"

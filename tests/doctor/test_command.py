@@ -85,6 +85,9 @@ def test_one_process_needs_no_network_and_a_table_names_the_fix_of_what_failed(t
     assert "all_reduce" not in out and left(tmp_path) == [tmp_path / "file"]
 
 
+@pytest.mark.nightly(
+    "without torchrun", by="tests/doctor/test_command.py::test_the_doctor_looks_at_two_ranks_and_leaves_nothing"
+)
 def test_ranks_of_torchrun_make_one_report(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardtrain")
     code, out, err = run(tmp_path, CONFIG, launcher=launcher)

@@ -109,6 +109,9 @@ def test_rows_keep_every_byte_of_their_fields(trained, tmp_path, capfd):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
+@pytest.mark.nightly(
+    "the tokens", by="tests/generate/test_command.py::test_ranks_that_split_each_layer_choose_the_tokens_of_one"
+)
 def test_two_processes_write_the_file_of_one(trained, tmp_path, capfd):
     (tmp_path / "in.jsonl").write_text(
         "".join(json.dumps({"q": {"text": s[:n]}}) + "\n" for n, s in enumerate(SENTENCES))

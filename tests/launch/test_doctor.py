@@ -77,6 +77,10 @@ def test_a_sweep_is_left_to_the_training():
     assert "array" in launch(*words).stdout and "array" not in launch(*words, "--doctor").stdout
 
 
+@pytest.mark.nightly(
+    "two ranks of this machine make one report",
+    by="tests/doctor/test_command.py::test_the_doctor_looks_at_two_ranks_and_leaves_nothing",
+)
 @pytest.mark.slow
 @pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "sshd")
 @pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is Linux's")

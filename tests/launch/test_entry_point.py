@@ -95,6 +95,9 @@ def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
     assert newest(tmp_path / "run") > 0 and record(tmp_path / "run")["code"] == 75
 
 
+@pytest.mark.nightly(
+    "two hosts meet", by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", cases([1], nightly=[0]))
 def test_a_node_waits_for_one_that_comes_later_and_each_rank_has_its_file(tmp_path, first):

@@ -55,6 +55,10 @@ def ended(pods: list[subprocess.Popen]) -> list[tuple[int, str]]:
             one.kill()
 
 
+@pytest.mark.nightly(
+    "two hosts stop and go on",
+    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on",
+)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface is called lo")
 def test_two_pods_train_one_is_told_to_go_and_the_same_command_resumes(tmp_path):

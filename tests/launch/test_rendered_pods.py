@@ -77,6 +77,10 @@ def reach(folder: Path, step: int, *running: pods.Pod) -> None:
     wait_for(is_there, TIMEOUT)
 
 
+@pytest.mark.nightly(
+    "two hosts stop and go on",
+    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), cases([("pytorchjob", 1)], nightly=[(kind, 2) for kind in KINDS]))
 def test_two_pods_train_and_after_a_request_to_stop_the_same_command_goes_on(tmp_path, kind, ranks):

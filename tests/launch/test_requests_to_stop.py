@@ -280,6 +280,10 @@ def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, pha
     assert newest(tmp_path) == max(losses(tmp_path))
 
 
+@pytest.mark.nightly(
+    "one stop of a job that is queued again",
+    by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal",
+)
 def test_a_job_that_is_requeued_after_each_step_has_one_loss_curve(tmp_path, straight, monkeypatch):
     """As Slurm does it: the same command under the same job id, and another count of restarts."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -185,6 +185,10 @@ def test_a_job_that_was_signalled_before_it_could_hear_is_queued_again(tmp_path)
     assert done.returncode == 138 and f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
 
 
+@pytest.mark.nightly(
+    "the rendered script on a real Slurm",
+    by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("given", "ranks"), cases([({"NGPU": "1"}, 2)], nightly=[({"SLURM_JOB_GPUS": "0,1"}, 4)]))
 def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed(tmp_path, given, ranks):

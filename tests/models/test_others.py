@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import cases
 from tiny import Result, run_tiny, tiny_config, train_steps
 
 from shardtrain import config as configs
@@ -101,15 +102,19 @@ def files_of(mesh: str) -> list[str]:
     return list(MIXTURES) if "ep" in mesh else FILES
 
 
+FIRST = {mesh: files_of(mesh)[number :: len(MESHES)] for number, mesh in enumerate(MESHES)}
+"""The files of the default tier: each on one mesh; the others are nightly."""
+
+
 def reason(name: str, mesh: str) -> str | None:
     """Why a file is refused on a mesh, or None where it runs."""
     return next((why for part, why in REFUSED.get(name, {}).items() if part in mesh), None)
 
 
-def run_files(rank: int, mesh: str) -> dict[str, Result | str]:
+def run_files(rank: int, mesh: str, files: list[str]) -> dict[str, Result | str]:
     num_ranks, keys = ALL[mesh]
     found: dict[str, Result | str] = {}
-    for name in files_of(mesh):
+    for name in files:
         asked = config(name, keys, num_layers(mesh), num_ranks)
         problems = configs.check(Loaded(asked))
         try:
@@ -147,10 +152,22 @@ def differences(result: Result, expected: Result) -> list[str]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.nightly) for mesh in NIGHTLY)])
-def test_files_of_other_styles_have_the_numbers_of_one_process_or_are_refused_for_a_true_reason(mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "files"),
+    cases(
+        [pytest.param(mesh, files, id=mesh) for mesh, files in FIRST.items()],
+        nightly=[
+            pytest.param(mesh, others, id=f"{mesh}-others")
+            for mesh in ALL
+            if (others := [file for file in files_of(mesh) if file not in FIRST.get(mesh, [])])
+        ],
+    ),
+)
+def test_files_of_other_styles_have_the_numbers_of_one_process_or_are_refused_for_a_true_reason(
+    mesh: str, files: list[str]
+) -> None:
     wrong: list[str] = []
-    for rank, results in enumerate(run_ranks(ALL[mesh][0], run_files, mesh)):
+    for rank, results in enumerate(run_ranks(ALL[mesh][0], run_files, mesh, files)):
         for name, result in results.items():
             why = reason(name, mesh)
             if isinstance(result, str):

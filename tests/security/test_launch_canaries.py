@@ -117,6 +117,9 @@ def test_an_option_of_launch_that_holds_a_secret_is_refused(
         assert CANARIES[name] not in told.out + told.err
 
 
+@pytest.mark.nightly(
+    "on one machine", by="tests/security/test_secret_canaries.py::test_a_run_of_two_ranks_with_all_sinks_is_silent"
+)
 @pytest.mark.slow
 @pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "sshd")
 def test_a_run_by_ssh_that_crashes_saying_every_secret_is_silent(tmp_path: Path, config_file: Path) -> None:

@@ -105,6 +105,9 @@ def words(folder: Path, **more: object) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
+@pytest.mark.nightly(
+    "without workers", by="tests/launch/test_local.py::test_nothing_listens_beyond_the_loopback_address"
+)
 def test_two_ranks_with_workers_listen_on_the_loopback_address_alone(tmp_path: Path) -> None:
     more = {"training.dataloader.num_workers": 1}
     command = [sys.executable, "-m", "shardtrain", "train", "--nproc", "2", *words(tmp_path, **more)]

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import shardtrain
 
 PACKAGE = Path(shardtrain.__file__).parent
-TREES = {
-    path.relative_to(PACKAGE).as_posix(): list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
+
+
+@functools.cache
+def trees() -> dict[str, list[ast.AST]]:
+    """The nodes of each file of the package."""
+    return {
+        path.relative_to(PACKAGE).as_posix(): list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
 
 SHELLS = (
     "os.system",
@@ -46,8 +53,8 @@ LISTENS = {
 
 def offenders(law: Callable[[str], list[str]]) -> dict[str, list[str]]:
     """Every file that breaks a law, with what breaks it."""
-    assert len(TREES) > 300, "the files of the package were not found"
-    return {name: broken for name in TREES if (broken := law(name))}
+    assert len(trees()) > 300, "the files of the package were not found"
+    return {name: broken for name in trees() if (broken := law(name))}
 
 
 def is_text(node: ast.Call) -> bool:
@@ -60,13 +67,13 @@ def is_text(node: ast.Call) -> bool:
 
 
 def test_commands_are_lists_of_arguments() -> None:
-    calls = {name: [node for node in nodes if isinstance(node, ast.Call)] for name, nodes in TREES.items()}
+    calls = {name: [node for node in nodes if isinstance(node, ast.Call)] for name, nodes in trees().items()}
     assert offenders(lambda name: [ast.unparse(call) for call in calls[name] if is_text(call)]) == {}
 
 
 def test_no_server_and_no_debugger_is_imported() -> None:
     def serving(file: str) -> list[str]:
-        nodes = TREES[file]
+        nodes = trees()[file]
         names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
         called = {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
@@ -82,7 +89,7 @@ def test_no_html_is_written() -> None:
     """What writes HTML one day has to escape what users and files say; until then there is none."""
 
     def html(file: str) -> list[str]:
-        texts = [n.value for n in TREES[file] if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        texts = [n.value for n in trees()[file] if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         return [text for text in texts if "<html" in text.lower() or "<script" in text.lower() or "</div>" in text]
 
     assert offenders(html) == {}

@@ -295,6 +295,7 @@ def found(tmp_path_factory):
     return ask(tmp_path_factory.mktemp("asked"), texts)
 
 
+@pytest.mark.nightly("sound models", by="tests/verify/test_verify.py::test_clean_runs_give_no_alarm")
 def test_nothing_is_found_in_the_sound_model(found):
     assert found["sound"] == {"broken": [], "notes": [DROPPED], "impossible": {}}
 
