@@ -80,7 +80,7 @@ def assert_same_folder(one: Path, other: Path, changed: dict[str, Any] | None = 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_untouched_folder_comes_back(family: str, tmp_path: Path) -> None:
-    folder = published(save(build(family), tmp_path / "hf"))
+    folder = published(save(build(family, vocab_size=400), tmp_path / "hf"))
     checkpoint, back = str(tmp_path / "checkpoint"), tmp_path / "back"
     assert main(["import", str(folder), "--to", checkpoint, "--check", "weights"]) == 0
     assert main(["export", checkpoint, "--to", str(back), "--check", "weights"]) == 0
@@ -105,17 +105,17 @@ def test_an_untouched_folder_of_transformers_comes_back(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("older", [False, True])
 def test_what_a_run_changes_is_other_and_nothing_else(older: bool, tmp_path: Path) -> None:
-    folder = published(save(build("llama3"), tmp_path / "hf"))
+    folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
     if older:
         fields = said(folder)
         rope = fields.pop("rope_parameters")
         fields |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
         (folder / "config.json").write_text(json.dumps(fields))
     checkpoint = str(tmp_path / "checkpoint")
-    words = ["import", str(folder), "--to", checkpoint, "--vocab_size", "276", "--check", "weights"]
+    words = ["import", str(folder), "--to", checkpoint, "--vocab_size", "416", "--check", "weights"]
     assert main(words) == 0
     assert main(["export", checkpoint, "--to", str(tmp_path / "grown"), "--check", "weights"]) == 0
-    assert said(tmp_path / "grown") == {**said(folder), "vocab_size": 276}
+    assert said(tmp_path / "grown") == {**said(folder), "vocab_size": 416}
     assert main(["export", str(folder), "--to", str(tmp_path / "half"), "--dtype", "float16"]) == 0
     assert said(tmp_path / "half") == {**said(folder), "torch_dtype": "float16"}
     assert {tensor.dtype for tensor in tensors(tmp_path / "half").values()} == {torch.float16}
@@ -144,7 +144,7 @@ def run_on(folder: Path, output: Path, load: Path, in_hf: bool) -> Any:
 
 
 def test_what_belongs_to_a_model_travels_through_two_runs(tmp_path: Path) -> None:
-    folder = published(save(build("llama3"), tmp_path / "hf"))
+    folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
     run_on(folder, tmp_path / "one", folder, in_hf=True)
     first = tmp_path / "one/checkpoint"
     assert_same_folder(folder, first / "step-1-hf", weights=False)
@@ -157,7 +157,7 @@ def test_what_belongs_to_a_model_travels_through_two_runs(tmp_path: Path) -> Non
 
 
 def test_what_belongs_to_a_model_travels_through_adapters_and_their_merge(tmp_path: Path) -> None:
-    folder = published(save(build("llama3"), tmp_path / "hf"))
+    folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
     assert train(1, adapter_config(folder, tmp_path / "run"))[0].error is None
     merged = str(tmp_path / "merged")
     assert main(["merge", str(tmp_path / "run/checkpoint/step-4"), "--to", merged]) == 0
@@ -167,7 +167,7 @@ def test_what_belongs_to_a_model_travels_through_adapters_and_their_merge(tmp_pa
 
 
 def test_nothing_that_lies_in_the_target_is_lost(tmp_path: Path) -> None:
-    folder = published(save(build("llama3"), tmp_path / "hf"))
+    folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
     target = tmp_path / "target"
     target.mkdir()
     (target / "README.md").write_text("mine")
@@ -181,7 +181,7 @@ def test_names_in_a_checkpoint_lead_nowhere_else(tmp_path: Path) -> None:
     from shardtrain.errors import CheckpointError
     from shardtrain.hub import importing, source
 
-    folder = published(save(build("llama3"), tmp_path / "hf"))
+    folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
     importing.to_checkpoint(folder, tmp_path / "checkpoint")
     stored = manifest.read(tmp_path / "checkpoint")
     for name in ("../evil.jinja", "/etc/tokenizer.json", "run.py", ".hidden.jinja", "chat_templates/../../x.jinja"):
