@@ -17,7 +17,8 @@ from shardtrain.units import format_bytes, format_seconds, parse_seconds
 USAGE = """\
 usage: shardtrain checkpoint VERB ...
 
-  ls      FOLDER            list the checkpoints of a run: step, size, ranks, tensors, files missing or cut
+  ls      FOLDER            list the checkpoints of a run: step, size, ranks, tensors, files missing or cut; of a
+                            Hugging Face folder architecture, size, tensors and their types
   verify  DIR               read every byte of step-N, or of all steps of a folder; exit 5 names each bad file
   diff    A B               compare two checkpoints tensor by tensor; exit 1 where they differ
   weights DIR FILE          write the weights as one safetensors file
@@ -25,8 +26,8 @@ usage: shardtrain checkpoint VERB ...
                             how often to save: a save keeps training waiting for stall, a job fails every mttf
 
 TIME is 90, "90s", "2min" or "7.9h".
-FOLDER is the run's checkpoint folder, such as outputs/checkpoint; DIR, A and B are step-N folders in one. All may be
-addresses of an object store, such as s3://bucket/run/step-500; FILE is a local file.
+FOLDER is a run's folder, its checkpoint folder, one step, or a Hugging Face folder; DIR, A and B are step-N folders in
+one. All may be addresses of an object store, such as s3://bucket/run/step-500; FILE is a local file.
 """
 
 
@@ -50,9 +51,22 @@ def main(words: Sequence[str]) -> int:
 
 
 def _list(folder: Place) -> int:
+    if (folder / MANIFEST).exists():
+        print(_line(folder, manifest.read(folder)))
+        return 0
+    if isinstance(folder, Path) and (folder / "config.json").is_file():
+        from shardtrain.hub import listing
+
+        print(listing.line(folder))
+        return 0
+    if not retention.step_folders(folder) and retention.step_folders(folder / "checkpoint"):
+        folder = folder / "checkpoint"
     steps, pointer = retention.step_folders(folder), best.read_pointer(folder)
     if not steps:
-        raise CheckpointError(f"{folder} has no checkpoint: no folder in it is named step-N")
+        raise CheckpointError(
+            f"{folder} has no checkpoint: no folder in it or in its checkpoint/ is named step-N, and it has no "
+            "config.json of a Hugging Face folder; name one of these"
+        )
     for step in steps:
         path = folder / f"step-{step}"
         try:

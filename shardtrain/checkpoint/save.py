@@ -108,7 +108,7 @@ class Saver:
             self._pass_over(step)
             return
         if last and self._options.last_save_model_only:
-            weights, rest = tensor_files.cast(weights, self._options.export_dtype), {}
+            weights, rest = tensor_files.cast(weights, self._options.export_dtype.replace("auto", "float32")), {}
             facts = {**facts, "weights_only": True}
         tensors, facts = {**weights, **rest}, {"weights_only": False, **facts}
         self._export_is_due = self.exporter is not None and self.exporter.is_due(step, last)

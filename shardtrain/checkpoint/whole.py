@@ -20,11 +20,15 @@ from shardtrain.errors import ConfigError, StorageError
 def write(
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: str,
+    dtype: str | Mapping[str, str],
     read: Callable[[str], Tensor],
     facts: Mapping[str, Any],
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a checkpoint of step 0 that holds ``shapes`` in one type; ``read`` gives each tensor when it is its turn.
+    """Write a checkpoint of step 0 that holds ``shapes``; ``read`` gives each tensor when it is its turn.
+
+    ``dtype`` is the type of all tensors, or of each by name. ``beside`` are further files by name, which the manifest
+    knows and no tensor lies in.
 
     Raises:
         ConfigError: when ``folder`` exists.
@@ -35,24 +39,26 @@ def write(
     temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(6)}")
     tensors: dict[str, StoredTensor] = {}
     begin = 0
+    types = dict.fromkeys(shapes, dtype) if isinstance(dtype, str) else dtype
     for name, shape in sorted(shapes.items()):
-        tensors[name] = StoredTensor(dtype, shape, (Chunk((0,) * len(shape), shape, 0, begin),))
-        begin += torch.Size(shape).numel() * ITEM_BYTES[dtype]
+        tensors[name] = StoredTensor(types[name], shape, (Chunk((0,) * len(shape), shape, 0, begin),))
+        begin += torch.Size(shape).numel() * ITEM_BYTES[types[name]]
 
     def blocks() -> Iterator[memoryview]:
         for name in tensors:
-            tensor = read(name).to(getattr(torch, dtype)).contiguous()
+            tensor = read(name).to(getattr(torch, types[name])).contiguous()
             yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
     try:
         temporary.mkdir(parents=True)
         stored = files.write_hashed(temporary / "rank-00000.bin", blocks())
+        more = [files.write_hashed(temporary / name, [memoryview(data)]) for name, data in (beside or {}).items()]
         whole = Manifest(
             step=0,
             world_size=1,
             run=secrets.token_hex(6),
             created_by=f"shardtrain {__version__}, torch {torch.__version__}",
-            files=(stored,),
+            files=(stored, *more),
             tensors=tensors,
             facts={**facts, "weights_only": True},
         )

@@ -1,18 +1,96 @@
-"""``model.name = "transformers"``: the folder of the tokenizer is the folder of the model, unless one is given."""
+"""Models whose sizes a Hugging Face folder says: ``model.flavor = "from_folder"``, ``model.name = "transformers"``."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from shardtrain.config.schema import Config
+from shardtrain.config.settings import DEFAULT
+from shardtrain.errors import Problem, ShardtrainError
 
 NAME = "transformers"
+FROM_FOLDER = "from_folder"
+_FOLDER_FLAVOR = "folder"
+"""The flavor of any class of ``transformers``."""
 
 
-def with_folder(config: Config) -> Config:
-    """The configuration with ``model.overrides.path`` set, where the model is one of a folder."""
+@dataclass(frozen=True)
+class Followed:
+    """A configuration with what its folder says, where each value of it comes from, and lines for the user."""
+
+    config: Config
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+
+def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Problem:
+    """Take the model from the folder of ``model.hf_assets_path`` where it is asked for, or no flavor is named.
+
+    What the user sets in ``model.overrides`` goes before what the folder says.
+    """
+    model, named = config.model, lambda option: origins.get(option, DEFAULT) != DEFAULT
+    folder, asked = Path(model.hf_assets_path), model.flavor == FROM_FOLDER
+    where = origins.get("model.flavor", "") if asked else ""
+    has = bool(model.hf_assets_path) and (folder / "config.json").is_file()
+    if asked and model.name.endswith(".py"):
+        rule = f"takes sizes from a folder, and {model.name} is a model file of yours"
+        return Problem("model.flavor", model.flavor, rule, "name one of its flavors", where)
+    if asked and not has and "path" not in model.overrides:
+        rule = f"takes sizes from model.hf_assets_path={model.hf_assets_path!r}, which has no config.json"
+        return Problem("model.flavor", model.flavor, rule, "name a Hugging Face folder there, or a flavor", where)
+    if named("model.name") and model.name == NAME:
+        return _as_it_is(config, {}, _FOLDER_FLAVOR if asked else model.flavor)
+    wanted = not named("model.flavor") and named("model.hf_assets_path") and has
+    if not asked and (not wanted or model.name.endswith(".py")):
+        return Followed(config)
+    from shardtrain.hub.config_json import in_transformers, read_json
+    from shardtrain.hub.format import OnlyInTransformers
+    from shardtrain.hub.reading import HUBS, describe  # which read model files by what this package has
+
+    is_free = not named("model.name")
+    if not asked and not is_free and model.name not in HUBS:
+        return Followed(config)
+    try:
+        found = describe(folder, "" if is_free else model.name)
+    except OnlyInTransformers as reason:
+        kind = read_json(folder / "config.json").get("model_type")
+        if is_free and importlib.util.find_spec(NAME) is not None and not in_transformers(kind):
+            rule = f"holds a model of model_type {kind!r}, which neither this package nor transformers has"
+            fix = "install a transformers that has it, or write a model file"
+            return Problem("model.hf_assets_path", model.hf_assets_path, rule, fix, where)
+        if is_free:
+            why = str(reason).partition("; use model.name")[0]
+            notice = f"{why}: taken as it is, with model.name={NAME}"
+            return _as_it_is(config, {}, _FOLDER_FLAVOR, (notice,))
+        rule = f"is not what the folder holds ({reason})"
+        return Problem("model.name", model.name, rule, "leave model.name out", origins.get("model.name", ""))
+    except ShardtrainError as error:
+        fix = "use another folder, or name a flavor if it is the tokenizer's alone"
+        return Problem("model.hf_assets_path", model.hf_assets_path, f"describes no model ({error})", fix, where)
+    if not is_free and model.name != found.name:
+        rule = f"is not what {folder} holds, which is {found.name}"
+        fix = f'set it to "{found.name}", or leave it out'
+        return Problem("model.name", model.name, rule, fix, origins.get("model.name", ""))
+    overrides = {**found.overrides, **model.overrides}
+    taken = dataclasses.replace(model, name=found.name, flavor=found.flavor, overrides=overrides)
+    said = f"{folder / 'config.json'}"
+    more = {f"model.overrides.{key}": said for key in found.overrides if key not in model.overrides}
+    changed = ", ".join(f"{key}={value!r}" for key, value in overrides.items())
+    notice = f"model {found.name}/{found.flavor}{' with ' + changed if changed else ''}: the sizes of {said}"
+    return Followed(
+        dataclasses.replace(config, model=taken),
+        {"model.name": said, "model.flavor": said, **more},
+        (notice, *found.notices),
+    )
+
+
+def _as_it_is(config: Config, origins: dict[str, str], flavor: str, notices: tuple[str, ...] = ()) -> Followed:
     model = config.model
-    if model.name != NAME or "path" in model.overrides:
-        return config
-    overrides = {**model.overrides, "path": model.hf_assets_path}
-    return dataclasses.replace(config, model=dataclasses.replace(model, overrides=overrides))
+    overrides: dict[str, Any] = {"path": model.hf_assets_path, **model.overrides}
+    taken = dataclasses.replace(model, name=NAME, flavor=flavor, overrides=overrides)
+    return Followed(dataclasses.replace(config, model=taken), origins, notices)

@@ -96,7 +96,11 @@ def _resolve(from_file: list[Setting], from_line: list[Setting], problems: list[
             break
     if problems:
         raise ConfigError(problems)
-    return Loaded(with_folder(_build("", values)), MappingProxyType(origins), tuple(rewritten.notices), file)
+    followed = with_folder(_build("", values), origins)
+    if isinstance(followed, Problem):
+        raise ConfigError(followed)
+    notices = (*rewritten.notices, *followed.notices)
+    return Loaded(followed.config, MappingProxyType({**origins, **followed.origins}), notices, file)
 
 
 def _in_force(from_file: list[Setting], from_line: list[Setting]) -> list[Setting]:

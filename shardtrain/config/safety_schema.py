@@ -43,8 +43,9 @@ class Checkpoint:
     hf_interval: int = 0
     """Steps between two saves that are written in Hugging Face format too, as step-N-hf, which retention deletes with
     step-N; 0 writes none (shardtrain)."""
-    export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Type of the weights in a weights-only save, and in Hugging Face format."""
+    export_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Type of the weights in a weights-only save, and in Hugging Face format. "auto" is float32 in a save, and in
+    Hugging Face format what the folder has with which the run began."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write checkpoints while training goes on, which waits for a copy in host memory alone; pinned copies faster from
     CUDA."""

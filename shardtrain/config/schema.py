@@ -44,9 +44,11 @@ class Model:
     name: str = "llama3"
     """A file of shardtrain/models without its ending, or the path of a model file of yours (``my_model.py``)."""
     flavor: str = "debugmodel"
-    """A size of that model: a key of its FLAVORS."""
+    """A size of that model: a key of its FLAVORS, or "from_folder" for that of hf_assets_path, which is also taken
+    where no flavor is named and config.json is there; model.name may be left out too."""
     hf_assets_path: str = "bytes"
-    """Folder with tokenizer.json, or "bytes" for the byte-level tokenizer of this package."""
+    """Folder with tokenizer.json, and config.json if it is a model's, or "bytes" for the byte-level tokenizer of this
+    package."""
     tokenizer_path: str | None = None
     """Older name of hf_assets_path: a tokenizer file or folder; used when set."""
     norm_type: Literal["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"

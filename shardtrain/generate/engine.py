@@ -20,15 +20,17 @@ class Generator:
     """A model that continues rows of tokens.
 
     ``vocab_size`` is the number of ids that may be chosen: those that the tokenizer knows, where the model has rows for
-    more. Without ``use_cache`` every token costs a pass over all before it: for attention that no cache can keep, and
-    as the reference that the cache is held to. ``width`` is the number of tensor-parallel ranks.
+    more. Without ``use_cache`` every token costs a pass over all before it: for attention that no cache can keep, such
+    as that of a class of ``transformers``, and as the reference that the cache is held to. ``width`` is the number of
+    tensor-parallel ranks.
     """
 
     def __init__(
         self, model: nn.Module, layout: Layout, vocab_size: int | None = None, use_cache: bool = True, width: int = 1
     ) -> None:
         self._model, self._layout = model, layout
-        self._vocab_size, self._use_cache, self._width = vocab_size, use_cache, width
+        self._vocab_size, self._width = vocab_size, width
+        self._use_cache = use_cache and not hasattr(model, "hf")  # whose attention is inside the library's blocks
 
     @torch.inference_mode()
     def generate(

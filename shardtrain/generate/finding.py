@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +12,8 @@ from shardtrain.checkpoint import agree, files, manifest, retention
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.config import Config, Loaded
 from shardtrain.errors import CheckpointError, ConfigError, Problem
-from shardtrain.hub.opening import config_of, is_hub_folder
+from shardtrain.hub import source
+from shardtrain.hub.opening import config_of, is_hub_folder, loaded_of
 from shardtrain.log import logger
 from shardtrain.run_folder import RESOLVED_CONFIG
 
@@ -26,6 +28,9 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
             rule = f"has no effect: {path} is a Hugging Face folder, which says what it is"
             raise ConfigError(Problem("--config", str(config_file), rule, "leave it out"))
         return config_of(path, tokenizer_path)
+    noted = source.noted_model(path, manifest.read(path)) if (path / MANIFEST).is_file() else None
+    if noted is not None and config_file is None:
+        return _of_import(path, noted, tokenizer_path)
     if tokenizer_path is not None:
         rule = "is for a Hugging Face folder, and a run has its own"
         raise ConfigError(Problem("--tokenizer", tokenizer_path, rule, "leave it out"))
@@ -36,7 +41,7 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
     levels = [path.resolve(), *path.resolve().parents][:_LEVELS]
     found = next((level / RESOLVED_CONFIG for level in levels if (level / RESOLVED_CONFIG).is_file()), None)
     if found is None:
-        rule = f"has no {RESOLVED_CONFIG} in it or above it"
+        rule = f"has no {RESOLVED_CONFIG} in it or above it, nor the config.json of a Hugging Face folder"
         raise ConfigError(Problem("--from", str(path), rule, "name the run's configuration with --config"))
     loaded = configs.load(found)
     if loaded.config.model.name.endswith(".py"):
@@ -44,6 +49,16 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
         fix = f"if you trust it, add --config {found}"
         raise ConfigError(Problem("model.name", loaded.config.model.name, rule, fix))
     return loaded
+
+
+def _of_import(path: Path, noted: dict[str, Any], tokenizer_path: str | None) -> Loaded:
+    """What ``import`` or ``merge`` wrote: the model that it noted, and the tokenizer that it kept."""
+    kept = source.of_checkpoint(path, manifest.read(path))
+    if tokenizer_path is None and (kept is None or not kept.has_tokenizer):
+        rule = "holds no tokenizer, which the folder that it was made of had none of"
+        raise ConfigError(Problem("--from", str(path), rule, 'name one with --tokenizer, a path or "bytes"'))
+    assets = tokenizer_path or str(source.unpacked(kept) if kept is not None else "")
+    return loaded_of(noted, kept.config if kept is not None else {}, assets)
 
 
 def find_checkpoint(path: Path, config: Config) -> tuple[Path, Manifest]:

@@ -81,6 +81,9 @@ def open_model(
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     held = Held(path, config, module, shape, base, adapter)
     model = models.build(module, shape)
+    if getattr(model, "kind", "causal") != "causal":
+        rule = f"holds a {shape.class_name}, which does not continue a text"
+        raise ConfigError(Problem("--from", str(path), rule, "name a causal language model"))
     held.adapt(model)
     tokenizer = tokenizer_of(config)
     if tokenizer.vocab_size > shape.vocab_size:

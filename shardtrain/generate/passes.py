@@ -60,7 +60,9 @@ class Passes(ABC):
         positions_BT = torch.tensor(starts, device=self._device)[:, None] + torch.arange(T, device=self._device)
         same = min(lengths) == longest
         self._last_B = longest - 1 if same else torch.tensor(lengths, device=self._device) - 1
-        return self._model(tokens_BT, positions_BT)[:, 0]  # type: ignore[no-any-return]
+        logits_BTV: Tensor = self._model(tokens_BT, positions_BT)
+        # a head that is also the embedding is no module of its own: then all tokens have logits
+        return (logits_BTV if logits_BTV.size(1) == 1 else self._at_last(logits_BTV))[:, 0]
 
     def _select(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Of what goes into the head, each row's last token: (B, 1, D)."""

@@ -1,8 +1,8 @@
 """An architecture as ``transformers`` defines it: read from a folder's config.json and built without memory.
 
-Classes of the installed ``transformers`` alone are used: what a config.json says of code is refused. Parameters are on
-the meta device; what a buffer holds follows from config.json and is computed at once, on the CPU. How each parameter
-starts is noted while the architecture's own ``_init_weights`` runs on tensors without memory.
+Classes of the installed ``transformers`` alone are used: what a config.json says of code is left out before it is read.
+Parameters are on the meta device; what a buffer holds follows from config.json and is computed at once, on the CPU. How
+each parameter starts is noted while the architecture's own ``_init_weights`` runs on tensors without memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.hub.config_json import read_json
 from shardtrain.hub.format import CODE
-from shardtrain.hub.weights import read_json
 from shardtrain.layout import Draw
 
 CONFIG = "config.json"
@@ -50,26 +50,26 @@ def read(folder: str) -> Any:
     """The config of a folder, as ``transformers`` has it.
 
     Raises:
-        ConfigError: for a config.json that asks for code, or whose architecture ``transformers`` does not have.
+        ConfigError: for an architecture that ``transformers`` does not have, or weights that are quantised.
         CheckpointError: when the file is missing or no JSON object.
     """
     path = Path(folder) / CONFIG
     found = dict(read_json(path))
-    code = sorted(set(_keys(found, CODE)))
-    if code:
-        rule = f"asks for code or files from elsewhere ({', '.join(code)}), which is never run here"
-        raise ConfigError(Problem(_OPTION, folder, rule, "remove the key from its config.json"))
-    if "quantization_config" in found:
-        rule = "holds quantized weights (quantization_config), which are not trained"
-        raise ConfigError(Problem(_OPTION, folder, rule, "use the folder of the unquantized model"))
+    kind, code = found.get("model_type"), sorted(set(_keys(found, CODE)))
     mapping = _transformers().models.auto.configuration_auto.CONFIG_MAPPING
-    kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in mapping:
-        version = _transformers().__version__
-        rule = f"is of model_type {kind!r}, which transformers {version} does not have"
-        raise ConfigError(Problem(_OPTION, folder, rule, "install a version that does, or write a model file"))
+        rule = f"is of model_type {kind!r}, which transformers {_transformers().__version__} does not have"
+        if "auto_map" in code:
+            rule += ", and whose own code (auto_map) is never run here"
+        fix = "install a version that does, or write a model file"
+        raise ConfigError(Problem(_OPTION, folder, rule, fix))
+    if found.get("quantization_config") or found.get("quantization"):
+        said = found.get("quantization_config") or found.get("quantization")
+        method = said.get("quant_method", "MLX" if "bits" in said else "?") if isinstance(said, dict) else "?"
+        rule = f"holds weights that are quantised by {method} (quantization_config), which are not read here"
+        raise ConfigError(Problem(_OPTION, folder, rule, "use the folder of the weights before quantisation"))
     try:
-        config = mapping[kind].from_dict(found)
+        config = mapping[kind].from_dict(_without(found, CODE))
     except Exception as error:  # whatever a foreign value makes of foreign code
         raise ConfigError(f"{path}: transformers refuses it ({type(error).__name__}: {_line(error)})") from None
     config.use_cache = False
@@ -148,6 +148,13 @@ def _keys(value: Any, pattern: re.Pattern[str]) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from _keys(inner, pattern)
+
+
+def _without(value: Any, pattern: re.Pattern[str]) -> Any:
+    """A JSON value without the keys that a pattern finds, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without(inner, pattern) for key, inner in value.items() if not pattern.search(str(key))}
+    return [_without(inner, pattern) for inner in value] if isinstance(value, list) else value
 
 
 def _values(found: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[Any]:
@@ -243,11 +250,10 @@ class _Starts(TorchDispatchMode):
                 self._draws[place] = found
 
 
-def saved_config(folder: str, architecture: str, dtype: str, num_labels: int = 0) -> dict[str, Any]:
-    """The folder's own config.json, for weights of another type."""
-    found = dict(json.loads(json.dumps(dict(read_json(Path(folder) / CONFIG)))))
-    found.pop("torch_dtype", None)
-    if num_labels:
-        found["id2label"] = {str(number): f"LABEL_{number}" for number in range(num_labels)}
-        found["label2id"] = {f"LABEL_{number}": number for number in range(num_labels)}
-    return {**found, "architectures": [architecture], "dtype": dtype}
+def saved_config(found: Mapping[str, Any], architecture: str, num_labels: int = 0) -> dict[str, Any]:
+    """A folder's own config.json, for a class of this name; only what the run has made of it is another."""
+    saved = dict(json.loads(json.dumps(dict(found))))
+    if num_labels and num_labels != len(saved.get("id2label") or ()):
+        saved["id2label"] = {str(number): f"LABEL_{number}" for number in range(num_labels)}
+        saved["label2id"] = {f"LABEL_{number}": number for number in range(num_labels)}
+    return saved if architecture in (saved.get("architectures") or ()) else {**saved, "architectures": [architecture]}

@@ -6,41 +6,16 @@ the number is the fp8 one times that of its block. The product is made in float3
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.errors import CheckpointError
 from shardtrain.hub.weights import HubWeights
 
 _SCALE = "_scale_inv"
-_KEYS = {"quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert"}
-
-
-def block_of(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """Rows and columns of a block, by ``quantization_config`` of a ``config.json``; None where nothing is quantised.
-
-    Raises:
-        ConfigError: for any other kind of quantisation.
-    """
-    said = config.get("quantization_config")
-    if said is None:
-        return None
-    said = said if isinstance(said, dict) else {}
-    block, unknown = said.get("weight_block_size"), sorted(map(str, set(said) - _KEYS))
-    is_block = isinstance(block, list) and len(block) == 2 and all(type(n) is int and 1 <= n <= 2**20 for n in block)
-    if said.get("quant_method") != "fp8" or said.get("fmt", "e4m3") != "e4m3" or not is_block or unknown:
-        kind = f"quant_method={said.get('quant_method')!r}, fmt={said.get('fmt')!r}, weight_block_size={block!r}"
-        more = f" and {', '.join(unknown)}" if unknown else ""
-        raise ConfigError(
-            f"{where}: quantization_config with {kind}{more} is not read, only fp8 e4m3 with a weight_block_size; use "
-            "the weights before quantisation"
-        )
-    assert block is not None
-    return block[0], block[1]
 
 
 def open_weights(folder: Path, block: tuple[int, int] | None) -> HubWeights:
@@ -56,6 +31,8 @@ class BlockFp8Weights(HubWeights):
         super().__init__(folder)
         self._block = block
         self._scaled = {name for name in super().names() if name + _SCALE in self}
+        others = [n for n in self.names() if n not in self._scaled and len(super(BlockFp8Weights, self).shape(n)) == 2]
+        self._plain = super().dtype(others[0]) if others else torch.bfloat16
         for name in self._scaled:
             shape = super().shape(name)
             wanted = tuple(-(-size // step) for size, step in zip(shape, block, strict=False))
@@ -73,8 +50,8 @@ class BlockFp8Weights(HubWeights):
         return [name for name in super().names() if name not in scales]
 
     def dtype(self, name: str) -> torch.dtype:
-        """See HubWeights: bfloat16 for a quantised one, whose numbers that type was to hold."""
-        return torch.bfloat16 if name in self._scaled else super().dtype(name)
+        """See HubWeights: for a quantised one that of the other matrices, bfloat16 where there are none."""
+        return self._plain if name in self._scaled else super().dtype(name)
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
         """See HubWeights: float32 for a quantised one."""

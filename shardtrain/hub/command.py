@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from shardtrain.arguments import Arguments
 from shardtrain.checkpoint import manifest
-from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.errors import CheckpointError, ConfigError, Problem
+from shardtrain.hub.config_json import CONFIG, read_json
 from shardtrain.run_folder import RESOLVED_CONFIG
 
 if TYPE_CHECKING:
     from shardtrain.hub.exporting import Export
 
 DTYPES = ("float32", "float16", "bfloat16")
+CHECKS = ("auto", "logits", "weights")
 
 
 def import_main(words: Sequence[str]) -> int:
@@ -26,71 +29,137 @@ def import_main(words: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="", help="type of the weights (default: the file's)")
     parser.add_argument("--vocab_size", type=int, default=0, help="let the vocabulary grow to so many rows")
     parser.add_argument("--legacy_bin", action="store_true", help="read pytorch_model.bin, a pickle: see docs/hub.md")
+    parser.add_argument("--check", choices=CHECKS, default="auto", help="compare logits with transformers: docs/hub.md")
     found = parser.read(list(words))
     if found is None:
         return 0
+    from shardtrain import models
     from shardtrain.hub import importing, legacy
+    from shardtrain.hub.exporting import Export
 
     if found.to.exists():
         raise ConfigError(f"{found.to} exists; give a new folder")
     with legacy.as_safetensors(found.folder, found.to) if found.legacy_bin else nullcontext(found.folder) as folder:
+        _check_tokenizer(found.folder, found.vocab_size)
         model = importing.to_checkpoint(folder, found.to, found.dtype, found.vocab_size)
+        if found.check != "weights":
+            reason = "the vocabulary has grown" if found.vocab_size else ""
+            wanted = Export(found.to, folder, models.find(model.name), model.config)
+            _check_logits(wanted, found.check == "logits", reason)
     print(f"{found.to} holds the weights of {found.folder}; train from them with\n\n{model.toml()}\n")
     print(f'[checkpoint]\nenable = true\ninitial_load_path = "{found.to}"')
     return 0
 
 
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the model has no rows for; raises ConfigError."""
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    rows = vocab_size or read_json(folder / CONFIG).get("vocab_size")
+    if not file.is_file() or not isinstance(rows, int):
+        return
+    try:
+        ids = max(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    except Exception as error:  # whatever the library makes of a broken file
+        raise ConfigError(f"{file} cannot be read as a tokenizer ({str(error)[:200]}); fetch it again") from None
+    if ids > rows:
+        said = f"--vocab_size={vocab_size}" if vocab_size else f"vocab_size={rows} of {CONFIG}"
+        raise ConfigError(
+            f"{file} has {ids} ids, and {said} gives the model rows for fewer; import with --vocab_size {ids}, or put "
+            "the model's own tokenizer there"
+        )
+
+
 def export_main(words: Sequence[str]) -> int:
-    """``shardtrain export CHECKPOINT --to HF_DIR``; gives the exit status."""
+    """``shardtrain export FROM --to HF_DIR``; gives the exit status."""
     parser = Arguments("shardtrain export", "Write the weights of a checkpoint as a Hugging Face folder, and check it.")
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder")
+    where = "a step-N folder, a run's folder (its newest good step), or a Hugging Face folder"
+    parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
     parser.add_argument("--to", type=Path, required=True, metavar="HF_DIR", help="a new folder")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights")
+    types = "type of all weights (default: what each has where the model came from)"
+    parser.add_argument("--dtype", choices=DTYPES, default="", help=types)
     parser.add_argument("--shard_gigabytes", type=float, default=5.0, help="largest file, in 10^9 bytes")
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied (default: the run's)")
     parser.add_argument("--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)")
     parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as PEFT opens them")
     parser.add_argument("--base_model", default="", help="what adapter_config.json names as the model (the run's own)")
-    parser.add_argument("--check", choices=("auto", "logits", "weights"), default="auto", help="see docs/hub.md")
+    parser.add_argument("--check", choices=CHECKS, default="auto", help="see docs/hub.md")
     found = parser.read(list(words))
     if found is None:
         return 0
     if not 0.001 <= found.shard_gigabytes <= 1000:
         raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must lie between 0.001 and 1000; use 5")
+    if found.to.exists():
+        raise ConfigError(f"{found.to} exists; give a new folder")
+    from shardtrain.hub.opening import is_hub_folder
+
+    if not is_hub_folder(found.checkpoint):
+        return _export(found, found.checkpoint)
+    from shardtrain.hub import importing
+
+    for option in ("config", "adapter", "base_model"):
+        if getattr(found, option):
+            rule = f"has no effect: {found.checkpoint} is a Hugging Face folder, which says what it is"
+            raise ConfigError(Problem(f"--{option}", str(getattr(found, option)), rule, "leave it out"))
+    found.to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=found.to.parent, prefix=f"{found.to.name}.tmp-") as folder:
+        importing.to_checkpoint(found.checkpoint, Path(folder) / "step-0")
+        return _export(found, Path(folder) / "step-0")
+
+
+def _export(found: Any, path: Path) -> int:
+    """Write a checkpoint, or the newest of a run; gives the exit status."""
     from shardtrain import models
-    from shardtrain.hub import logits
-    from shardtrain.hub.exporting import Export, export, tokenizer_files
+    from shardtrain.hub import source
+    from shardtrain.hub.exporting import Export, export
     from shardtrain.lora.spec import FACT
 
-    options = _model_options(found.checkpoint, found.config)
+    checkpoint = step_of(path, found.config)
+    options = _model_options(checkpoint, found.config)
     module = models.find(options["name"])
     config = models.shape_of(module, options["flavor"], options["overrides"], options.get("norm_type", "rmsnorm"))
     if found.adapter:
         from shardtrain.lora.command import export_adapter
 
         base = found.base_model or str(options.get("base") or "")
-        return export_adapter(found.checkpoint, found.to, module, config, base, found.dtype)
-    if FACT in manifest.read(found.checkpoint).facts:
+        return export_adapter(checkpoint, found.to, module, config, base, found.dtype or "float32")
+    if FACT in manifest.read(checkpoint).facts:
         rule = "holds adapters and no model"
-        raise ConfigError(f"{found.checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)")
-    tokenizer = found.tokenizer or options.get("tokenizer")
+        raise ConfigError(f"{checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)")
+    begun = source.of_checkpoint(checkpoint, manifest.read(checkpoint))
+    if begun is None and "loaded" in options:
+        from shardtrain.hub import origin
+
+        begun = origin.of_run(options["loaded"], module, config)
     wanted = Export(
-        found.checkpoint,
+        checkpoint,
         found.to,
         module,
         config,
         dtype=found.dtype,
         shard_bytes=int(found.shard_gigabytes * 1e9),
-        tokenizer=tokenizer,
+        source=begun,
+        tokenizer=found.tokenizer or options.get("tokenizer"),
         max_tokens=options.get("seq_len", 0),
     )
     files = export(wanted)
     print(f"{found.to}: {', '.join(files)}; every weight was read back and is equal")
-    if not tokenizer_files(tokenizer):
-        print(f"no tokenizer is among them: {_no_tokenizer(tokenizer, options)}; copy it there, or give --tokenizer")
+    if not any(one.has_tokenizer for one in wanted.sources()):
+        why = _no_tokenizer(wanted.tokenizer, options)
+        print(f"no tokenizer is among them: {why}; copy it there, or give --tokenizer")
     if found.check != "weights":
-        _check_logits(wanted, must=found.check == "logits", logits=logits)
+        _check_logits(wanted, found.check == "logits")
     return 0
+
+
+def step_of(path: Path, config: Path | None) -> Path:
+    """The checkpoint that a path means: itself, or the newest good one of a run."""
+    if (path / manifest.MANIFEST).is_file() or not path.is_dir():
+        return path
+    from shardtrain.generate.finding import find_checkpoint, load_config
+
+    return find_checkpoint(path, load_config(path, config).config)[0]
 
 
 def _no_tokenizer(folder: Path | None, options: dict[str, Any]) -> str:
@@ -99,31 +168,32 @@ def _no_tokenizer(folder: Path | None, options: dict[str, Any]) -> str:
     return f"the run's is {options['assets']!r}, and no folder" if "assets" in options else "the import noted none"
 
 
-def _check_logits(wanted: Export, must: bool, logits: Any) -> None:
-    reason = logits.why_not(wanted)
+def _check_logits(wanted: Export, must: bool, reason: str = "") -> None:
+    from shardtrain.hub import logits
+
+    reason = reason or logits.why_not(wanted)
     if reason:
         if must:
             raise ConfigError(f"--check=logits cannot be done: {reason}; use --check=weights")
         print(f"logits were not compared: {reason}")
         return
     error, scale = logits.largest_error(wanted)
-    print(f"transformers gives the same logits: largest error {error:.2e}, where logits are up to {scale:.2g}")
     if not error <= logits.TOLERANCE * max(scale, 1.0):
-        raise CheckpointError(f"{wanted.output}: transformers' logits differ by {error:.2e}; do not use this folder")
+        raise CheckpointError(
+            f"{wanted.output}: transformers' logits differ by {error:.2e}, where logits are up to {scale:.2g}; do not "
+            "use what was written"
+        )
+    print(f"transformers gives the same logits: largest error {error:.2e}, where logits are up to {scale:.2g}")
 
 
 def _model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
     """The model of a checkpoint: by the configuration given, by what an import noted, or by the run beside it."""
-    noted = manifest.read(checkpoint).facts.get("model")
     run = checkpoint.resolve().parent.parent / RESOLVED_CONFIG
-    if config is None and not run.is_file() and isinstance(noted, dict):
-        if not all(isinstance(noted.get(key), kind) for key, kind in (("name", str), ("flavor", str))):
-            raise CheckpointError(f"checkpoint {checkpoint}: what it says of its model is no name; give --config")
-        overrides = noted.get("overrides")
-        # a path inside an artefact is never run: only models of this package may be named there
-        if str(noted["name"]).endswith(".py"):
-            raise CheckpointError(f"checkpoint {checkpoint} names a model file; give the run's own with --config")
-        return {**noted, "overrides": overrides if isinstance(overrides, dict) else {}}
+    if config is None and not run.is_file():
+        from shardtrain.hub import source
+
+        if noted := source.noted_model(checkpoint, manifest.read(checkpoint)):
+            return noted
     path = config or run
     if not path.is_file():
         raise ConfigError(f"{path} is missing, so the model of {checkpoint} is not known; give the TOML with --config")
@@ -141,4 +211,5 @@ def _model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
         "base": loaded.config.checkpoint.initial_load_path,
         "tokenizer": assets if assets.is_dir() else None,
         "assets": str(assets),
+        "loaded": loaded.config,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shardtrain.errors import ConfigError
@@ -33,10 +34,8 @@ _YARN = {
     "rope_beta_slow": "beta_slow",
     "mscale": "mscale",
 }
-
-
-_YARN_DEFAULTS = {
-    "rope_factor": 40.0,
+_NO_YARN = {
+    "rope_factor": 1.0,
     "rope_original_seq_len": 4096,
     "rope_beta_fast": 32.0,
     "rope_beta_slow": 1.0,
@@ -44,37 +43,51 @@ _YARN_DEFAULTS = {
 }
 
 
+def _unused(config: Mapping[str, Any]) -> set[str]:
+    groups = set() if config["num_groups"] > 1 else {"top_groups", "group_top_k"}
+    return groups | (set() if config["rope_factor"] != 1.0 else {*_YARN} - {"rope_factor"})
+
+
 def _read(f: Fields) -> dict[str, Any]:
-    rope = f.rope()
-    for key, allowed in (
-        ("hidden_act", ["silu"]),
-        ("attention_bias", [False]),
-        ("scoring_func", ["sigmoid"]),
-        ("topk_method", ["noaux_tc"]),
-        ("rope_interleave", [True]),
-        ("moe_layer_freq", [1]),
-    ):
-        f.only(key, *allowed)
-    for key in ("num_key_value_heads", "head_dim"):
+    f.only("hidden_act", "silu")
+    f.only("attention_bias", False)
+    f.only("rope_interleave", True)
+    f.must_be("scoring_func", "sigmoid")
+    f.must_be("topk_method", "noaux_tc")
+    f.must_be("moe_layer_freq", 1)
+    for key in ("num_key_value_heads", "head_dim", "num_local_experts"):
         f.take(key, int, 0)  # repeat what other keys say
-    yarn: dict[str, Any] = {"rope_factor": 1.0}
-    if rope["rope_type"] == "yarn":
-        yarn = {ours: float(rope.get(theirs, _YARN_DEFAULTS[ours])) for ours, theirs in _YARN.items()}
-        yarn["rope_original_seq_len"] = int(yarn["rope_original_seq_len"])
-        if rope.get("mscale_all_dim", yarn["mscale"]) != yarn["mscale"]:
-            raise ConfigError("config.json: mscale and mscale_all_dim differ, which is not known here")
-    elif rope["rope_type"] != "default":
-        raise ConfigError(f"config.json: rope type {rope['rope_type']!r} is not known for a DeepSeek-V3")
+    few = {"num_dense_layers": 0, "num_shared_experts": 0}
     return {
-        **{ours: f.integer(theirs) for ours, theirs in _FIELDS.items()},
-        "q_lora_rank": f.take("q_lora_rank", int, 0),
+        **{ours: f.integer(theirs, few.get(ours), few.get(ours, 1)) for ours, theirs in _FIELDS.items()},
+        "q_lora_rank": f.integer("q_lora_rank", 0, 0),
         "norm_eps": f.number("rms_norm_eps", 1e-6),
-        "rope_theta": float(rope["rope_theta"]),
+        "score_func": "sigmoid",
         "route_norm": f.flag("norm_topk_prob", True),
         "route_scale": f.number("routed_scaling_factor", 2.5),
+        "group_top_k": 2,
+        "load_balance_coeff": 1e-3,  # the bias of the choice is part of the architecture, its speed that of the paper
+        "balance_loss_coeff": f.number("aux_loss_alpha", 1e-4),
+        "z_loss_coeff": 0.0,
         "tied_embeddings": f.flag("tie_word_embeddings", False),
-        **yarn,
+        **_read_rope(f),
     }
+
+
+def _read_rope(f: Fields) -> dict[str, Any]:
+    rope = f.rope()
+    base = {"rope_theta": float(rope["rope_theta"])}
+    if rope["rope_type"] == "default":
+        return {**base, **_NO_YARN}
+    if rope["rope_type"] != "yarn":
+        raise f.other(f"rope type {rope['rope_type']!r} is not known for a DeepSeek-V3")
+    if rope.get("mscale") is None or rope["mscale"] != rope.get("mscale_all_dim"):
+        raise f.other("mscale and mscale_all_dim of rope_scaling are not the same number, as they are in ours")
+    if rope.get("truncate") is False or "attention_factor" in rope:
+        raise f.other("truncate and attention_factor of rope_scaling are not known for ours")
+    rope = {"beta_fast": 32.0, "beta_slow": 1.0, **rope}
+    yarn: dict[str, Any] = {ours: f.rope_number(rope, theirs) for ours, theirs in _YARN.items()}
+    return {**base, **yarn, "rope_original_seq_len": int(yarn["rope_original_seq_len"])}
 
 
 def _write(c: Any) -> dict[str, Any]:
@@ -94,6 +107,7 @@ def _write(c: Any) -> dict[str, Any]:
         "rope_interleave": True,
         "norm_topk_prob": c.route_norm,
         "routed_scaling_factor": c.route_scale,
+        "aux_loss_alpha": c.balance_loss_coeff,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
@@ -122,5 +136,25 @@ HUB = Hub(
     read=_read,
     write=_write,
     ignored=ROTARY,
+    defaults={
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+    },
+    unused=_unused,
     renamed=lambda c: {} if c.q_lora_rank else {"layers.*.attn.wq_b.weight": "model.layers.*.self_attn.q_proj.weight"},
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -14,23 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardtrain import models
 from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.background import pieces
 from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest, StoredFile
 from shardtrain.checkpoint.safetensors_header import header
 from shardtrain.errors import CheckpointError, ConfigError, StorageError
-from shardtrain.hub import as_is, mapping
+from shardtrain.hub import as_is, mapping, source
 from shardtrain.hub.architecture import saved_config
+from shardtrain.hub.config_json import CONFIG, read_json
+from shardtrain.hub.format import FREE, Fields, Hub
 from shardtrain.hub.mapping import Translation
-from shardtrain.hub.model import CONFIG, translation_of
+from shardtrain.hub.model import translation_of
+from shardtrain.hub.source import TOKENIZERS, Source
 from shardtrain.hub.weights import INDEX, SINGLE, HubWeights
 
 SHARD_BYTES = 5 * 10**9
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt",
-    "added_tokens.json", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
+TYPES = ("float32", "float16", "bfloat16")
+"""Types that weights are written in."""
+_OF_TOKENIZERS = re.compile(
+    rf"{TOKENIZERS.pattern}|special_tokens_map\.json|added_tokens\.json|chat_template\..*|.*chat_templates/.*"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +48,20 @@ class Export:
     module: Any
     config: Any
     """The model's Config."""
-    dtype: str = "float32"
+    dtype: str = ""
+    """Type of all weights; where empty, each has that which it had in ``source``, or else in the checkpoint."""
     shard_bytes: int = SHARD_BYTES
+    source: Source | None = None
+    """What the model came from: its config.json is kept where the model has not changed, its files are copied."""
     tokenizer: Path | None = None
-    """A folder whose tokenizer files are copied."""
+    """A folder whose tokenizer files are copied in place of those of ``source``."""
     max_tokens: int = 0
-    """What config.json says of positions; 0 says nothing."""
+    """What config.json says of positions where there is no ``source``; 0 says nothing."""
+
+    def sources(self) -> list[Source]:
+        """Where files beside the weights come from, those that go before others first."""
+        own = source.of_folder(self.tokenizer) if self.tokenizer is not None else None
+        return [one for one in (own, self.source) if one is not None]
 
 
 class Writer:
@@ -62,10 +76,16 @@ class Writer:
         """
         self.wanted, self.stored = wanted, manifest.read(wanted.checkpoint)
         self.translation = translation_of(wanted.module, wanted.config, str(wanted.checkpoint))
+        if as_is.is_as_is(wanted.module) and wanted.source is not None:
+            self.translation = _named_as_before(self.translation, wanted)
         _check_stored(self.translation, self.stored, wanted.checkpoint)
         self._fields = config_fields(wanted)
         self._shapes = self.translation.their_shapes()
         self._made_of = _theirs(self.translation)
+        self._types = self._their_types()
+        if wanted.source is None:
+            self._fields["torch_dtype"] = next(iter(self._types.values()))
+        self._files = _beside(wanted)
         self.files = self._share_out()
         """Which of their tensors each file of weights holds."""
 
@@ -82,10 +102,10 @@ class Writer:
 
         ``wait_seconds`` is how long the folder, which another node may have made, may take to be seen from here.
         """
-        names, dtype = self.files[file], self.wanted.dtype
+        names = self.files[file]
 
         def blocks() -> Iterator[memoryview]:
-            yield header({name: (dtype, self._shapes[name]) for name in names})
+            yield header({name: (self._types[name], self._shapes[name]) for name in names})
             for name in names:
                 for box in mapping.row_blocks(self._shapes[name]):
                     block = self._read_theirs(name, box)
@@ -96,25 +116,45 @@ class Writer:
     def write_rest(self, folder: Path) -> None:
         """Write all but the weights: index, config.json and the tokenizer's files. Raises OSError."""
         if len(self.files) > 1:
-            sizes = (math.prod(self._shapes[name]) * self._item for names in self.files.values() for name in names)
+            sizes = (self._bytes(name) for names in self.files.values() for name in names)
             weight_map = {name: file for file, names in self.files.items() for name in names}
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
             files.write_whole(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
         files.write_whole(folder / CONFIG, (json.dumps(self._fields, indent=2) + "\n").encode())
-        for path in tokenizer_files(self.wanted.tokenizer):
-            files.write_whole(folder / path.name, path.read_bytes())
+        for name, one in self._files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            files.write_whole(folder / name, one.read(name))
 
     def read_part(self, name: str, box: Sequence[slice]) -> Tensor:
         """A box of one of our tensors, rounded to the exported type."""
         found = tensor_files.read_part(self.stored, self.wanted.checkpoint, WEIGHTS_PREFIX + name, box)
-        return found.to(getattr(torch, self.wanted.dtype))
+        return found.to(self.dtype_of(name))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The exported type of one of our tensors."""
+        return getattr(torch, self._types[next(iter(self.translation.pieces_of(name))).name])  # type: ignore[no-any-return]
+
+    def _their_types(self) -> dict[str, str]:
+        """The type of each of their tensors."""
+        wanted, found = self.wanted, {}
+        known = source.dtypes_of(wanted.source.where, self.translation) if wanted.source and not wanted.dtype else {}
+        for theirs, parts in self._made_of.items():
+            ours = parts[0][0]
+            found[theirs] = wanted.dtype or known.get(ours) or self._said_type(ours)
+        return found
+
+    def _said_type(self, ours: str) -> str:
+        """What the source's config.json says where its weights are not there, or else the checkpoint's own type."""
+        config = self.wanted.source.config if self.wanted.source is not None else {}
+        said = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        return said if said in TYPES else self.stored.tensors[WEIGHTS_PREFIX + ours].dtype
 
     def _read_theirs(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Some rows of one of their tensors."""
         if not box:
             return self.read_part(self._made_of[name][0][0], ())
         rows, rest = box[0], box[1:]
-        block = torch.empty([part.stop - part.start for part in box], dtype=getattr(torch, self.wanted.dtype))
+        block = torch.empty([part.stop - part.start for part in box], dtype=self.dtype_of(self._made_of[name][0][0]))
         for ours, piece in self._made_of[name]:
             whole, experts = piece.theirs[0], len(piece.ours) - len(piece.theirs)
             begin, end = max(rows.start, whole.start), min(rows.stop, whole.stop)
@@ -126,15 +166,14 @@ class Writer:
             target.copy_(self.read_part(ours, wanted).reshape(target.shape))
         return block
 
-    @property
-    def _item(self) -> int:
-        return ITEM_BYTES[self.wanted.dtype]
+    def _bytes(self, name: str) -> int:
+        return math.prod(self._shapes[name]) * ITEM_BYTES[self._types[name]]
 
     def _share_out(self) -> dict[str, list[str]]:
         shards: list[list[str]] = [[]]
         room = self.wanted.shard_bytes
         for name in self._made_of:
-            size = math.prod(self._shapes[name]) * self._item
+            size = self._bytes(name)
             if shards[-1] and size > room:
                 shards.append([])
                 room = self.wanted.shard_bytes
@@ -176,23 +215,90 @@ def export(wanted: Export) -> list[str]:
 
 
 def config_fields(wanted: Export) -> dict[str, Any]:
-    """The keys of ``config.json``; raises ConfigError for a model that the format cannot describe."""
+    """The keys of ``config.json``: those of the source, changed where the model is another one by now.
+
+    Raises:
+        ConfigError: for a model that the format cannot describe.
+    """
+    said = dict(wanted.source.config) if wanted.source is not None else {}
     if as_is.is_as_is(wanted.module):
-        return saved_config(wanted.config.path, wanted.config.class_name, wanted.dtype, wanted.config.num_labels)
+        c = wanted.config
+        own = said if said.get("model_type") else dict(read_json(Path(c.path) / CONFIG))
+        return _with_dtype(saved_config(own, c.class_name, c.num_labels), wanted.dtype)
     hub = wanted.module.HUB
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
         raise ConfigError(f"model.norm_type={wanted.config.norm_type!r} has no place in {hub.architecture}")
-    said = hub.write(wanted.config)
+    fields = hub.write(wanted.config)
+    if said.get("model_type") == hub.model_type:
+        return _with_dtype(_changed(said, hub, wanted.config, fields), wanted.dtype)
     fields = {
         "architectures": [hub.architecture],
         "model_type": hub.model_type,
-        **said,
+        **fields,
         "torch_dtype": wanted.dtype,
         "use_cache": True,
     }
     if wanted.max_tokens:
         fields["max_position_embeddings"] = wanted.max_tokens
     return fields
+
+
+def _changed(said: dict[str, Any], hub: Hub, config: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """The source's config.json with the values of those fields alone that a run has changed."""
+    before = type(config)(**hub.read(Fields(said, CONFIG, hub.defaults)))
+    unused = hub.unused(dataclasses.asdict(before)) & hub.unused(dataclasses.asdict(config))
+    same = {key: getattr(config, key) for key in {*FREE, *unused} if hasattr(config, key)}
+    old = hub.write(dataclasses.replace(before, **same))
+    differ = {key: value for key, value in fields.items() if old.get(key) != value}
+    rotary = ("rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct")
+    if "rope_parameters" in said and differ.keys() & set(rotary):  # one table holds them all
+        table = {**(fields.get("rope_scaling") or {"rope_type": "default"})}
+        table["rope_type"] = table.pop("type", None) or table["rope_type"]
+        table["rope_theta"] = fields.get("rope_theta", fields.get("rotary_emb_base"))
+        if "rotary_pct" in fields:
+            table["partial_rotary_factor"] = fields["rotary_pct"]
+        differ = {key: value for key, value in differ.items() if key not in rotary} | {"rope_parameters": table}
+    found = {**said, **differ}
+    found.pop("quantization_config", None)  # the weights are written as the numbers that the quantised ones stand for
+    return found
+
+
+def _with_dtype(found: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The fields with another type of weights, at the top and in the parts of a model of several; "" changes none."""
+    if not dtype:
+        return found
+    keys = [key for key in ("dtype", "torch_dtype") if key in found] or ["torch_dtype"]
+    inner = {
+        key: {**part, **{name: dtype for name in ("dtype", "torch_dtype") if name in part}}
+        for key, part in found.items()
+        if key.endswith("_config") and isinstance(part, dict)
+    }
+    return {**found, **inner, **dict.fromkeys(keys, dtype)}
+
+
+def _beside(wanted: Export) -> dict[str, Source]:
+    """The files that are copied, and from where each; a tokenizer is taken from one place alone."""
+    found: dict[str, Source] = {}
+    for one in wanted.sources():
+        has = any(other.has_tokenizer for other in found.values())
+        found |= {n: one for n in one.files if n not in found and not (has and _OF_TOKENIZERS.fullmatch(n))}
+    return found
+
+
+def _named_as_before(translation: Translation, wanted: Export) -> Translation:
+    """The names that the source's file has, where the library opens a tensor under several."""
+    assert wanted.source is not None
+    where = wanted.source.where
+    if source.has_weights(where):
+        with HubWeights(where) as weights:
+            names = as_is.fit(models.build(wanted.module, wanted.config), wanted.config, weights)[0].sources
+    else:
+        known = manifest.read(where).facts.get(source.NAMES) if (where / manifest.MANIFEST).is_file() else None
+        names = known if isinstance(known, dict) and all(isinstance(name, str) for name in known.values()) else {}
+    sources = {ours: names.get(ours, theirs) for ours, theirs in translation.sources.items()}
+    return (
+        dataclasses.replace(translation, sources=sources) if len({*sources.values()}) == len(sources) else translation
+    )
 
 
 def _check_stored(translation: Translation, stored: Manifest, checkpoint: Path) -> None:
@@ -218,16 +324,11 @@ def _theirs(translation: Translation) -> dict[str, list[tuple[str, Any]]]:
 
 def _compare(folder: Path, writer: Writer) -> None:
     """Read the folder as an import would, and compare every weight, bit for bit."""
-    translation, dtype = writer.translation, getattr(torch, writer.wanted.dtype)
+    translation = writer.translation
     with HubWeights(folder) as weights:
         mapping.check(translation, weights)
-        for name, shape in translation.shapes.items():
-            for box in mapping.row_blocks(shape):
-                theirs, ours = mapping.read_part(name, box, translation, weights, dtype), writer.read_part(name, box)
-                if not torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8)):
+        for name in translation.sources:
+            for box in mapping.row_blocks(translation.shapes[name]):
+                theirs = mapping.read_part(name, box, translation, weights, writer.dtype_of(name))
+                if not torch.equal(theirs.view(torch.uint8), writer.read_part(name, box).view(torch.uint8)):
                     raise CheckpointError(f"{folder}: {name} was not read back as it was written; nothing was exported")
-
-
-def tokenizer_files(folder: Path | None) -> list[Path]:
-    """The files of a folder that make a tokenizer; none without a folder."""
-    return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()] if folder is not None else []

@@ -14,7 +14,7 @@ from shardtrain import models
 from shardtrain.checkpoint import whole
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.hub import as_is, mapping
+from shardtrain.hub import as_is, mapping, source
 from shardtrain.hub.block_fp8 import open_weights
 from shardtrain.hub.model import HubModel, check_same, recognise, translation_of
 from shardtrain.log import logger
@@ -24,37 +24,52 @@ from shardtrain.state import TrainState
 def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int = 0) -> HubModel:
     """Write the weights of ``folder`` as a checkpoint that holds weights alone; gives the model that they are of.
 
-    ``dtype`` is that of the file's first weight where it is empty. With ``vocab_size`` the vocabulary grows: the new
-    rows are the mean of those that are there, which leaves the old tokens' probabilities nearly as they were (Hewitt
-    2021). One tensor at a time is in memory.
+    Each tensor keeps the type that it has in the file unless ``dtype`` is given. With ``vocab_size`` the vocabulary
+    grows: the new rows are the mean of those that are there, which leaves the old tokens' probabilities nearly as they
+    were (Hewitt 2021). One tensor at a time is in memory. What belongs to the model beside its weights, such as the
+    tokenizer, is kept with them.
 
     Raises:
-        ConfigError: for an architecture or a key of config.json that is not known, or an ``output`` that exists.
+        ConfigError: for an architecture that is not known, or an ``output`` that exists.
         CheckpointError: when tensors are missing, surplus or of other shapes, or a file is damaged.
         StorageError: when the checkpoint cannot be written.
     """
+    passed_over: Sequence[str]
     found = recognise(folder)
-    translation = translation_of(models.find(found.name), found.config, str(folder))
+    module = models.find(found.name)
+    for notice in found.notices:
+        logger.info(notice)
     with open_weights(folder, found.block) as weights:
-        _tell(mapping.check(translation, weights, found.passed_over))
-        first = weights.dtype(next(iter(translation.their_shapes())))
-        dtype = dtype or str(first).removeprefix("torch.")
+        if found.hub is None:
+            translation, passed_over = as_is.fit(models.build(module, found.config), found.config, weights)
+        else:
+            translation, passed_over = translation_of(module, found.config, str(folder)), found.passed_over
+        _tell(mapping.check(translation, weights, passed_over))
+        types = source.dtypes_of(folder, translation)
+        if dtype:
+            types = dict.fromkeys(types, dtype)
         found = _grown(found, vocab_size)
-        shapes = dict(translation.shapes)
+        shapes = {name: translation.shapes[name] for name in translation.sources}
         for name in shapes.keys() & {"embed.weight", "head.weight"}:
             shapes[name] = (found.config.vocab_size, *shapes[name][1:])
 
         def read(name: str) -> Tensor:
             name = name.removeprefix(WEIGHTS_PREFIX)
-            tensor = mapping.read_whole(name, translation, weights, getattr(torch, dtype))
+            tensor = mapping.read_whole(name, translation, weights, getattr(torch, types[name]))
             more = shapes[name][0] - tensor.shape[0] if shapes[name] else 0
             return torch.cat((tensor, tensor.float().mean(0).to(tensor.dtype).expand(more, -1))) if more else tensor
 
+        beside, places = source.packed(source.of_folder(folder))
         facts: dict[str, Any] = {
             "state": TrainState().to_dict(),
             "model": {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)},
+            source.FACT: places,
         }
-        whole.write(output, {WEIGHTS_PREFIX + name: shape for name, shape in shapes.items()}, dtype, read, facts)
+        if found.hub is None:  # of the names that a tensor may have, those that the file has
+            facts[source.NAMES] = {name: str(theirs) for name, theirs in translation.sources.items()}
+        prefixed = {WEIGHTS_PREFIX + name: shape for name, shape in shapes.items()}
+        kinds = {WEIGHTS_PREFIX + name: types[name] for name in shapes}
+        whole.write(output, prefixed, kinds, read, facts, {source.FILE: beside})
     return found
 
 
@@ -93,6 +108,10 @@ def _grown(found: HubModel, vocab_size: int) -> HubModel:
     if vocab_size < found.config.vocab_size:
         raise ConfigError(
             f"--vocab_size={vocab_size} is below the {found.config.vocab_size} rows of the file; give more"
+        )
+    if found.hub is None:
+        raise ConfigError(
+            f"--vocab_size={vocab_size} has no effect on {found.config.class_name}, a class of transformers"
         )
     return dataclasses.replace(
         found,

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.errors import CheckpointError, ConfigError, StorageError
-from shardtrain.hub.model import CONFIG
-from shardtrain.hub.weights import INDEX, SINGLE, read_json
+from shardtrain.hub.config_json import CONFIG, read_json
+from shardtrain.hub.source import of_folder
+from shardtrain.hub.weights import INDEX, SINGLE
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _BASE_BYTES, _BASE_SECONDS = 16 * 2**30, 120
@@ -31,7 +32,7 @@ _PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 
 @contextlib.contextmanager
 def as_safetensors(folder: Path, beside: Path) -> Iterator[Path]:
-    """A folder with the same ``config.json`` and the weights as safetensors, which is there within the block.
+    """A folder with the same files beside the weights, and these as safetensors, which is there within the block.
 
     It is written next to ``beside``, and needs as much room as the weights.
 
@@ -47,6 +48,9 @@ def as_safetensors(folder: Path, beside: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         shutil.copyfile(folder / CONFIG, temporary / CONFIG)
+        for name in of_folder(folder).files:
+            (temporary / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(folder / name, temporary / name)
         files = [f"model-{number:05d}-of-{len(names):05d}.safetensors" for number in range(1, len(names) + 1)]
         for name, file in zip(names, files, strict=True):
             _convert(folder / name, temporary / file)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shardtrain.errors import ConfigError
 from shardtrain.hub.format import Fields, Hub
-from shardtrain.hub.words import ATTENTION, DECODER, ROTARY, feed_forward, read_decoder, write_decoder
+from shardtrain.hub.words import ATTENTION, DECODER, DEFAULTS, ROTARY, feed_forward, read_decoder, write_decoder
 
 _SCALED = {
     "rope_scaling_factor": "factor",
@@ -14,15 +15,27 @@ _SCALED = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_seq_len": "original_max_position_embeddings",
 }
+_UNSCALED = {
+    "rope_scaling_factor": 8.0,
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+    "rope_original_seq_len": 8192,
+}
+_NEEDED = {"none": [], "linear": ["rope_scaling_factor"], "llama3": [*_SCALED]}
+
+
+def unused(config: Mapping[str, Any]) -> set[str]:
+    """Fields that the kind of rotary angles does not use."""
+    return set(_SCALED) - set(_NEEDED[config["rope_scaling"]])
 
 
 def read_llama(f: Fields) -> dict[str, Any]:
     """What ``config.json`` says of a Llama and of those that are one under another name."""
     rope = f.rope()
     kind = {"default": "none"}.get(rope["rope_type"], rope["rope_type"])
-    if kind not in ("none", "linear", "llama3"):
-        raise ConfigError(f"config.json: rope type {kind!r} is not known for a Llama; use default, linear or llama3")
-    scaled = {ours: rope[theirs] for ours, theirs in _SCALED.items() if theirs in rope and kind != "none"}
+    if kind not in _NEEDED:
+        raise f.other(f"rope type {kind!r} is not known for a Llama, which has default, linear or llama3")
+    scaled: dict[str, Any] = {ours: f.rope_number(rope, _SCALED[ours]) for ours in _NEEDED[kind]}
     if "rope_original_seq_len" in scaled:
         scaled["rope_original_seq_len"] = int(scaled["rope_original_seq_len"])
     return {
@@ -30,6 +43,7 @@ def read_llama(f: Fields) -> dict[str, Any]:
         "ffn_dim": f.integer("intermediate_size"),
         "rope_theta": float(rope["rope_theta"]),
         "rope_scaling": kind,
+        **_UNSCALED,
         **scaled,
     }
 
@@ -72,4 +86,6 @@ HUB = Hub(
     read=_read,
     write=_write,
     ignored=ROTARY,
+    defaults={**DEFAULTS, "intermediate_size": 11008},
+    unused=unused,
 )

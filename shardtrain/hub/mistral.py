@@ -6,11 +6,12 @@ from typing import Any
 
 from shardtrain.errors import ConfigError
 from shardtrain.hub.format import Fields, Hub
-from shardtrain.hub.llama import NAMES, read_llama, write_llama
-from shardtrain.hub.words import ROTARY
+from shardtrain.hub.llama import NAMES, read_llama, unused, write_llama
+from shardtrain.hub.words import DEFAULTS, ROTARY
 
 
 def _read(f: Fields) -> dict[str, Any]:
+    f.only("attention_bias", False)  # older files of this family
     return {**read_llama(f), "qkv_bias": False, "sliding_window": f.take("sliding_window", int, 0)}
 
 
@@ -27,4 +28,6 @@ HUB = Hub(
     read=_read,
     write=_write,
     ignored=ROTARY,
+    defaults={**DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
+    unused=unused,
 )

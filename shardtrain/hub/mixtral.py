@@ -5,19 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from shardtrain.errors import ConfigError
-from shardtrain.hub.format import Fields, Hub, plain_rope
-from shardtrain.hub.words import ATTENTION, DECODER, ROTARY, experts, read_decoder, write_decoder
+from shardtrain.hub.format import Fields, Hub
+from shardtrain.hub.words import ATTENTION, DECODER, DEFAULTS, ROTARY, experts, read_decoder, write_decoder
 
 
 def _read(f: Fields) -> dict[str, Any]:
     f.only("sliding_window", None)
     return {
-        **read_decoder(f, eps=1e-5),
-        "rope_theta": plain_rope(f.rope(1e6)),
+        **read_decoder(f),
+        "rope_theta": float(f.plain_rope()["rope_theta"]),
         "moe_ffn_dim": f.integer("intermediate_size"),
-        "num_experts": f.integer("num_local_experts", 8),
+        "num_experts": f.integer("num_local_experts", f.take("num_experts", int, 8)),
         "top_k": f.integer("num_experts_per_tok", 2),
+        "score_func": "softmax",
+        "route_norm": True,
+        "load_balance_coeff": 0.0,
         "balance_loss_coeff": f.number("router_aux_loss_coef", 0.001),
+        "z_loss_coeff": 0.0,
     }
 
 
@@ -41,4 +45,11 @@ HUB = Hub(
     read=_read,
     write=_write,
     ignored=ROTARY,
+    defaults={
+        **DEFAULTS,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,20 +12,20 @@ from types import ModuleType
 from typing import Any
 
 from shardtrain import models
-from shardtrain.config.model_file import model_names
 from shardtrain.errors import ConfigError
-from shardtrain.hub import as_is
-from shardtrain.hub.block_fp8 import block_of
-from shardtrain.hub.format import Fields, Hub
+from shardtrain.hub import architecture, as_is
+from shardtrain.hub.config_json import CONFIG, read_json
+from shardtrain.hub.format import FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
 from shardtrain.hub.mapping import Translation, translate
-from shardtrain.hub.weights import read_json
+from shardtrain.hub.reading import describe
 
-CONFIG = "config.json"
+TRANSFORMERS = "transformers"
+"""The model file of any class of that library."""
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model of ours, as ``config.json`` describes it."""
+    """A model as ``config.json`` describes it: one of ours, or a class of ``transformers`` taken as it is."""
 
     name: str
     """The model file: ``model.name``."""
@@ -32,11 +33,14 @@ class HubModel:
     overrides: Mapping[str, Any]
     """What makes ``flavor`` this model: ``model.overrides``."""
     config: Any
-    hub: Hub
+    hub: Hub | None
+    """None for a class of ``transformers``."""
     passed_over: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """Regular expressions for their tensors that we have no place for, and say so."""
     block: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
     """Rows and columns that share a scale, where the weights are quantised."""
+    notices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """What a user should know of how the folder was understood."""
 
     def toml(self) -> str:
         """The ``[model]`` section that trains it."""
@@ -46,52 +50,32 @@ class HubModel:
         return "\n".join(lines)
 
 
-def recognise(folder: Path) -> HubModel:
-    """Read a folder's ``config.json``.
+def recognise(folder: Path, name: str = "") -> HubModel:
+    """Read a folder's ``config.json``: a model of ours, or else what ``transformers`` has under its ``model_type``.
 
     Raises:
-        ConfigError: for an architecture that is none of ours, or a key whose meaning is not known.
+        ConfigError: for a model that neither has, weights in a form that is not read, or values that make no sense.
         CheckpointError: when the file is missing or no JSON object.
     """
-    path = folder / CONFIG
-    found = read_json(path)
-    named = {name: module for name in model_names() if hasattr(module := models.find(name), "HUB")}
-    kind, architectures = found.get("model_type"), found.get("architectures") or []
-    fitting = {name: module for name, module in named.items() if module.HUB.model_type == kind}
-    if not fitting:
-        known = sorted({module.HUB.model_type for module in named.values()})
-        raise ConfigError(
-            f"{path}: model_type={kind!r} is none of {', '.join(known)}; train it as it is with "
-            f'model.name = "transformers" and model.hf_assets_path = "{folder}"'
-        )
-    hub: Hub = next(iter(fitting.values())).HUB
-    if isinstance(architectures, list) and architectures and hub.architecture not in architectures:
-        raise ConfigError(f"{path}: architectures={architectures!r} is not {hub.architecture}; a base model is needed")
-    fields = Fields(found, str(path))
-    values = hub.read(fields)
-    fields.take("num_nextn_predict_layers", int, 0)
-    block = block_of(found, str(path))
-    fields.take("quantization_config", dict, {})
-    fields.refuse_rest()
-    name, flavor, overrides = _nearest(fitting, values)
-    config = fitting[name].Config(**values)
-    layers, more = config.num_layers, found.get("num_nextn_predict_layers") or 0
+    try:
+        found = describe(folder, name)
+    except OnlyInTransformers as reason:
+        return _as_it_is(folder, reason)
+    config = models.find(found.name).Config(**found.values)
+    layers, more = config.num_layers, found.config.get("num_nextn_predict_layers") or 0
     beyond = tuple(rf"model\.layers\.{layers + i}\..*" for i in range(min(more, 8)) if isinstance(more, int))
-    return HubModel(name, flavor, overrides, config, hub, beyond, block)
+    return HubModel(found.name, found.flavor, found.overrides, config, found.hub, beyond, found.block, found.notices)
 
 
-def _nearest(modules: Mapping[str, ModuleType], values: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """The flavor with the fewest fields that differ, and those fields."""
-    candidates = []
-    for name, module in modules.items():
-        wanted = dataclasses.asdict(module.Config(**values))
-        for flavor, fields in module.FLAVORS.items():
-            has = dataclasses.asdict(module.Config(**fields))
-            overrides = {key: value for key, value in wanted.items() if has[key] != value and key in values}
-            # what the format does not say (how weights start, ...) is the flavor's own
-            candidates.append((len(overrides), "debug" in flavor, name, flavor, overrides))
-    _, _, name, flavor, overrides = min(candidates, key=lambda candidate: candidate[:4])
-    return name, flavor, overrides
+def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
+    """The class of ``transformers``; raises ConfigError where there is none."""
+    why = str(reason).split(TRANSFORMERS_HINT)[0]
+    if importlib.util.find_spec(TRANSFORMERS) is None:
+        raise ConfigError(f"{why}; install shardtrain[hf], whose transformers may have it") from None
+    architecture.read(str(folder))
+    config = models.find(TRANSFORMERS).Config(path=str(folder))
+    notice = f"{why}: taken as it is, as {config.class_name} of transformers"
+    return HubModel(TRANSFORMERS, "folder", {"path": str(folder)}, config, None, notices=(notice,))
 
 
 def translation_of(module: ModuleType, config: Any, where: str) -> Translation:
@@ -113,14 +97,15 @@ def translation_of(module: ModuleType, config: Any, where: str) -> Translation:
 
 def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path) -> None:
     """Refuse a folder whose model is not the one configured; raises ConfigError naming each field that differs."""
-    if getattr(module, "HUB", None) != found.hub:
-        raise ConfigError(f"{folder} holds a {found.hub.architecture}, which model.name does not; use\n{found.toml()}")
-    said = found.hub.read(Fields(read_json(folder / CONFIG), str(folder / CONFIG)))
-    training_only = re.compile(r".*_coeff|depth_init|init_std|norm_type")
+    if found.hub is None or getattr(module, "HUB", None) != found.hub:
+        holds = found.hub.architecture if found.hub else found.config.class_name
+        raise ConfigError(f"{folder} holds a {holds}, which model.name does not; use\n{found.toml()}")
+    said = found.hub.read(Fields(read_json(folder / CONFIG), str(folder / CONFIG), found.hub.defaults))
+    unused = FREE | (found.hub.unused(said) & found.hub.unused(dataclasses.asdict(config)))
     differ = [
         f"{key}={getattr(config, key)!r} in place of {value!r}"
         for key, value in said.items()
-        if getattr(config, key) != value and not training_only.fullmatch(key)
+        if getattr(config, key) != value and key not in unused and not re.fullmatch(r".*_coeff", key)
     ]
     if differ:
         raise ConfigError(f"{folder} holds another model than configured: {'; '.join(differ)}; use\n{found.toml()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardtrain.errors import ConfigError
-from shardtrain.hub.format import Fields, Heads, Hub, Source, plain_rope
+from shardtrain.hub.format import Fields, Heads, Hub, Source
 from shardtrain.hub.words import ROTARY
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -31,10 +31,9 @@ _NAMES: dict[str, Source] = {
 
 def _read(f: Fields) -> dict[str, Any]:
     f.only("attention_bias", True)
-    act, theta = f.take("hidden_act", str, "gelu"), f.number("rotary_emb_base", 10000.0)
-    if act not in _ACTIVATIONS:
-        raise ConfigError(f"config.json: hidden_act={act!r} is not known for a GPT-NeoX; use {', '.join(_ACTIVATIONS)}")
-    rope, share = f.rope(theta), f.number("rotary_pct", 0.25)
+    act = f.take("hidden_act", str, "gelu")
+    f.only("hidden_act", *_ACTIVATIONS)
+    rope = f.plain_rope("rotary_emb_base", "rotary_pct")
     dim, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     return {
         "vocab_size": f.integer("vocab_size"),
@@ -44,10 +43,10 @@ def _read(f: Fields) -> dict[str, Any]:
         "head_dim": dim // heads,
         "ffn_dim": f.integer("intermediate_size"),
         "hidden_act": _ACTIVATIONS[act],
-        "rotary_pct": float(rope.get("partial_rotary_factor", share)),
+        "rotary_pct": float(rope["partial_rotary_factor"]),
         "use_parallel_residual": f.flag("use_parallel_residual", True),
         "norm_eps": f.number("layer_norm_eps", 1e-5),
-        "rope_theta": plain_rope(rope),
+        "rope_theta": float(rope["rope_theta"]),
         "tied_embeddings": f.flag("tie_word_embeddings", False),
     }
 
@@ -80,4 +79,12 @@ HUB = Hub(
     read=_read,
     write=_write,
     ignored=("*.attention.bias", "*.attention.masked_bias", *ROTARY),
+    defaults={
+        "vocab_size": 50432,
+        "hidden_size": 6144,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "intermediate_size": 24576,
+        "rotary_pct": 0.25,
+    },
 )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from shardtrain.config.load import Loaded
 from shardtrain.config.schema import Config, Model, Training
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.hub.model import CONFIG, recognise
-from shardtrain.hub.weights import read_json
+from shardtrain.hub import source
+from shardtrain.hub.config_json import CONFIG, read_json
+from shardtrain.hub.model import recognise
+from shardtrain.log import logger
 
 _TYPES = ("float32", "float16", "bfloat16")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 _TOKENS = 2048
 """Tokens of a sequence where config.json does not say how many the model takes."""
 
@@ -25,22 +28,31 @@ def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
     """The configuration of a folder: its model, its type of weights, and its own tokenizer unless one is named.
 
     Raises:
-        ConfigError: for a model that is none of ours, or where there is no tokenizer.
+        ConfigError: for a model that is neither ours nor one of ``transformers``, or where there is no tokenizer.
         CheckpointError: when ``config.json`` cannot be read.
     """
     found, said = recognise(folder), read_json(folder / CONFIG)
-    if tokenizer is None and not any((folder / name).is_file() for name in _TOKENIZERS):
-        rule = f"has neither {' nor '.join(_TOKENIZERS)}"
+    for notice in found.notices:
+        logger.info(notice)
+    if tokenizer is None and not source.of_folder(folder).has_tokenizer:
+        rule = "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)"
         raise ConfigError(Problem("--from", str(folder), rule, 'name one with --tokenizer, a path or "bytes"'))
+    model = {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)}
+    return loaded_of(model, said, tokenizer or str(folder))
+
+
+def loaded_of(model: Mapping[str, Any], said: Mapping[str, Any], assets: str) -> Loaded:
+    """The configuration of a model that its config.json, where there is one, describes further."""
     dtype = said.get("dtype") or said.get("torch_dtype")
     tokens = said.get("max_position_embeddings")
     return Loaded(
         Config(
             model=Model(
-                name=found.name,
-                flavor=found.flavor,
-                overrides=dict(found.overrides),
-                hf_assets_path=tokenizer or str(folder),
+                name=model["name"],
+                flavor=model["flavor"],
+                overrides=dict(model["overrides"]),
+                norm_type=model.get("norm_type", "rmsnorm"),
+                hf_assets_path=assets,
             ),
             training=Training(
                 mixed_precision_param=dtype if dtype in _TYPES else "float32",

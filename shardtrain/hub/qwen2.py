@@ -6,8 +6,8 @@ from typing import Any
 
 from shardtrain.errors import ConfigError
 from shardtrain.hub.format import Fields, Hub, Source
-from shardtrain.hub.llama import NAMES, read_llama, write_llama
-from shardtrain.hub.words import ROTARY
+from shardtrain.hub.llama import NAMES, read_llama, unused, write_llama
+from shardtrain.hub.words import DEFAULTS, ROTARY
 
 _BIASES: dict[str, Source] = {
     f"layers.*.attn.w{ours}.bias": f"model.layers.*.self_attn.{ours}_proj.bias" for ours in ("q", "k", "v")
@@ -15,9 +15,7 @@ _BIASES: dict[str, Source] = {
 
 
 def _read(f: Fields) -> dict[str, Any]:
-    f.only("use_sliding_window", False)
-    f.take("sliding_window", int, 0)  # of no effect without the key above
-    f.take("layer_types", list, [])
+    f.full_attention()
     return {**read_llama(f), "qkv_bias": True, "sliding_window": 0}
 
 
@@ -34,4 +32,13 @@ HUB = Hub(
     read=_read,
     write=_write,
     ignored=ROTARY,
+    defaults={
+        **DEFAULTS,
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    unused=unused,
 )

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hub.format import Fields, Hub, plain_rope
+from shardtrain.hub.format import Fields, Hub
 from shardtrain.hub.words import ATTENTION as NAMES
-from shardtrain.hub.words import DECODER, HEAD_NORMS, ROTARY, feed_forward, read_decoder, write_decoder
+from shardtrain.hub.words import DECODER, DEFAULTS, HEAD_NORMS, ROTARY, feed_forward, read_decoder, write_decoder
 
 
 def read_qwen3(f: Fields) -> dict[str, Any]:
     """What ``config.json`` says of the attention and the ends."""
     f.only("attention_bias", False)
-    f.only("use_sliding_window", False)
-    f.take("sliding_window", int, 0)
-    f.take("layer_types", list, [])
-    return {**read_decoder(f), "head_dim": f.integer("head_dim", 128), "rope_theta": plain_rope(f.rope())}
+    f.full_attention()
+    return {**read_decoder(f), "rope_theta": float(f.plain_rope()["rope_theta"])}
 
 
 def _read(f: Fields) -> dict[str, Any]:
@@ -33,4 +31,13 @@ HUB = Hub(
     read=_read,
     write=_write,
     ignored=ROTARY,
+    defaults={
+        **DEFAULTS,
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
 )

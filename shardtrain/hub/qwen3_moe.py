@@ -8,21 +8,25 @@ from shardtrain.errors import ConfigError
 from shardtrain.hub.format import Fields, Hub
 from shardtrain.hub.qwen3 import read_qwen3
 from shardtrain.hub.words import ATTENTION as NAMES
-from shardtrain.hub.words import DECODER, HEAD_NORMS, ROTARY, experts, write_decoder
+from shardtrain.hub.words import DECODER, DEFAULTS, HEAD_NORMS, ROTARY, experts, write_decoder
 
 
 def _read(f: Fields) -> dict[str, Any]:
     f.only("decoder_sparse_step", 1)
     f.only("mlp_only_layers", [])
     f.take("intermediate_size", int, 0)  # of layers without experts, of which there are none
-    count = "num_local_experts" if f.take("num_experts", int, 0) == 0 else "num_experts"
+    count = "num_local_experts" if f.take("num_local_experts", int, 0) else "num_experts"
     return {
         **read_qwen3(f),
         "moe_ffn_dim": f.integer("moe_intermediate_size"),
+        "ffn_dim": 0,
         "num_experts": f.integer(count),
         "top_k": f.integer("num_experts_per_tok"),
+        "score_func": "softmax",
         "route_norm": f.flag("norm_topk_prob", False),
+        "load_balance_coeff": 0.0,
         "balance_loss_coeff": f.number("router_aux_loss_coef", 1e-3),
+        "z_loss_coeff": 0.0,
     }
 
 
@@ -51,4 +55,15 @@ HUB = Hub(
     read=_read,
     write=_write,
     ignored=ROTARY,
+    defaults={
+        **DEFAULTS,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
 )

@@ -12,7 +12,8 @@ from shardtrain import models, tasks
 from shardtrain.checkpoint import files
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem, StorageError
-from shardtrain.hub.exporting import SHARD_BYTES, Export, Writer, config_fields, tokenizer_files
+from shardtrain.hub import origin
+from shardtrain.hub.exporting import SHARD_BYTES, Export, Writer, config_fields
 from shardtrain.hub.model import translation_of
 from shardtrain.log import logger
 
@@ -31,7 +32,8 @@ class HubSaves:
             Path(),
             module,
             shape,
-            dtype=config.checkpoint.export_dtype,
+            dtype="" if config.checkpoint.export_dtype == "auto" else config.checkpoint.export_dtype,
+            source=origin.of_run(config, module, shape),
             tokenizer=assets if assets.is_dir() else None,
             shard_bytes=SHARD_BYTES,
             max_tokens=config.training.seq_len,
@@ -42,7 +44,7 @@ class HubSaves:
             raise ConfigError(Problem("task.name", config.task.name, rule, fix))
         translation_of(module, shape, f"model.name={model.name}")
         config_fields(self._wanted)
-        if not tokenizer_files(self._wanted.tokenizer):
+        if not any(one.has_tokenizer for one in self._wanted.sources()):
             logger.warning(f"no tokenizer will be in the Hugging Face folders: {str(assets)!r} is no folder of one")
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shardtrain.checkpoint.safetensors_header import TYPES
 from shardtrain.errors import CheckpointError
+from shardtrain.hub.config_json import MAX_JSON_BYTES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_MAX_JSON_BYTES = 2**28
 _TYPES = {word: getattr(torch, name) for name, word in TYPES.items()}
 
 
@@ -44,6 +44,11 @@ class HubWeights:
         if not path.exists():
             if not (self.folder / SINGLE).exists():
                 legacy = sorted(p.name for p in self.folder.glob("*.bin"))[:3] if self.folder.is_dir() else []
+                parts = sorted(p.name for p in self.folder.glob("*.safetensors")) if self.folder.is_dir() else []
+                if parts:
+                    raise CheckpointError(
+                        f"{path} is missing, which says what is in {parts[0]} and {len(parts) - 1} more; fetch it"
+                    )
                 what = (
                     f"only {', '.join(legacy)}, a pickle, which is opened by import --legacy_bin alone"
                     if legacy
@@ -54,8 +59,8 @@ class HubWeights:
                 )
             return None
         try:
-            if path.stat().st_size > _MAX_JSON_BYTES:
-                raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes, which no index is")
+            if path.stat().st_size > MAX_JSON_BYTES:
+                raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes, which no index is")
             found = json.loads(path.read_bytes())["weight_map"]
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is no index of weights ({type(error).__name__}: {error})") from None
@@ -116,18 +121,3 @@ class HubWeights:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._files.clear()
-
-
-def read_json(path: Path) -> Mapping[str, Any]:
-    """A JSON object of a few keys, such as config.json; raises CheckpointError where it is none."""
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes")
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; give a folder with config.json and safetensors") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return found

@@ -43,10 +43,20 @@ def experts(theirs: str, w1: str = "gate_proj", w2: str = "down_proj", w3: str =
     }
 
 
-def read_decoder(f: Fields, eps: float = 1e-6) -> dict[str, Any]:
-    """The fields of a decoder with grouped-query attention; ``eps`` where the file does not say it."""
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+}
+"""What a class in ``transformers`` takes for keys that config.json lacks."""
+
+
+def read_decoder(f: Fields) -> dict[str, Any]:
+    """The fields of a decoder with grouped-query attention."""
     dim, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
-    f.only("hidden_act", "silu")
+    f.only("hidden_act", "silu", "swish")
     return {
         "vocab_size": f.integer("vocab_size"),
         "dim": dim,
@@ -54,7 +64,7 @@ def read_decoder(f: Fields, eps: float = 1e-6) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": f.integer("num_key_value_heads", heads),
         "head_dim": f.integer("head_dim", max(dim // heads, 1)),
-        "norm_eps": f.number("rms_norm_eps", eps),
+        "norm_eps": f.number("rms_norm_eps"),
         "tied_embeddings": f.flag("tie_word_embeddings", False),
     }
 

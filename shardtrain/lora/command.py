@@ -18,7 +18,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 def main(words: Sequence[str]) -> int:
     """``shardtrain merge ADAPTERS --to CHECKPOINT``; gives the exit status."""
     parser = Arguments("shardtrain merge", "Add adapters to the weights beside which they were trained.")
-    parser.add_argument("adapters", type=Path, metavar="ADAPTERS", help="a step-N folder, or a folder of PEFT")
+    parser.add_argument("adapters", type=Path, metavar="ADAPTERS", help="a run, a step-N folder, or a PEFT folder")
     parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument("--base", type=Path, help="checkpoint or Hugging Face folder of the weights (the run's own)")
     parser.add_argument("--config", type=Path, help="the run's TOML; found beside the checkpoint unless given")
@@ -28,7 +28,16 @@ def main(words: Sequence[str]) -> int:
         return 0
     from shardtrain.lora import peft
 
-    (_merge_peft if peft.is_folder(found.adapters) else _merge)(found)
+    if peft.is_folder(found.adapters):
+        _merge_peft(found)
+    else:
+        from shardtrain.hub.command import step_of
+        from shardtrain.hub.opening import is_hub_folder
+
+        if is_hub_folder(found.adapters):
+            raise ConfigError(f"{found.adapters} is a whole model and no adapters; use it as it is")
+        found.adapters = step_of(found.adapters, found.config)
+        _merge(found)
     print(f"{found.to} holds the whole model; shardtrain export {found.to} --to HF_DIR writes it for other programs")
     return 0
 
@@ -36,6 +45,7 @@ def main(words: Sequence[str]) -> int:
 def _merge(found: Any) -> None:
     from shardtrain import models
     from shardtrain.generate.finding import load_config
+    from shardtrain.hub import origin
     from shardtrain.lora import frozen, merging
 
     adapters = merging.Adapters(found.adapters)
@@ -44,7 +54,8 @@ def _merge(found: Any) -> None:
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     with frozen.find(adapters.stored.facts, found.adapters, config, found.base, module, shape) as weights:
         model = _model_facts(config)
-        merging.merge(weights, adapters.spec, adapters, found.to, found.dtype or weights.dtype, model)
+        begun = origin.of_path(weights.path, module, shape) if weights.path is not None else None
+        merging.merge(weights, adapters.spec, adapters, found.to, found.dtype, model, begun)
 
 
 def _merge_peft(found: Any) -> None:
@@ -53,6 +64,7 @@ def _merge_peft(found: Any) -> None:
 
     from shardtrain import models
     from shardtrain.generate.finding import load_config
+    from shardtrain.hub import origin
     from shardtrain.hub.model import recognise
     from shardtrain.lora import merging
     from shardtrain.lora.frozen import Frozen
@@ -77,7 +89,8 @@ def _merge_peft(found: Any) -> None:
             factors[f"{path}.lora_a"] = torch.empty(adapters.spec.rank, columns)
             factors[f"{path}.lora_b"] = torch.empty(rows, adapters.spec.rank)
         adapters.fill(factors)
-        merging.merge(weights, adapters.spec, factors, found.to, found.dtype or weights.dtype, model)
+        begun = origin.of_path(found.base, module, shape)
+        merging.merge(weights, adapters.spec, factors, found.to, found.dtype, model, begun)
 
 
 def _model_facts(config: Config) -> dict[str, Any]:

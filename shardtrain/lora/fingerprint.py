@@ -14,7 +14,7 @@ from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError
-from shardtrain.hub.model import CONFIG
+from shardtrain.hub.config_json import CONFIG
 
 
 def random_fingerprint(config: Config, device_type: str) -> str:

@@ -21,6 +21,7 @@ from shardtrain.errors import CheckpointError, ConfigError, Problem
 from shardtrain.hub import mapping
 from shardtrain.hub.block_fp8 import open_weights
 from shardtrain.hub.model import check_same, recognise, translation_of
+from shardtrain.hub.source import dtypes_of
 from shardtrain.lora import base, lowbit, spec
 from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
 from shardtrain.shards import local_slices, local_tensor
@@ -75,6 +76,10 @@ class Frozen:
             mapping.check(self._translation, self._weights)
             first = self._weights.dtype(next(iter(self._translation.their_shapes())))
             self.dtype = str(first).removeprefix("torch.")
+        self.dtypes = dict.fromkeys(self.shapes, self.dtype)
+        """Type of each tensor where it lies."""
+        if path is not None:
+            self.dtypes |= dtypes_of(path, translation_of(module, shape, str(path)))
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill this rank's part of our tensors, by their names in the model, in place."""
@@ -95,7 +100,7 @@ class Frozen:
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """One tensor, whole, in the type of the file, or in float32 what its low bits stand for."""
-        tensor = torch.zeros(self.shapes[name], dtype=getattr(torch, self.dtype), device=device)
+        tensor = torch.zeros(self.shapes[name], dtype=getattr(torch, self.dtypes[name]), device=device)
         self._fill({name: tensor})
         if name not in self._rounded:
             return tensor

@@ -16,6 +16,8 @@ from shardtrain.checkpoint import files, manifest, whole
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.errors import CheckpointError
+from shardtrain.hub import source as sources
+from shardtrain.hub.source import Source
 from shardtrain.lora.frozen import Frozen
 from shardtrain.lora.linear import merged
 from shardtrain.lora.spec import Spec, read_facts
@@ -56,8 +58,12 @@ def merge(
     output: Path,
     dtype: str,
     model: dict[str, Any],
+    source: Source | None = None,
 ) -> None:
     """Write the sum as a checkpoint that holds weights alone; ``model`` is what it says of its model.
+
+    Each tensor keeps the type that it has beside the adapters where ``dtype`` is empty. ``source`` is the folder that
+    the weights came from: what else is in it is kept.
 
     Raises:
         ConfigError: when ``output`` exists.
@@ -84,5 +90,10 @@ def merge(
             raise CheckpointError(f"the adapter of {path} is for another shape than {list(weight.shape)}")
         return merged(weight, a_RI, b_OR, spec.scale)
 
-    facts = {"state": TrainState().to_dict(), "model": model}
-    whole.write(output, {WEIGHTS_PREFIX + name: shape for name, shape in frozen.shapes.items()}, dtype, read, facts)
+    facts: dict[str, Any] = {"state": TrainState().to_dict(), "model": model}
+    beside = {}
+    if source is not None:
+        beside[sources.FILE], facts[sources.FACT] = sources.packed(source)
+    kinds = {WEIGHTS_PREFIX + name: dtype or frozen.dtypes[name] for name in frozen.shapes}
+    shapes = {WEIGHTS_PREFIX + name: shape for name, shape in frozen.shapes.items()}
+    whole.write(output, shapes, kinds, read, facts, beside)

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardtrain import models
 from shardtrain.checkpoint.agree import together
 from shardtrain.errors import CheckpointError, ConfigError
-from shardtrain.hub.weights import read_json
+from shardtrain.hub.config_json import read_json
 from shardtrain.log import logger
 from shardtrain.lora.spec import Spec
 from shardtrain.lora.targets import their_names

@@ -10,7 +10,7 @@ from pathlib import Path
 import patience
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_checkpoint import checkpoints, facts, save, world_of_one
 
 from shardtrain import cli
@@ -42,6 +42,26 @@ def test_ls_tells_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [line.split()[0] for line in lines] == ["step-2", "step-4", "step-5", "step-6"]
     assert "1 rank  4 tensors  whole" in lines[0] and "missing or cut: rank-00000.bin" in lines[1]
     assert "cannot be used" in lines[2]
+
+
+def test_ls_takes_a_run_a_step_and_a_folder_of_hugging_face(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("ls", folder) == 0
+    listed = capsys.readouterr().out
+    assert run("ls", folder.parent) == 0 and capsys.readouterr().out == listed
+    assert run("ls", folder / "step-2") == 0 and capsys.readouterr().out == listed.splitlines()[0] + "\n"
+    hub = folder.parent / "hf"
+    hub.mkdir()
+    assert run("ls", hub) == 5 and "is named step-N, and it has no config.json" in capsys.readouterr().err
+    (hub / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    tensors = {"a": torch.zeros(4), "b": torch.zeros(2, dtype=torch.bfloat16)}
+    save_file(tensors, hub / "model.safetensors", metadata={"format": "pt"})
+    assert run("ls", hub) == 0
+    line = capsys.readouterr().out
+    assert "GPT2LMHeadModel  2 tensors  1 bfloat16, 1 float32" in line and "missing" not in line
+    (hub / "model.safetensors.index.json").write_text('{"weight_map": {"c": "model-2.safetensors"}}')
+    (hub / "model.safetensors").write_bytes((hub / "model.safetensors").read_bytes()[:-1])
+    assert run("ls", hub) == 0
+    assert "missing or cut: model-2.safetensors, model.safetensors" in capsys.readouterr().out
 
 
 def test_verify_reads_every_byte_and_names_each_bad_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

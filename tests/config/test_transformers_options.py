@@ -74,7 +74,7 @@ def test_padded_rows_need_no_mask(folder: Path) -> None:
         (None, "has no config.json"),
         ("{", "cannot be read (JSONDecodeError)"),
         ("[]", "is no JSON object"),
-        ('{"auto_map": {}}', "asks for code or files from elsewhere (auto_map)"),
+        ('{"auto_map": {}}', "which transformers does not have, and its own code is never run here"),
     ],
 )
 def test_a_folder_that_is_none_is_named(text: str | None, said: str, tmp_path: Path) -> None:

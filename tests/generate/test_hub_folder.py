@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import foreign
 import pytest
 import torch
 from hub_folders import build, save
@@ -15,6 +16,7 @@ from tiny_tokenizers import bpe_folder, with_post_processor
 
 from shardtrain.cli import main
 from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.errors import ConfigError
 from shardtrain.generate.engine import Generator
 from shardtrain.generate.opening import open_model
 from shardtrain.generate.prompts import Encoder
@@ -28,9 +30,9 @@ NEW = 8
 CHAT = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 
 
-def ours(folder: Path, here: World | None = None) -> list[list[int]]:
+def ours(folder: Path, here: World | None = None, ids: int = 260) -> list[list[int]]:
     opened = open_model(folder, here=here, tokenizer_path="bytes")
-    return Generator(opened.model, opened.layout, 260, width=opened.width).generate(PROMPTS, NEW)
+    return Generator(opened.model, opened.layout, ids, width=opened.width).generate(PROMPTS, NEW)
 
 
 def theirs(model: Any, prompt: list[int]) -> list[int]:
@@ -43,6 +45,15 @@ def theirs(model: Any, prompt: list[int]) -> list[int]:
 def test_the_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = build(family)
     assert ours(save(model, tmp_path / "hf")) == [theirs(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "phi"])
+def test_the_tokens_of_an_architecture_that_only_transformers_has_are_its_own(name: str) -> None:
+    """Ends that are one tensor among them, whose head is no module of its own."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(foreign.folder(name), dtype=torch.float32).eval()
+    assert ours(foreign.folder(name), ids=512) == [theirs(model, prompt) for prompt in PROMPTS]
+    with pytest.raises(ConfigError, match="holds a T5ForConditionalGeneration, which does not continue a text"):
+        ours(foreign.folder("t5"))
 
 
 def on_rank(rank: int, folder: Path) -> list[list[int]]:
@@ -129,7 +140,7 @@ def test_what_is_missing_or_of_no_effect_is_said(
 ) -> None:
     bare = save(build("llama3"), tmp_path / "bare")
     cases = [
-        ([str(bare)], "has neither tokenizer.json nor tokenizer.model; name one with --tokenizer"),
+        ([str(bare)], "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...); name one with --tokenizer"),
         ([str(folder), "--config", "x.toml"], "has no effect"),
         ([str(tmp_path), "--tokenizer", "bytes"], "is for a Hugging Face folder"),
     ]

@@ -17,7 +17,7 @@ from tiny import make_run, train_whole
 from shardtrain import train
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.errors import CheckpointError, ConfigError, ShardtrainError
+from shardtrain.errors import CheckpointError, ShardtrainError
 from shardtrain.hub.command import export_main
 from shardtrain.resume import resume
 from shardtrain.run_folder import RESOLVED_CONFIG
@@ -162,10 +162,11 @@ def test_no_connection_is_asked_for(tmp_path: Path) -> None:
     assert run_ranks(1, without_network, config)[0] > 0
 
 
-def test_the_error_for_an_architecture_without_a_model_file_names_the_way(tmp_path: Path) -> None:
+def test_an_architecture_without_a_model_file_goes_the_way_of_transformers(tmp_path: Path) -> None:
     from shardtrain.hub.model import recognise
 
-    with pytest.raises(ConfigError, match='model.name = "transformers"'):
-        recognise(folder("gpt2"))
+    found = recognise(folder("gpt2"))
+    assert (found.name, found.overrides) == ("transformers", {"path": str(folder("gpt2"))})
+    assert "model_type='gpt2' is none of" in found.notices[0] and "GPT2LMHeadModel of transformers" in found.notices[0]
     with pytest.raises(CheckpointError, match="is missing"):
         recognise(tmp_path)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.tensors import read_whole
 from shardtrain.cli import main
-from shardtrain.hub import legacy
+from shardtrain.hub import legacy, source
 
 pytest.importorskip("transformers")
 
@@ -46,6 +46,7 @@ def old(modern: Path, folder: Path, parts: int = 1) -> Path:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_weights_are_those_of_the_safetensors(parts: int, modern: Path, tmp_path: Path) -> None:
     folder, output = old(modern, tmp_path / "old", parts), tmp_path / "checkpoint"
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
     assert main(["import", str(folder), "--to", str(output)]) == 5, "no load falls back to a pickle"
     assert main(["import", str(folder), "--to", str(output), "--legacy_bin"]) == 0
     assert main(["import", str(modern), "--to", str(tmp_path / "expected")]) == 0
@@ -53,6 +54,8 @@ def test_the_weights_are_those_of_the_safetensors(parts: int, modern: Path, tmp_
     assert found.tensors.keys() == expected.tensors.keys()
     for name in expected.tensors:
         assert torch.equal(read_whole(found, output, name), read_whole(expected, tmp_path / "expected", name)), name
+    kept = source.of_checkpoint(output, found)
+    assert kept is not None and kept.read("generation_config.json") == b'{"temperature": 0.5}'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "expected", "old"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hub_folders import build, save
 from safetensors.torch import load_file, save_file
+from tiny_tokenizers import bpe_folder
 
 from shardtrain.cli import main
 from shardtrain.errors import CheckpointError, ConfigError
@@ -96,23 +98,29 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "index shape": (index([1]), CheckpointError, "is no index"),
     "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "config.json is missing"),
     "no json": (lambda f: (f / "config.json").write_text("{") and None, CheckpointError, "is no JSON"),  # type: ignore[dict-item]
-    "code": (key("auto_map", {"AutoModel": "evil.Model"}), ConfigError, "auto_map asks for code"),
-    "implementation": (key("_attn_implementation_internal", "hub/x"), ConfigError, "asks for code"),
-    "remote": (key("trust_remote_code", True), ConfigError, "asks for code"),
-    "unknown key": (key("logit_scale", 2.0), ConfigError, "logit_scale may change what the model computes"),
-    "quantized": (key("quantization_config", {"bits": 4}), ConfigError, "and bits is not read, only fp8 e4m3"),
+    "bits": (key("quantization_config", {"bits": 4}), ConfigError, "quantised by MLX, which is not read here"),
+    "quantized": (
+        key("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        ConfigError,
+        "quantised by bitsandbytes, which is not read here",
+    ),
     "quantized otherwise": (
         key("quantization_config", {"quant_method": "fp8", "weight_block_size": None}),
         ConfigError,
-        "weight_block_size=None is not read",
+        "quantised by fp8, which is not read here",
     ),
-    "architecture": (key("model_type", "gpt9"), ConfigError, "model_type='gpt9' is none of"),
-    "task": (key("architectures", ["LlamaForSequenceClassification"]), ConfigError, "is not LlamaForCausalLM"),
-    "bias": (key("attention_bias", True), ConfigError, "attention_bias=True is another architecture"),
-    "activation": (key("hidden_act", "gelu"), ConfigError, "hidden_act='gelu'"),
+    "architecture": (key("model_type", "gpt9"), ConfigError, "is of model_type 'gpt9', which transformers"),
+    "code alone": (
+        lambda folder: [key(*one)(folder) for one in (("model_type", "gpt9"), ("auto_map", {"AutoModel": "a.B"}))],
+        ConfigError,
+        r"whose own code \(auto_map\) is never run here",
+    ),
+    "task": (key("architectures", ["LlamaForTokenClassification"]), ConfigError, "which is none that is trained here"),
+    "bias": (key("attention_bias", True), CheckpointError, "missing: model.layers.0.self_attn.k_proj.bias"),
     "type": (key("hidden_size", "32"), ConfigError, "hidden_size='32' must be a int"),
     "size": (key("num_hidden_layers", -1), ConfigError, "must lie between"),
-    "rope": (key("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4}), ConfigError, "rope type 'longrope'"),
+    "rope": (key("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}), ConfigError, "need factor, which is"),
+    "rope unknown": (key("rope_parameters", {"rope_type": "spiral", "rope_theta": 1e4}), ConfigError, "spiral"),
     "vocabulary": (key("vocab_size", 261), CheckpointError, r"embed_tokens.weight \[260, 32\] in place of \[261, 32\]"),
 }
 
@@ -139,6 +147,29 @@ def test_the_commands_move_a_model_there_and_back(folder: Path, tmp_path: Path, 
     assert main(["export", str(checkpoint), "--to", str(back)]) == 2, "an existing folder is never replaced"
     assert main(["import", str(folder), "--to", str(checkpoint)]) == 2
     assert main(["import", str(folder), "--to", str(tmp_path / "x"), "--vocab_size", "10"]) == 2
+
+
+def more_ids(folder: Path) -> None:
+    bpe_folder(folder)
+    found = json.loads((folder / "tokenizer.json").read_text())
+    found["model"]["vocab"] |= {f"zz{number}": 1000 + number for number in range(3)}
+    (folder / "tokenizer.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (more_ids, "tokenizer.json has 1003 ids, and vocab_size=260 of config.json .* import with --vocab_size 1003"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read as a tokenizer"),
+        (lambda f: (f / "model.safetensors").rename(f / "model-1.safetensors"), "index.json is missing, which says"),
+    ],
+)
+def test_what_lies_beside_the_weights_is_looked_at_too(change: Any, said: str, folder: Path, capsys: Any) -> None:
+    change(folder)
+    assert main(["import", str(folder), "--to", str(folder.parent / "checkpoint")]) in (2, 5)
+    error = capsys.readouterr().err
+    assert re.search(said, error) and error.count("\n") == 1
+    assert not (folder.parent / "checkpoint").exists()
 
 
 def test_a_vocabulary_grows_by_the_mean_of_its_rows(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""``model.flavor = "from_folder"``, or no flavor: the sizes of config.json, without a word copied by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import patience
+import pytest
+
+from shardtrain.config import check, load
+from shardtrain.errors import ConfigError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+    "rope_theta": 500000.0, "my_key": 1,
+}  # fmt: skip
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "hf", LLAMA)
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def at(folder: Path, *words: str) -> Any:
+    return load(None, ["--model.hf_assets_path", str(folder), *words])
+
+
+@pytest.mark.parametrize("words", [(), ("--model.flavor", "from_folder"), ("--model.name", "llama2")])
+def test_the_folder_says_the_sizes(words: tuple[str, ...], folder: Path) -> None:
+    loaded = at(folder, *words)
+    model = loaded.config.model
+    assert model.name in ("llama2", "llama3")
+    assert {key: model.overrides[key] for key in ("dim", "num_layers", "ffn_dim", "vocab_size")} == {
+        "dim": 64, "num_layers": 2, "ffn_dim": 96, "vocab_size": 512,
+    }  # fmt: skip
+    assert loaded.origins["model.overrides.dim"] == f"{folder}/config.json" == loaded.origins["model.flavor"]
+    assert any("the sizes of" in notice for notice in loaded.notices)
+    assert any("my_key is not used by LlamaForCausalLM" in notice for notice in loaded.notices)
+    assert not [problem for problem in check(loaded) if "model" in str(problem)]
+
+
+def test_what_the_user_says_goes_first(folder: Path) -> None:
+    loaded = at(folder, "--model.overrides.num_layers", "1")
+    assert loaded.config.model.overrides["num_layers"] == 1 and loaded.config.model.overrides["dim"] == 64
+    assert loaded.origins["model.overrides.num_layers"] == "command line"
+    named = at(folder, "--model.flavor", "debugmodel").config.model
+    assert (named.name, named.flavor, dict(named.overrides)) == ("llama3", "debugmodel", {})
+
+
+def test_an_architecture_that_is_not_ours_is_that_of_transformers(tmp_path: Path) -> None:
+    folder = write(tmp_path / "gpt2", GPT2)
+    for words in ((), ("--model.flavor", "from_folder"), ("--model.name", "transformers")):
+        loaded = at(folder, *words)
+        assert loaded.config.model.name == "transformers"
+        assert loaded.config.model.overrides == {"path": str(folder)}
+    assert "model_type='gpt2' is none of" in at(folder).notices[0]
+
+
+def test_a_folder_of_a_tokenizer_alone_leaves_the_default(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert at(tmp_path).config.model.flavor == "debugmodel"
+    assert load(None, []).config.model.flavor == "debugmodel"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model.flavor", "from_folder", "--model.hf_assets_path", "nowhere"), "which has no config.json"),
+        (("--model.flavor", "from_folder", "--model.name", "qwen3"), 'which is llama3; set it to "llama3"'),
+        (("--model.flavor", "from_folder", "--model.name", "mine.py"), "is a model file of yours"),
+    ],
+)
+def test_what_cannot_be_is_one_problem(words: tuple[str, ...], said: str, folder: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(None, ["--model.hf_assets_path", str(folder), *words] if "nowhere" not in words else [*words])
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_folder_that_describes_nothing_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "hf", {**LLAMA, "hidden_size": "wide"})
+    with pytest.raises(ConfigError, match="hidden_size='wide' must be a int.*name a flavor if it is the tokenizer's"):
+        at(folder)
+
+
+def test_an_architecture_that_nobody_has_is_named_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = write(tmp_path / "hf", {**LLAMA, "model_type": "gpt9"})
+    with pytest.raises(ConfigError, match="model_type 'gpt9', which neither this package nor transformers has"):
+        at(folder)
+
+
+def test_no_torch_is_imported_for_it(folder: Path) -> None:
+    code = (
+        "import sys; from shardtrain.config import load; "
+        f"load(None, ['--model.hf_assets_path', {str(folder)!r}]); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.seconds(60), check=True
+    )
+    assert done.stdout.strip() == "False"
