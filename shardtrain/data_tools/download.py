@@ -187,11 +187,11 @@ class Hub:
 
     def _explain(self, error: BaseException) -> ShardtrainError:
         """What an error of the library means, and what to do about it."""
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+        from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
         # "not in the cache either" and "cannot force" hide what the hub said
         while isinstance(error, LocalEntryNotFoundError | ValueError) and error.__cause__ is not None:
-            if isinstance(error, HfHubHTTPError):
+            if getattr(error, "response", None) is not None:
                 break
             error = error.__cause__
         if isinstance(error, OfflineModeIsEnabled):
@@ -251,15 +251,13 @@ def fetch(hub: Hub, name: str, commit: str, facts: RepoSibling, staging: Path, t
         ConfigError, StorageError: as ``Hub.download``.
     """
     expected = _expected(facts)
-    found = ""
-    for force in (False, True):  # what lay in a cache may be damaged, and so may what came
-        path = hub.download(name, commit, staging, force)
-        found = _hash(path, expected[0]) if expected else ""
-        if expected is None or found == expected[1]:
-            break
-        path.unlink()
-    else:
-        raise DataError(f"{name} has the hash {found} in place of {expected[1]}; it is not kept, try again")
+    path = hub.download(name, commit, staging)
+    if expected and _hash(path, expected[0]) != expected[1]:
+        path.unlink()  # what lay in a cache may be damaged, and so may what came
+        path = hub.download(name, commit, staging, force=True)
+        found = _hash(path, expected[0])
+        if found != expected[1]:
+            raise DataError(f"{name} has the hash {found} in place of {expected[1]}; it is not kept, try again")
     target.parent.mkdir(parents=True, exist_ok=True)
     size = path.stat().st_size
     os.replace(path, target)
@@ -358,7 +356,7 @@ def _one_line(error: BaseException) -> str:
 
 def _plain(text: str) -> str:
     """A text without secrets: what follows the ``?`` of an address may be a signature."""
-    return redact(re.sub(r"(https?://[^\s?]+)\?[^\s'\":]+", r"\1", text))
+    return redact(re.sub(r"\?[\w.%-]+=[^\s'\":)]*", "", text))
 
 
 def _without_secrets(record: logging.LogRecord) -> bool:
