@@ -8,6 +8,13 @@ from typing import NoReturn
 from shardtrain.errors import ConfigError
 
 
+def truth(word: str) -> bool:
+    """Read "true" or "false", as TOML spells them."""
+    if word not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
+    return word == "true"
+
+
 class Arguments(argparse.ArgumentParser):
     """argparse that raises ConfigError in place of leaving the process; options cannot be shortened."""
 

@@ -58,6 +58,12 @@ def describe(loaded: Loaded, mesh: Mesh, num_params: int, total_steps: int, num_
     return lines + (configs.resolved_toml(config).splitlines() if config.job.print_config else [])
 
 
+def _packing(config: Config) -> str:
+    """data.packing; "auto" as it is for rows of the formats that the configuration names."""
+    formats = {source.format or config.data.format for source in config.data.sources.values()}
+    return derived.packing_kind(config.data, formats or {config.data.format})
+
+
 def _describe_data(config: Config) -> str:
     """The datasets and how their documents become rows."""
     staged = bool(config.data.stages)
@@ -67,7 +73,7 @@ def _describe_data(config: Config) -> str:
     )
     if staged:
         names += f", weights of {len(config.data.stages)} stages"
-    rows = f"packed by {config.data.packing}" if config.task.name == "language_model" else config.task.name
+    rows = f"packed by {_packing(config)}" if config.task.name == "language_model" else config.task.name
     return f"{names or config.training.dataset or 'rows of the task'}, {rows}"
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import runpy
+import sys
 import time
 from pathlib import Path
 
@@ -231,3 +233,8 @@ def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
         run.state.samples_consumed = run.stream.samples_consumed
         if empty >= run.stream.num_readers and not left_out:
             return None
+
+
+if __name__ == "__main__":  # torchrun -m shardtrain.train, as users of torchtitan start it
+    sys.argv.insert(1, "train")
+    runpy.run_module("shardtrain", run_name="__main__", alter_sys=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -208,15 +209,23 @@ def test_one_process_needs_no_launcher(tmp_path):
     assert "step:  1  loss:" in done.stderr
 
 
+def test_the_trainer_s_module_is_the_verb(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--training.stepz", "3"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("shardtrain.train", run_name="__main__")
+    assert ended.value.code == 2 and "training.stepz" in capsys.readouterr().err
+
+
 @pytest.mark.nightly(
     "ranks of torchrun",
     by="tests/launch/test_requests_to_stop.py::test_ranks_save_when_torchrun_itself_is_ended_by_the_signal",
 )
-def test_torchrun_starts_the_same_command(tmp_path):
+@pytest.mark.parametrize("module", [["shardtrain", "train"], ["shardtrain.train"]])  # and as in torchtitan
+def test_torchrun_starts_the_same_command(tmp_path, module):
     words = [*ONE_STEP, *TINY, "--job.dump_folder", str(tmp_path)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     done = subprocess.run(
-        [*torchrun, "--rdzv-endpoint=127.0.0.1:0", "-m", "shardtrain", "train", *words],
+        [*torchrun, "--rdzv-endpoint=127.0.0.1:0", "-m", *module, *words],
         capture_output=True,
         text=True,
         timeout=patience.seconds(120),

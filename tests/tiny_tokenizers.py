@@ -71,3 +71,30 @@ def tiktoken_bytes() -> bytes:
     for word in (b"the", b" the", b" cat", b"Hello", b"  ", b"\n\n", "é".encode(), b" mat"):
         tokens += [word[:end] for end in range(2, len(word) + 1) if word[:end] not in tokens]
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+
+
+def with_post_processor(folder: Path, style: str | None, bos: str = "<s>", eos: str = "</s>") -> Path:
+    """Give a folder's tokenizer.json the post-processor of a style of tokenizer; None takes it away.
+
+    "gpt2" (Pythia, SmolLM2, Qwen2) adds nothing, "llama3" puts bos before a text, "bert" a token before and one after.
+    """
+    import tokenizers
+    from tokenizers import processors
+
+    file = folder / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    level = processors.ByteLevel(trim_offsets=True)
+    ids = [(text, tokenizer.token_to_id(text)) for text in (bos, eos)]
+    begins = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=ids)
+    encloses = processors.TemplateProcessing(
+        single=f"{bos} $A {eos}", pair=f"{bos} $A {eos} $B {eos}", special_tokens=ids
+    )
+    if style is not None:
+        tokenizer.post_processor = {"gpt2": level, "llama3": processors.Sequence([level, begins]), "bert": encloses}[
+            style
+        ]
+    content = json.loads(tokenizer.to_str())
+    if style is None:
+        content["post_processor"] = None
+    file.write_text(json.dumps(content), encoding="utf-8")
+    return folder

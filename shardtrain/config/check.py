@@ -14,6 +14,7 @@ from shardtrain.config.check_data import (
     check_kinds,
     check_sources,
     check_stages,
+    check_templates,
     check_validation,
     data_notes,
 )
@@ -60,6 +61,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_sources,
     check_stages,
     check_kinds,
+    check_templates,
     check_validation,
     check_task,
     check_tensor_parallel,

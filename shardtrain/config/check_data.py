@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from shardtrain.config.check_values import problem
 from shardtrain.config.data_schema import DataSource
+from shardtrain.config.derived import packing_kind
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest, options
 from shardtrain.errors import Problem
@@ -26,6 +28,7 @@ _FIELDS = {
     "prompt_completion": ("prompt_field", "completion_field"),
     "chat": ("messages_field", "tools_field", "chat_template"),
 }
+_ENDS = ("add_bos", "add_eos", "separator")
 
 
 def source_names() -> list[str]:
@@ -87,6 +90,8 @@ def check_data_ranges(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "data.readers", f"must lie between 1 and {_MAX_READERS}", "use 256")
     if data.max_row_bytes < _MIN_ROW_BYTES:
         yield problem(loaded, "data.max_row_bytes", f"must be at least {_MIN_ROW_BYTES}", "use for example 16777216")
+    if data.separator == "":
+        yield problem(loaded, "data.separator", "must not be empty", "remove it")
     for fields in _FIELDS.values():
         for field in fields:
             if loaded.value(f"data.{field}") == "":
@@ -169,7 +174,14 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
             if kind not in used and is_changed(loaded, f"data.{field}"):
                 rule = f"has no effect on data.format {' or '.join(sorted(used))}"
                 yield problem(loaded, f"data.{field}", rule, f'set data.format = "{kind}", or remove it')
-    if data.packing == "concat" and is_changed(loaded, "data.long_documents"):
+    if used == {"chat"}:
+        for field in _ENDS:
+            if is_changed(loaded, f"data.{field}"):
+                rule = "has no effect on data.format chat: a conversation is what the chat template writes"
+                yield problem(loaded, f"data.{field}", rule, "change the template (data.chat_template), or remove it")
+    packing = packing_kind(data, used)
+    prepared = any(source.dataset == "tokens" for source in datasets(loaded).values())
+    if packing == "concat" and not (prepared and data.packing == "auto") and is_changed(loaded, "data.long_documents"):
         fix = 'set data.packing = "first_fit" or "padded", or remove it'
         yield problem(loaded, "data.long_documents", "has no effect on packing = concat, which cuts documents", fix)
     if data.bad_rows != "skip" and is_changed(loaded, "data.bad_rows_max_fraction"):
@@ -193,6 +205,49 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, f"data.sources.{name}.epochs", rule, way_out)
 
 
+def check_templates(loaded: Loaded) -> Iterator[Problem]:
+    """Entries of a template make columns that are read, and turns of a conversation that it can have."""
+    data, task = loaded.config.data, loaded.config.task
+    found = {"data": (data.template, data.format, data.text_field)}
+    for name, source in data.sources.items():
+        form, field = source.format or data.format, source.text_field or data.text_field
+        found[f"data.sources.{name}"] = (source.template, form, field)
+    for option, (entries, form, text_field) in found.items():
+        if not entries:
+            continue
+        where = loaded.where(f"{option}.template")
+        yield from _check_jinja(f"{option}.template", entries, where)
+        if task.name == "language_model" and form == "chat":
+            known = ("system", "user", "assistant")
+            unknown = [name for name in entries if name not in known]
+            if unknown:
+                rule = f"has the entry {unknown[0]!r}, which is no turn of a conversation"
+                yield Problem(f"{option}.template", None, rule, f"use {', '.join(known)}", where)
+            elif "user" not in entries or "assistant" not in entries:
+                rule = "has no user or no assistant, so that there is nothing to answer or to learn"
+                yield Problem(f"{option}.template", None, rule, "give both", where)
+            continue
+        read = {"text": (text_field,), "prompt_completion": (data.prompt_field, data.completion_field)}.get(form, ())
+        if task.name == "language_model" and not set(read) & set(entries):
+            rule = f"makes {', '.join(entries)}, and data.format {form} reads {' and '.join(read)}"
+            yield Problem(f"{option}.template", None, rule, "name its entries as the columns that are read", where)
+
+
+def _check_jinja(option: str, entries: dict[str, str], where: str) -> Iterator[Problem]:
+    if importlib.util.find_spec("jinja2") is None:
+        yield Problem(option, None, "needs the jinja2 library", 'pip install "shardtrain[hf]"', where)
+        return
+    import jinja2
+
+    for name, text in entries.items():
+        try:
+            jinja2.Environment().parse(text)
+        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+            message = error.message if isinstance(error, jinja2.TemplateSyntaxError) else "it nests too deeply"
+            rule, fix = f"is no Jinja template ({message})", "write columns like {{ question }}"
+            yield Problem(f"{option}.{name}", text, rule, fix, where)
+
+
 def check_validation(loaded: Loaded) -> Iterator[Problem]:
     """What a pipeline fixes for training it fixes for validation too."""
     c = loaded.config
@@ -212,12 +267,17 @@ def data_notes(loaded: Loaded) -> list[str]:
     """Return what about data is no error and still worth a line."""
     c, found = loaded.config, datasets(loaded)
     notes = []
+    if c.data.packing == "concat" and formats(loaded) != {"text"}:
+        notes.append(
+            'data.packing="concat": an answer can end in another sequence than that of its question; "first_fit" keeps '
+            "them together"
+        )
     if c.data.document_mask == "off" and formats(loaded) != {"text"} and c.data.packing != "padded":
         notes.append(
             'data.document_mask="off": examples that share a sequence attend to each other; "auto" keeps them apart'
         )
     if all(source.dataset == "tokens" for source in found.values()):
-        fields = [field for fields in _FIELDS.values() for field in fields]
+        fields = [*_ENDS, "template", *(field for fields in _FIELDS.values() for field in fields)]
         idle = [f"data.{key}" for key in (*_TO_READ_ROWS, *fields) if is_changed(loaded, f"data.{key}")]
         if idle:
             notes.append(f"{', '.join(idle)}: without effect on prepared shards, whose rows are read and tokenized")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from shardtrain.config import derived
 from shardtrain.config.check_model import model_shape
+from shardtrain.config.check_task import NEW_HEAD, WITH_REFERENCE
 from shardtrain.config.check_values import problem
 from shardtrain.config.load import Loaded
 from shardtrain.errors import Problem
@@ -54,14 +55,14 @@ def _task(loaded: Loaded) -> Iterator[Problem]:
         yield problem(
             loaded, "lora.enable", rule, "use the file of the family (llama3, qwen3, ...), or train all weights"
         )
-    if task.name == "classification":
-        rule = 'would freeze the head, which starts anew with task.name="classification"'
+    if task.name in NEW_HEAD:
+        rule = f'would freeze the head, which starts anew with task.name="{task.name}"'
         yield problem(loaded, "lora.enable", rule, "train all weights")
-    if task.name == "preference" and lora.initial_load_path is not None:
-        rule = 'begins with adapters, which the frozen reference of task.name="preference" would not have'
+    if task.name in WITH_REFERENCE and lora.initial_load_path is not None:
+        rule = f'begins with adapters, which the frozen reference of task.name="{task.name}" would not have'
         yield problem(loaded, "lora.initial_load_path", rule, "merge them first (shardtrain merge)")
-    if task.name == "preference" and lora.base_dtype != "training":
-        rule = 'rounds the weights, and the frozen reference of task.name="preference" is not rounded'
+    if task.name in WITH_REFERENCE and lora.base_dtype != "training":
+        rule = f'rounds the weights, and the frozen reference of task.name="{task.name}" is not rounded'
         yield problem(loaded, "lora.base_dtype", rule, 'use "training"')
 
 

@@ -12,7 +12,12 @@ from shardtrain.config.task_file import read_task_file
 from shardtrain.errors import ConfigError, Problem
 
 LANGUAGE_MODEL, CLASSIFICATION, PREFERENCE = "language_model", "classification", "preference"
-OF_TEXT = (LANGUAGE_MODEL, PREFERENCE)
+KTO, ORPO, SIMPO, REWARD_MODEL = "kto", "orpo", "simpo", "reward_model"
+OF_PAIRS = (PREFERENCE, ORPO, SIMPO, REWARD_MODEL)
+WITH_REFERENCE = (PREFERENCE, KTO)
+NEW_HEAD = (CLASSIFICATION, REWARD_MODEL)
+"""Tasks whose head takes the place of that to the vocabulary."""
+OF_TEXT = (LANGUAGE_MODEL, PREFERENCE, KTO, ORPO, SIMPO)
 """Tasks whose model gives the next token."""
 _DEGREES = {
     "pipeline_parallel_degree": "cuts the model, and the loss of this task is computed on a whole one",
@@ -26,6 +31,7 @@ OF_DOCUMENTS = (
     "data.packing",
     "data.long_documents",
     "data.document_mask",
+    "data.separator",
     "data.stages",
 )
 
@@ -33,6 +39,10 @@ OF_DOCUMENTS = (
 _OPTIONS = {
     CLASSIFICATION: ("labels", "num_labels", "label_field", "pair_field"),
     PREFERENCE: ("beta", "chosen_field", "rejected_field"),
+    ORPO: ("beta", "chosen_field", "rejected_field"),
+    SIMPO: ("beta", "gamma", "chosen_field", "rejected_field"),
+    REWARD_MODEL: ("chosen_field", "rejected_field"),
+    KTO: ("beta", "label_field", "desirable_weight", "undesirable_weight", "group_size"),
 }
 
 
@@ -63,15 +73,16 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
     if c.data.sources:
         rule = "mixes documents, and a task of rows reads one dataset"
         yield Problem("data.sources", None, rule, "use training.dataset and dataset_path", loaded.where("data.sources"))
-    for owner, names in _OPTIONS.items():
-        for option in names:
-            # a task file may build on either of the two
-            if owner != c.task.name and c.task.name in _OPTIONS and is_changed(loaded, f"task.{option}"):
-                yield problem(loaded, f"task.{option}", f'is read by task.name = "{owner}" alone', "remove it")
+    own = _OPTIONS.get(c.task.name)
+    if own is not None:  # a task file may build on any of them
+        for option in sorted({option for names in _OPTIONS.values() for option in names} - set(own)):
+            if is_changed(loaded, f"task.{option}"):
+                readers = " or ".join(f'"{name}"' for name, names in _OPTIONS.items() if option in names)
+                yield problem(loaded, f"task.{option}", f"is read by task.name = {readers} alone", "remove it")
     if c.task.name == CLASSIFICATION:
         yield from _check_classification(loaded)
-    if c.task.name == PREFERENCE:
-        yield from _check_preference(loaded)
+    if c.task.name in OF_PAIRS or c.task.name == KTO:
+        yield from _check_answers(loaded)
 
 
 def _check_rows(loaded: Loaded) -> Iterator[Problem]:
@@ -83,20 +94,36 @@ def _check_rows(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "task.options", "is for a task file of yours", "remove it")
 
 
-def _check_preference(loaded: Loaded) -> Iterator[Problem]:
+def _check_answers(loaded: Loaded) -> Iterator[Problem]:
     task, data = loaded.config.task, loaded.config.data
     yield from _check_rows(loaded)
     if not 0 < task.beta < float("inf"):
         yield problem(loaded, "task.beta", "must be above 0", "use 0.1")
-    fields = {"data.prompt_field": data.prompt_field, "task.chosen_field": task.chosen_field}
-    for option, value in {**fields, "task.rejected_field": task.rejected_field}.items():
-        if not value:
+    fields = {"data.prompt_field": data.prompt_field}
+    if task.name == KTO:
+        fields |= {"data.completion_field": data.completion_field, "task.label_field": task.label_field}
+        for option, value in {
+            "task.desirable_weight": task.desirable_weight,
+            "task.undesirable_weight": task.undesirable_weight,
+        }.items():
+            if not 0 < value < float("inf"):
+                yield problem(loaded, option, "must be above 0", "use 1.0")
+        if task.group_size < 2:
+            rule = "must be at least 2: KL is estimated with the completions of other rows"
+            yield problem(loaded, "task.group_size", rule, "use 8")
+    else:
+        fields |= {"task.chosen_field": task.chosen_field, "task.rejected_field": task.rejected_field}
+        if loaded.is_set("data.completion_field"):
+            yield problem(loaded, "data.completion_field", "is not read: answers have fields of their own", "remove it")
+    if not 0 <= task.gamma < float("inf"):
+        yield problem(loaded, "task.gamma", "must be 0 or above", "use 0.5")
+    for option, column in fields.items():
+        if not column:
             yield problem(loaded, option, "must not be empty", "name the column")
-    if len({*fields.values(), task.rejected_field}) < 3:
-        rule = "names the column of another of prompt, chosen and rejected"
-        yield problem(loaded, "task.rejected_field", rule, "name three columns")
-    if loaded.is_set("data.completion_field"):
-        yield problem(loaded, "data.completion_field", "is not read: answers have fields of their own", "remove it")
+    if len({*fields.values()}) < 3:
+        *others, last = (option.rpartition(".")[2].removesuffix("_field") for option in fields)
+        rule = f"names the column of another of {', '.join(others)} and {last}"
+        yield problem(loaded, list(fields)[-1], rule, "name three columns")
 
 
 def _check_classification(loaded: Loaded) -> Iterator[Problem]:

@@ -36,6 +36,8 @@ class DataSource:
     """As data.format, for this source alone (shardtrain)."""
     text_field: str | None = None
     """As data.text_field, for this source alone (shardtrain)."""
+    template: dict[str, str] = field(default_factory=dict)
+    """As data.template, for this source alone (shardtrain)."""
     split: str | None = None
     """As data.split, for this source alone (shardtrain)."""
     subset: str | None = None
@@ -65,6 +67,9 @@ class Data:
     format: Literal["text", "prompt_completion", "chat"] = "text"
     """What a row is: one text; a prompt and its completion, of which the completion alone has loss; or a conversation,
     of which the assistant's turns have loss (shardtrain)."""
+    template: dict[str, str] = field(default_factory=dict)
+    """Columns that the format reads, as Jinja templates over those that the rows have: {prompt = "{{ question }}"}.
+    With chat the entries are system, user and assistant (shardtrain)."""
     text_field: str = "text"
     """Column of the text; dots reach into nested objects (shardtrain)."""
     prompt_field: str = "prompt"
@@ -75,14 +80,23 @@ class Data:
     """Column of the conversation: a list of {role, content} objects (shardtrain)."""
     tools_field: str = "tools"
     """Column of the tools that a conversation may call, if the row has it (shardtrain)."""
+    add_bos: bool | None = None
+    """Begin each text with bos, in training, generate and evaluate alike; unset, as the tokenizer's own files say
+    (shardtrain)."""
+    add_eos: bool | None = None
+    """End each document that is trained on with eos; unset does so where the tokenizer has one (shardtrain)."""
+    separator: str | None = None
+    """A text that follows each document, after eos if there is one; special tokens may be spelled out (shardtrain)."""
     chat_template: str | None = None
     """File of a Jinja chat template; the tokenizer's own unless set (shardtrain)."""
-    packing: Literal["concat", "first_fit", "padded"] = "concat"
+    packing: Literal["auto", "concat", "first_fit", "padded"] = "auto"
     """concat lays all documents end to end and cuts; first_fit puts whole documents into sequences where they fit;
-    padded gives each document a sequence (shardtrain)."""
-    long_documents: Literal["split", "cut", "drop"] = "split"
-    """With first_fit and padded, what happens to a document longer than seq_len: go on in another sequence, lose its
-    end, or be left out; the last two are counted in the log (shardtrain)."""
+    padded gives each document a sequence; auto is concat where all rows are texts, and first_fit where some are prompts
+    or conversations, so that no answer is without its question (shardtrain)."""
+    long_documents: Literal["auto", "split", "cut", "drop"] = "auto"
+    """With first_fit and padded, what happens to a document longer than seq_len: go on in another sequence (split),
+    lose its end (cut), or be left out (drop); the last two are counted in the log. auto splits texts, and cuts prompts
+    and conversations (shardtrain)."""
     document_mask: Literal["auto", "on", "off"] = "auto"
     """Let no document attend to another in its sequence, and start positions anew in each; auto does so for
     prompt_completion, chat, first_fit and padded (shardtrain)."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shardtrain.config.schema import Config, Parallelism
+from collections.abc import Iterable
+
+from shardtrain.config.schema import Config, Data, Parallelism
 
 
 def shard_degree(config: Config, world_size: int) -> int:
@@ -20,6 +22,20 @@ def other_degrees(config: Config) -> int:
         * p.context_parallel_degree
         * p.tensor_parallel_degree
     )
+
+
+def packing_kind(data: Data, formats: Iterable[str]) -> str:
+    """data.packing, where "auto" is first_fit as soon as a source has rows of another format than text."""
+    if data.packing != "auto":
+        return data.packing
+    return "concat" if set(formats) <= {"text"} else "first_fit"
+
+
+def long_documents(data: Data, form: str) -> str:
+    """data.long_documents for rows of a format, where "auto" splits texts and cuts all else."""
+    if data.long_documents != "auto":
+        return data.long_documents
+    return "split" if form == "text" else "cut"
 
 
 def data_parallel_degree(config: Config, world_size: int) -> int:

@@ -18,11 +18,23 @@ class Task:
     num_labels: int = 2
     """Number of labels, where labels does not name them (shardtrain)."""
     label_field: str = "label"
-    """Column of the label; a number, as "1", in a TSV file without a first line of names (shardtrain)."""
+    """Column of the label, with kto true or false; a number, as "1", in a TSV file without a first line of names
+    (shardtrain)."""
     pair_field: str = ""
     """Column of a second text of the row, which follows the first; empty for none (shardtrain)."""
     beta: float = 0.1
-    """How far preferences may lead away from the reference: less is farther (shardtrain)."""
+    """Of preferences: with preference and kto how far the model may go from the reference (less is farther), with simpo
+    the scale of rewards (the paper has 2 to 10), with orpo the weight of the odds beside the answers' loss
+    (shardtrain)."""
+    gamma: float = 0.5
+    """With simpo, by how much the chosen answer's reward shall be above the other's (shardtrain)."""
+    desirable_weight: float = 1.0
+    """With kto, weight of good answers (shardtrain)."""
+    undesirable_weight: float = 1.0
+    """With kto, weight of bad ones (shardtrain)."""
+    group_size: int = 8
+    """With kto, rows among which completions are exchanged to estimate KL; a batch is made of such groups
+    (shardtrain)."""
     chosen_field: str = "chosen"
     """Column of the answer that was preferred, beside data.prompt_field (shardtrain)."""
     rejected_field: str = "rejected"

@@ -16,6 +16,8 @@ from shardtrain.data.chat_messages import conversation, messages_of, tools_of
 from shardtrain.data.chat_template import FIXED_DATE, ChatTemplate
 from shardtrain.data.columns import Unusable, column, find, kind, text
 from shardtrain.data.document import Document, Encoder
+from shardtrain.data.ends import Ends, ends_of
+from shardtrain.data.row_template import TemplatedEncoder, template_of
 from shardtrain.data.sources import BadRow
 from shardtrain.data.tokenizer import Ids, Tokenizer
 from shardtrain.data.tokenizers.beside import read_text
@@ -23,7 +25,6 @@ from shardtrain.errors import ConfigError, Problem
 
 T = TypeVar("T")
 _VERSION = 1
-_EMPTY = np.zeros(0, dtype=np.int32)
 
 
 def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = None) -> Encoder:
@@ -33,20 +34,27 @@ def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = N
         ConfigError: when a chat template is needed and there is none, or it cannot be used.
     """
     form = (source.format if source is not None else None) or data.format
+    encoder = _encoder(tokenizer, data, source, form)
+    template = template_of(data, source, form)
+    return encoder if template is None else TemplatedEncoder(encoder, template)
+
+
+def _encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None, form: str) -> Encoder:
     if form == "text":
-        return TextEncoder(tokenizer, (source.text_field if source is not None else None) or data.text_field)
+        return TextEncoder(tokenizer, (source.text_field if source is not None else None) or data.text_field, data)
     if form == "prompt_completion":
         return PromptEncoder(tokenizer, data)
     return ChatEncoder(tokenizer, data)
 
 
 class TextEncoder:
-    """A row is one text: bos, its tokens, eos."""
+    """A row is one text, between what begins and what ends a document (see ``ends``)."""
 
-    def __init__(self, tokenizer: Tokenizer, text_field: str = "text") -> None:
+    def __init__(self, tokenizer: Tokenizer, text_field: str, data: Data) -> None:
         self.tokenizer, self._field = tokenizer, text_field
-        self._bos, self._eos = _ends(tokenizer)
-        self.fingerprint = _fingerprint("text", tokenizer, text_field)
+        ends = ends_of(tokenizer, data)
+        self._prefix, self._after = _ids(ends.prefix), _ids(ends.after)
+        self.fingerprint = _fingerprint("text", tokenizer, text_field, *_asked_ends(ends, data))
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """One document, or the reason why there is none, per row."""
@@ -63,11 +71,11 @@ class TextEncoder:
     def _document(self, ids: Ids) -> Document | BadRow:
         if not len(ids):
             return BadRow("the text has no tokens", harmless=True)
-        return Document(np.concatenate((self._bos, ids, self._eos)))
+        return Document(np.concatenate((self._prefix, ids, self._after)))
 
 
 class PromptEncoder:
-    """A row is a prompt and its completion: bos, both, eos; the completion and eos are learned.
+    """A row is a prompt and its completion, between the ends of a document; the completion and its end are learned.
 
     The two are tokenized apart, so that no token has a part in both. Where both are lists of messages they are one
     conversation, of which the assistant's turns in the completion are learned.
@@ -75,11 +83,12 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
         self.tokenizer, self._data = tokenizer, data
-        self._bos, self._eos = _ends(tokenizer)
+        ends = ends_of(tokenizer, data)
+        self._prefix, self._after = _ids(ends.prefix), _ids(ends.after)
         self._conversations: Conversations | None = None
         template = _template_facts(tokenizer, data) if data.chat_template or tokenizer.chat_template else ""
         fields = (data.prompt_field, data.completion_field, data.tools_field, template)
-        self.fingerprint = _fingerprint("prompt_completion", tokenizer, *fields)
+        self.fingerprint = _fingerprint("prompt_completion", tokenizer, *fields, *_asked_ends(ends, data))
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """One document, or the reason why there is none, per row."""
@@ -115,8 +124,8 @@ class PromptEncoder:
     def _document(self, prompt: Ids, completion: Ids) -> Document | BadRow:
         if not len(completion):
             return BadRow("the completion has no tokens", harmless=True)
-        tokens = np.concatenate((self._bos, prompt, completion, self._eos))
-        return Document(tokens, np.arange(len(tokens)) >= len(self._bos) + len(prompt))
+        tokens = np.concatenate((self._prefix, prompt, completion, self._after))
+        return Document(tokens, np.arange(len(tokens)) >= len(self._prefix) + len(prompt))
 
     def _chat(self) -> Conversations:
         if self._conversations is None:  # rows of text need no template
@@ -158,12 +167,14 @@ def _with_targets(document: Document) -> Document | BadRow:
     return BadRow("the conversation has no token that is learned")
 
 
-def _ends(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
-    bos, eos = (
-        _EMPTY if number is None else np.array([number], dtype=np.int32)
-        for number in (tokenizer.bos_id, tokenizer.eos_id)
-    )
-    return bos, eos
+def _ids(numbers: tuple[int, ...]) -> Ids:
+    return np.array(numbers, dtype=np.int32)
+
+
+def _asked_ends(ends: Ends, data: Data) -> list[str]:
+    """What a fingerprint says of ends that an option asks for; the tokenizer's own are part of its fingerprint."""
+    asked = data.add_bos is not None or data.add_eos is not None or data.separator is not None
+    return [f"ends {ends.prefix} {ends.suffix} {ends.separator}"] if asked else []
 
 
 def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:

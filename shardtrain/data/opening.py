@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtrain.config import derived
 from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sources
+from shardtrain.data.document import Encoder
 from shardtrain.data.encode import open_encoder
+from shardtrain.data.ends import described
 from shardtrain.data.feed import Feed, IndexedFeed
 from shardtrain.data.line import Line, MemoryLine
 from shardtrain.data.mix import Mixture, Stage
 from shardtrain.data.pack import Packing
 from shardtrain.data.reading import BadRows, Tally, read_documents
+from shardtrain.data.row_template import TemplatedEncoder
 from shardtrain.data.shard_index import read_index
 from shardtrain.data.shards import ShardLine
-from shardtrain.data.sources import Request, Shards, Table
+from shardtrain.data.sources import BadRow, Request, Shards, Table, every_row
 from shardtrain.data.stream import StreamFeed
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
 from shardtrain.errors import ConfigError, Problem
 
 logger = logging.getLogger(__name__)
 
+_FIRST_ROWS = 8
+"""Rows that a template is tried on before all are read."""
 MEMORY_BYTES = 64 * 2**20
 """Bytes of input up to which data.mode="auto" reads the whole dataset at start."""
 
@@ -89,15 +96,21 @@ def request_for(config: Config, named: Named) -> Request:
     )
 
 
-def packing_of(config: Config, section: Training | Validation, tokenizer: Tokenizer) -> Packing:
-    """How rows are made. Documents are masked in all sources or in none, as the rows of a batch share one kernel."""
+def packing_of(config: Config, section: Training | Validation, tokenizer: Tokenizer, named: Named) -> Packing:
+    """How the rows of a source are made; what it does with long documents may be its own.
+
+    Documents are packed alike and masked in all sources or in none, as the rows of a batch share one kernel.
+    """
     options = config.data
-    formats = {_format(config, named) for named in named_sources(config, section)}
+    formats = {_format(config, one) for one in named_sources(config, section)}
+    kind = derived.packing_kind(options, formats)
     masked = options.document_mask == "on"
     if options.document_mask == "auto":
-        masked = options.packing != "concat" or formats != {"text"}
+        masked = kind != "concat" or formats != {"text"}
+    long = derived.long_documents(options, _format(config, named))
     pad = next((token for token in (tokenizer.pad_id, tokenizer.eos_id) if token is not None), 0)
-    return Packing(section.seq_len, options.packing, masked, options.long_documents, pad)
+    # "concat" has no use for it, and fingerprints of such data hold what it always was
+    return Packing(section.seq_len, kind, masked, long if kind != "concat" else "split", pad)  # type: ignore[arg-type]
 
 
 def _format(config: Config, named: Named) -> str:
@@ -115,9 +128,11 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
         DataError: when rows are bad, or none is usable.
     """
     tokenizer = tokenizer_of(config)
-    packing = packing_of(config, section, tokenizer)
     every = named_sources(config, section)
+    packings = [packing_of(config, section, tokenizer, named) for named in every]
     several = len(every) > 1
+    if any(named.source.dataset != "tokens" and _format(config, named) != "chat" for named in every):
+        logger.info(described(tokenizer, config.data))
     passes = [_passes(config, section, loop, named.source, several) for named in every]
     feeds = [
         _open_feed(
@@ -129,7 +144,7 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
             _seed(config.debug.seed, named, several) if shuffle else None,
             times,
         )
-        for named, times in zip(every, passes, strict=True)
+        for named, packing, times in zip(every, packings, passes, strict=True)
     ]
     mixture = Mixture(_stages(config, feeds) if several else [Stage((1.0,))])
     for stage, index in mixture.unread:
@@ -141,7 +156,7 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
         if times is not None and feed.num_rows is not None
     ]
     end = min((end for end in ends if end is not None), default=None)
-    return Opened(feeds, mixture, packing, tokenizer, end, [named.name for named in every])
+    return Opened(feeds, mixture, packings[0], tokenizer, end, [named.name for named in every])
 
 
 def _passes(
@@ -176,6 +191,7 @@ def _open_feed(
         return _indexed(shards, packing, seed, passes, named, shards.files, started)
     source: Table | Shards = module.open_source(request)
     encoder = open_encoder(tokenizer, config.data, named.source)
+    check_template(source, encoder, named)
     if _streams(config, section, named, source, passes):
         feed = StreamFeed(
             source,
@@ -195,6 +211,18 @@ def _open_feed(
         level = logging.WARNING if tally.num_bad else logging.INFO  # empty texts alone are nothing to worry about
         logger.log(level, "dataset %s: left out %s", named.name, reason)
     return _indexed(line, packing, seed, passes, named, source.files(), started)
+
+
+def check_template(source: Table | Shards, encoder: Encoder, named: Named) -> None:
+    """Try a template on the first rows; raises ConfigError where none of them gives a document."""
+    if not isinstance(encoder, TemplatedEncoder):
+        return
+    first = [row for _, row in itertools.islice(every_row(source), _FIRST_ROWS) if not isinstance(row, BadRow)]
+    found = encoder.encode(first)
+    bad = [one for one in found if isinstance(one, BadRow)]
+    if found and len(bad) == len(found):
+        rule = f"makes nothing of the first {len(found)} rows of {named.source.dataset_path or named.name}: {bad[0]}"
+        raise ConfigError(Problem(encoder.option, None, rule, "correct the template"))
 
 
 def _indexed(

@@ -37,6 +37,10 @@ class Tokenizer(Protocol):
     bos_id: int | None
     eos_id: int | None
     pad_id: int | None
+    prefix_ids: tuple[int, ...]
+    """What the tokenizer's own files put before a text, as bos or ``[CLS]``; empty where they put nothing there."""
+    suffix_ids: tuple[int, ...]
+    """What they put after it, as eos or ``[SEP]``."""
     special_ids: frozenset[int]
     """Ids of control tokens, such as the one that ends a turn of a conversation."""
     special_tokens: Mapping[str, str]

@@ -87,19 +87,27 @@ def examine(config: Config, world_size: int) -> Report:
             f"model.overrides.vocab_size to {tokenizer.vocab_size} or more"
         )
     training = list(surveys(config, config.training, tokenizer))
-    packing = opening.packing_of(config, config.training, tokenizer)
+    packings = _packings(config, config.training, tokenizer)
     batch = derived.global_batch_size(config, world_size)
     for survey in training:
+        packing = packings[survey.name]
         report.tables[survey.name] = _facts(survey, packing) | _epoch(config, survey, packing, batch)
         _judge(survey, config, vocab_size, packing, report)
     if config.validation.enable:
-        packing = opening.packing_of(config, config.validation, tokenizer)
+        packings = _packings(config, config.validation, tokenizer)
         for survey in surveys(config, config.validation, tokenizer):
+            packing = packings[survey.name]
             name = f"validation: {survey.name}"
             report.tables[name] = _facts(survey, packing) | {"sequences per pass": survey.num_rows(packing)}
             _judge(survey, config, vocab_size, packing, report)
             _judge_leak(survey, training, report)
     return report
+
+
+def _packings(config: Config, section: Training | Validation, tokenizer: Tokenizer) -> dict[str, Packing]:
+    """How the rows of each source are made, by its name."""
+    every = opening.named_sources(config, section)
+    return {named.name: opening.packing_of(config, section, tokenizer, named) for named in every}
 
 
 def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer) -> Iterator[Survey]:
@@ -115,6 +123,7 @@ def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer
             continue
         source = module.open_source(request)
         encoder = open_encoder(tokenizer, config.data, named.source)
+        opening.check_template(source, encoder, named)
         num_rows = source.num_rows if isinstance(source, Table) else None
         with Progress(f"checking {named.name}", source.total_bytes) as progress:
             yield survey_rows(named.name, source, encoder, _Ticker(progress, num_rows))

@@ -98,6 +98,7 @@ def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[Job
         request = opening.request_for(config, named)
         source = module.open_source(request)
         encoder = open_encoder(tokenizer, config.data, named.source)
+        opening.check_template(source, encoder, named)
         facts = {
             "dataset": named.source.dataset,
             "split": request.split,

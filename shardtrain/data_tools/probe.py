@@ -86,7 +86,7 @@ def main(words: list[str]) -> int:
     model, has_experts = _model(loaded.config)
     batch, tokenizer = _row(loaded.config)
     tolerance = EXPERTS_TOLERANCE if has_experts else 0.0
-    report = probe(model, batch, tolerance=tolerance, ends_are_inputs=loaded.config.data.packing == "concat")
+    report = probe(model, batch, tolerance=tolerance, ends_are_inputs=_kind(loaded) == "concat")
     print("\n".join([*show_boundaries(batch, tokenizer), "", *verdicts(report)]))
     return 0 if report.clean else 1
 
@@ -263,6 +263,15 @@ def _model(config: Any) -> tuple[nn.Module, bool]:
         gain = Draw("normal", std=parameter.size(-1) ** -0.5) if parameter.ndim > 1 else Draw("ones")
         init.draw_(parameter, name, gain, config.debug.seed)
     return model, bool(module.LAYOUT.expert)
+
+
+def _kind(loaded: Any) -> str:
+    """How documents are packed; prepared shards may hold other rows than data.format says, which "auto" follows."""
+    from shardtrain.data import opening
+
+    config = loaded.config
+    named = opening.named_sources(config, config.training)[0]
+    return str(opening.packing_of(config, config.training, opening.tokenizer_of(config), named).kind)
 
 
 def _row(config: Any) -> tuple[Batch, Tokenizer]:

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from shardtrain import config as configs
-from shardtrain import data
+from shardtrain import data, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.data.batch import Batch
 from shardtrain.data.loader import SOURCE_BITS
+from shardtrain.data.opening import tokenizer_of
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.data_tools.words import COMMAND_LINE, take, whole_number
 from shardtrain.errors import ConfigError, Problem
@@ -24,7 +25,8 @@ USAGE = """usage: shardtrain data show [CONFIG.toml | RUN_FOLDER] [--step N] [--
                             [--section.key VALUE ...]
 
 Prints sequences as the model gets them at a step of training: the text of each document, the positions of its tokens,
-and what is learned of it. Given the folder of a run, shows what that run has read or will read.
+and what is learned of it. Of a task of rows each text of a row: the chosen and the rejected answer with their prompt.
+Given the folder of a run, shows what that run has read or will read.
 
   --step N        which step, from 1 (1)
   --rows N        how many of its sequences (3)
@@ -71,6 +73,16 @@ class Shown:
     """Tokens at the end that belong to no document."""
 
 
+@dataclass(frozen=True)
+class ShownRow:
+    """One row of a task: its place in the order, its number in its dataset, and its texts by their names."""
+
+    position: int
+    dataset: str
+    sample: int
+    texts: list[tuple[str, list[Piece]]]
+
+
 def main(words: list[str]) -> int:
     """Print the sequences of a step; gives the exit status."""
     taken = take(words, {"--step": whole_number, "--rows": whole_number, "--world_size": whole_number}, ["--json"])
@@ -81,10 +93,15 @@ def main(words: list[str]) -> int:
     batch_size = derived.global_batch_size(config, world_size)
     first = (taken.own.get("--step", 1) - 1) * batch_size
     color = sys.stdout.isatty() and not config.metrics.disable_color_printing
-    found = False
-    for shown, tokenizer in rows(config, first, min(taken.own.get("--rows", 3), batch_size)):
-        found = True
-        print(json.dumps(asdict(shown)) if "--json" in taken.own else render(shown, tokenizer, color))
+    found, count = False, min(taken.own.get("--rows", 3), batch_size)
+    if config.task.name != "language_model":
+        for row, tokenizer in task_rows(config, first, count):
+            found = True
+            print(json.dumps(asdict(row)) if "--json" in taken.own else render_row(row, tokenizer, color))
+    else:
+        for shown, tokenizer in rows(config, first, count):
+            found = True
+            print(json.dumps(asdict(shown)) if "--json" in taken.own else render(shown, tokenizer, color))
     if not found:
         rule = "is beyond the end of the data"
         raise ConfigError(Problem("--step", taken.own.get("--step", 1), rule, "name an earlier one", COMMAND_LINE))
@@ -121,6 +138,28 @@ def rows(config: Config, first: int, count: int) -> Iterator[tuple[Shown, Tokeni
         if batch is None:
             return
         yield describe(batch, 0, position, names, stream.pad_id), stream.tokenizer
+
+
+def task_rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownRow, Tokenizer]]:
+    """Rows ``first`` and after of the order of training of a task of rows.
+
+    Raises:
+        ConfigError: where the task does not say how to show a row.
+    """
+    task = tasks.open_task(config)
+    assert isinstance(task, tasks.RowTask)
+    stream = task.open_stream(batch_rank=0, num_batch_ranks=1, accumulation=1)
+    tokenizer: Tokenizer = tokenizer_of(config)
+    last = first + count if stream.end is None else min(first + count, stream.end)
+    for position in range(first, last):
+        (number,) = stream.feed.rows_at(position, position + 1)
+        texts = []
+        for text in task.shown(stream.feed.read(position, number)):
+            pieces: list[Piece] = []
+            for token, learned in zip(text.tokens, text.learned or [False] * len(text.tokens), strict=True):
+                _append(pieces, learned, token)
+            texts.append((text.name, pieces))
+        yield ShownRow(position, config.training.dataset, number, texts), tokenizer
 
 
 def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: int) -> Shown:
@@ -176,6 +215,18 @@ def render(shown: Shown, tokenizer: Tokenizer, color: bool) -> str:
         lines.append("".join(_text(piece, tokenizer, color) for piece in part.pieces))
     if shown.filler:
         lines.append(f"{frame}-- {shown.filler} filler tokens{end}")
+    return "\n".join(lines)
+
+
+def render_row(row: ShownRow, tokenizer: Tokenizer, color: bool) -> str:
+    """A row of a task as text: a head line, and a line and the text of each of its texts."""
+    frame, end = (_FRAME, _END) if color else ("", "")
+    lines = [f"{frame}== position {row.position}: row {row.sample} of {row.dataset}{end}"]
+    for name, pieces in row.texts:
+        learned = sum(len(piece.tokens) for piece in pieces if piece.learned)
+        count = sum(len(piece.tokens) for piece in pieces)
+        lines.append(f"{frame}-- {name}: {count} tokens, {learned} of them learned{end}")
+        lines.append("".join(_text(piece, tokenizer, color) for piece in pieces))
     return "\n".join(lines)
 
 

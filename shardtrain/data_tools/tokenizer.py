@@ -124,7 +124,7 @@ def train(texts: Texts, vocab_size: int, special: list[str]) -> Any:
     """Train on all texts; the same texts give the same tokenizer. Memory grows with distinct words, not with texts."""
     try:
         import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers, trainers
+        from tokenizers import decoders, models, pre_tokenizers, processors, trainers
     except ImportError as error:
         raise ConfigError(Problem(PROGRAM, None, "needs the tokenizers library", "pip install tokenizers")) from error
     tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -139,6 +139,9 @@ def train(texts: Texts, vocab_size: int, special: list[str]) -> Any:
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(iter(texts), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, special.index(BOS))]
+    )
     return tokenizer
 
 

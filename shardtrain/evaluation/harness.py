@@ -5,6 +5,7 @@ Shape suffixes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
+from shardtrain.data.ends import ends_of
 from shardtrain.errors import ConfigError, Problem
-from shardtrain.evaluation.tasks import prepends_bos
 from shardtrain.generate.engine import Generator
 from shardtrain.generate.opening import Opened
 from shardtrain.generate.sampling import Sampling
@@ -32,7 +33,8 @@ class Engine(TemplateLM):
         super().__init__()
         self._opened, self._batch_size, self._is_first = opened, batch_size, is_first
         self._device = next(opened.model.parameters()).device
-        self._prepends_bos = prepends_bos(opened)
+        data = dataclasses.replace(opened.config.data, add_eos=None, separator=None)
+        self._prefix = list(ends_of(opened.tokenizer, data).prefix)
         self.max_length = opened.config.training.seq_len
 
     @property
@@ -54,9 +56,8 @@ class Engine(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Tokens of a text, special tokens that are spelled out among them."""
         ids: list[int] = self._opened.tokenizer.encode_spans([string])[0][0].tolist()
-        wanted = self._prepends_bos if add_special_tokens is None else add_special_tokens and self._prepends_bos
-        bos = self._opened.tokenizer.bos_id
-        return [bos, *ids] if wanted and bos is not None and ids[:1] != [bos] else ids
+        prefix = [] if add_special_tokens is False else self._prefix
+        return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts: every token once, in windows of at most ``max_length`` tokens."""

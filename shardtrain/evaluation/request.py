@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.arguments import Arguments
+from shardtrain.arguments import Arguments, truth
 from shardtrain.errors import ConfigError, Problem
 
 ABOUT = """Measure a model: the loss of each set of text that --data names, or of the run's own [validation] set, and
@@ -27,6 +27,7 @@ class Request:
     tokenizer: str | None
     data: dict[str, Path]
     text_field: str | None
+    add_bos: bool | None
     seq_len: int | None
     tasks: tuple[str, ...]
     include_path: Path | None
@@ -55,6 +56,8 @@ def read(words: list[str]) -> Request | None:
     for option in ("include_path", "num_fewshot", "limit"):
         if getattr(request, option) is not None and not tasks:
             problems.append(_problem(f"--{option}", getattr(request, option), "has no effect without --tasks"))
+    if request.add_bos is not None and sets and not tasks and all(path.is_dir() for path in sets.values()):
+        problems.append(_problem("--add_bos", request.add_bos, "has no effect on folders of prepared tokens"))
     for option in ("text_field", "seq_len"):
         if getattr(request, option) is not None and not sets:
             problems.append(_problem(f"--{option}", getattr(request, option), "has no effect without --data"))
@@ -70,6 +73,7 @@ def _arguments() -> Arguments:
     a.add_argument("--tokenizer", help='of a Hugging Face folder without one: a path, or "bytes"')
     a.add_argument("--data", action="append", default=[], metavar="NAME=FILE", help="a set of text; may be repeated")
     a.add_argument("--text_field", help="field of the text in --data (data.text_field of the run)")
+    a.add_argument("--add_bos", type=truth, metavar="{true,false}", help="begin texts with bos; as the tokenizer says")
     a.add_argument("--seq_len", type=int, help="tokens per sequence in --data (the run's, at most 2048)")
     a.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval (the eval extra)")
     a.add_argument("--include_path", type=Path, help="folder of task files of your own; they may hold code, and run it")

@@ -27,7 +27,9 @@ def run(asked: Request) -> None:
     """
     loaded = load_config(asked.source, asked.config, asked.tokenizer)
     with join(asked.device or loaded.config.training.device) as here:
-        opened = open_model(asked.source, asked.config, asked.dtype, here, tokenizer_path=asked.tokenizer)
+        opened = open_model(asked.source, asked.config, asked.dtype, here, tokenizer_path=asked.tokenizer).with_bos(
+            asked.add_bos
+        )
         if here.rank == 0:
             print(f"shardtrain evaluate: {opened.name}", file=sys.stderr, flush=True)
         wanted = _sections(asked, opened)

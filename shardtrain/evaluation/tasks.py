@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from shardtrain.errors import ConfigError, Problem
@@ -55,22 +54,6 @@ def check_known(tasks: Sequence[str], known: Sequence[str]) -> None:
         near = difflib.get_close_matches(unknown[0], known, 1)
         fix = f"did you mean {near[0]}?" if near else "name the folder of your own task files with --include_path"
         raise ConfigError(Problem("--tasks", unknown[0], "is no task that lm-eval knows", fix))
-
-
-def prepends_bos(opened: Opened) -> bool:
-    """Whether a text begins with the token that begins documents: as training does it, or as the folder's file says.
-
-    A Hugging Face tokenizer does so by its post-processor, whatever tokens it names.
-    """
-    if opened.tokenizer.bos_id is None:
-        return False
-    file = Path(opened.tokenizer.spec)
-    file = file / "tokenizer.json" if file.is_dir() else file
-    if not opened.from_hub or file.suffix != ".json" or not file.is_file():
-        return True
-    import tokenizers
-
-    return opened.tokenizer.bos_id in tokenizers.Tokenizer.from_file(str(file)).encode("a").ids[:1]
 
 
 def _plain(value: Any) -> Any:

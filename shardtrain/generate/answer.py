@@ -40,7 +40,7 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
             tokenizer_path=asked.tokenizer,
             base=asked.base,
             adapter=asked.adapter,
-        )
+        ).with_bos(asked.add_bos)
         is_first = here.rank == 0
         if is_first:
             print(f"shardtrain generate: {opened.name}", file=sys.stderr, flush=True)
@@ -72,7 +72,7 @@ class Answers:
         self._asked, self._opened, self._is_first = asked, opened, is_first
         tokenizer = opened.tokenizer
         conversations = open_conversations(tokenizer, opened.config.data) if asked.chat else None
-        self._encoder = Encoder(tokenizer, conversations)
+        self._encoder = Encoder(tokenizer, opened.config.data, conversations)
         self._sampling = Sampling(asked.repetition_penalty, asked.temperature, asked.top_k, asked.top_p)
         self._generator = Generator(opened.model, opened.layout, tokenizer.vocab_size, not asked.no_cache, opened.width)
         ends = {tokenizer.eos_id, conversations.turn_end() if conversations is not None else None}

@@ -8,7 +8,7 @@ never run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,6 +43,13 @@ class Opened:
     """Ranks over which each layer is split."""
     from_hub: bool = False
     """Whether it lay in a Hugging Face folder."""
+
+    def with_bos(self, add_bos: bool | None) -> Opened:
+        """The same with data.add_bos set, or as it is where that is None."""
+        if add_bos is None:
+            return self
+        config = replace(self.config, data=replace(self.config.data, add_bos=add_bos))
+        return replace(self, config=config)
 
 
 def open_model(

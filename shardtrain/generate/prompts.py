@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardtrain.config.schema import Data
 from shardtrain.data.chat import Conversations
 from shardtrain.data.chat_messages import messages_of, tools_of
 from shardtrain.data.columns import Unusable, column, find, text
+from shardtrain.data.ends import ends_of
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.errors import ConfigError, DataError, Problem, StorageError
 
@@ -79,8 +81,9 @@ def _json(value: str) -> str:
 class Encoder:
     """Prompts to tokens: a text as training begins one, or a conversation by a chat template."""
 
-    def __init__(self, tokenizer: Tokenizer, conversations: Conversations | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, data: Data, conversations: Conversations | None) -> None:
         self._tokenizer, self._conversations = tokenizer, conversations
+        self._prefix = ends_of(tokenizer, replace(data, add_eos=None, separator=None)).prefix
 
     def row(self, row: Row, field: str, tools_field: str) -> list[int]:
         """Tokens of a row's prompt; raises DataError naming its place."""
@@ -95,8 +98,9 @@ class Encoder:
             messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value, field)
             ids = self._conversations.prompt(messages, tools_of(tools, tools_field)).tolist()
         elif isinstance(value, str):
-            bos = self._tokenizer.bos_id
-            ids = [*([] if bos is None else [bos]), *self._tokenizer.encode(value).tolist()]
+            ids = [*self._prefix, *self._tokenizer.encode(value).tolist()]
+            if not ids and self._tokenizer.bos_id is not None:
+                ids = [self._tokenizer.bos_id]  # something has to be continued
         else:
             raise Unusable(f"column {field!r} holds a list of messages, which needs a chat template: give --chat")
         if not ids:

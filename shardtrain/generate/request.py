@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.arguments import Arguments
+from shardtrain.arguments import Arguments, truth
 from shardtrain.errors import ConfigError, Problem
 
 ABOUT = """Continue a prompt, or each row of a JSONL file, with a trained model. One prompt is printed as it comes;
@@ -28,6 +28,7 @@ class Request:
     field: str
     prediction_field: str
     chat: bool
+    add_bos: bool | None
     max_new_tokens: int
     temperature: float
     top_k: int
@@ -74,6 +75,7 @@ def _arguments() -> Arguments:
     a.add_argument("--field", default="prompt", help="field of the prompt (prompt); dots reach into objects")
     a.add_argument("--prediction_field", default="prediction", help="field that is added (prediction)")
     a.add_argument("--chat", action="store_true", help="write the prompt by the chat template: a text or messages")
+    a.add_argument("--add_bos", type=truth, metavar="{true,false}", help="begin texts with bos; as the tokenizer says")
     a.add_argument("--max_new_tokens", type=int, default=128, help="most new tokens per prompt (128)")
     a.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
     a.add_argument("--top_k", type=int, default=0, help="draw from so many of the likeliest; 0 is all (0)")
@@ -99,6 +101,13 @@ def _one_source(r: Request) -> Problem | None:
     return None
 
 
+def _bos_of_a_chat(r: Request) -> Problem | None:
+    if r.chat and r.add_bos is not None:
+        rule = "has no effect with --chat: a conversation is what the chat template writes"
+        return _problem("--add_bos", r.add_bos, rule, "leave it out")
+    return None
+
+
 def _drawing(r: Request) -> Problem | None:
     for option, is_set in (("--top_k", r.top_k != 0), ("--top_p", r.top_p != 1), ("--seed", r.seed != 0)):
         if is_set and r.temperature == 0:
@@ -120,6 +129,7 @@ def _problem(option: str, value: object, rule: str, fix: str) -> Problem:
 
 _RULES: tuple[Callable[[Request], Problem | None], ...] = (
     _one_source,
+    _bos_of_a_chat,
     _drawing,
     _bound("--max_new_tokens", lambda r: r.max_new_tokens >= 1, "must be at least 1", "write it like 128"),
     _bound("--temperature", lambda r: 0 <= r.temperature < 1e6, "must be 0 or above", "use 0, or about 0.7 to 1"),

@@ -9,6 +9,7 @@ from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sources
 from shardtrain.data.opening import Named, request_for
 from shardtrain.data.reading import BadRows, Tally, chunks
+from shardtrain.data.row_template import completed, template_of
 from shardtrain.data.sources import BadRow, Row, Shards, Table, every_row, place_of
 from shardtrain.errors import DataError
 from shardtrain.log import logger
@@ -52,7 +53,12 @@ def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
     """
     source, (_, named) = open_files(config, split), section_of(config, split)
     policy, tally = BadRows.of(config.data), Tally()
-    found = FileRows(_good_rows(source, split, make, policy, tally))
+    template = template_of(config.data, None, "row")
+
+    def make_of_columns(rows: Sequence[Row | BadRow]) -> Iterable[T | BadRow]:
+        return make([row if isinstance(row, BadRow) else completed(template, row) for row in rows])
+
+    found = FileRows(_good_rows(source, split, make_of_columns, policy, tally))
     if tally.num_bad:
         policy.judge(tally, f"dataset {named.name}")
         for reason in tally.reasons():

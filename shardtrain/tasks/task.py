@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,15 @@ from shardtrain.data.loader import Share, Stream
 from shardtrain.data.row_stream import RowBatch, RowFeed, Rows, RowStream
 from shardtrain.errors import ConfigError, DataError, Problem
 from shardtrain.layout import Layout
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A text of a row for ``data show``: its name, its tokens, and which of them are learned; None where none is."""
+
+    name: str
+    tokens: list[int]
+    learned: list[bool] | None
 
 
 class RowTask:
@@ -70,6 +80,15 @@ class RowTask:
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         """The line of one row in the file of predictions."""
         return " ".join(str(value.tolist()) for value in row.values())
+
+    def shown(self, row: Any) -> list[Shown]:
+        """The texts of a row, for ``data show``.
+
+        Raises:
+            ConfigError: where the task does not say; override it.
+        """
+        fix = "define shown(row), as shardtrain/tasks/text_task.py does"
+        raise ConfigError(Problem("task.name", self.config.task.name, "does not say how to show a row", fix))
 
     def is_labelled(self, split: str) -> bool:
         """Whether the rows of a split hold what is to be predicted."""

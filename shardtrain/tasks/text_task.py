@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data.ends import Ends, described, ends_of
 from shardtrain.data.feed import digest
 from shardtrain.data.opening import tokenizer_of
 from shardtrain.data.sources import BadRow
 from shardtrain.log import logger
+from shardtrain.targets import IGNORE
 from shardtrain.tasks import _files
-from shardtrain.tasks.task import RowTask
+from shardtrain.tasks.task import RowTask, Shown
 
 
 class TextTask(RowTask):
@@ -48,6 +50,10 @@ class ExampleTask(TextTask):
 
     labels: list[str]
 
+    @cached_property
+    def _ends(self) -> Ends:
+        return ends_of(self.tokenizer, self.config.data)
+
     def read_rows(self, split: str) -> _files.FileRows[Example]:
         """Read the files of a split; raises what ``_files.read`` does."""
         section, _ = _files.section_of(self.config, split)
@@ -58,12 +64,18 @@ class ExampleTask(TextTask):
         rows = (part for row in found for part in (row.tokens.tobytes(), row.label))
         found.fingerprint = digest(*facts, digest(*rows))
         cut = sum(len(row.tokens) == section.seq_len for row in found)
+        logger.info(described(self.tokenizer, self.config.data))
         logger.info(
             f"{split}: {len(found)} rows of {sum(len(r.tokens) for r in found)} tokens, {cut} as long as seq_len"
         )
         if split == "train" and found:
             self.tokens_per_target = sum(len(row.tokens) for row in found) / len(found)
         return found
+
+    def shown(self, row: Example) -> list[Shown]:
+        """Its text, and what is to be found of it: nothing of the text itself is learned."""
+        name = self.labels[row.label] if self.labels and row.label != IGNORE else "text"
+        return [Shown(name, row.tokens.tolist(), None)]
 
     def is_labelled(self, split: str) -> bool:
         """Whether the rows of a split hold what is to be predicted; they all do unless overridden."""
@@ -83,12 +95,12 @@ class ExampleTask(TextTask):
         raise self._lacks("_read")
 
     def _example(self, texts: list[Any], label: int, seq_len: int) -> Example | BadRow:
-        bos, eos = ([] if end is None else [end] for end in (self.tokenizer.bos_id, self.tokenizer.eos_id))
-        tokens = list(bos)
+        ends = self._ends
+        tokens = list(ends.prefix)
         for ids in texts:  # each text ends in eos
-            tokens += [*ids.tolist(), *eos]
+            tokens += [*ids.tolist(), *ends.suffix]
         if not tokens:
             return BadRow("the text is empty, and the tokenizer has neither bos nor eos to stand for it")
         if len(tokens) > seq_len:
-            tokens = tokens[: seq_len - len(eos)] + eos
+            tokens = [*tokens[: seq_len - len(ends.suffix)], *ends.suffix]
         return Example(np.array(tokens, dtype=np.int32), label)

@@ -39,7 +39,7 @@ def test_documents_positions_and_what_is_learned_are_shown(pairs, capsys):
 
 
 def test_documents_that_are_cut_go_on_in_the_next_sequence(pairs, capsys):
-    words = [*pairs, "--training.seq_len=10", "--rows", "9", "--json"]
+    words = [*pairs, "--data.packing=concat", "--training.seq_len=10", "--rows", "9", "--json"]
     assert show.main([*words, "--training.local_batch_size=1"]) == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(shown) == 1, "a step has one sequence"

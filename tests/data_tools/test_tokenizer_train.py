@@ -72,6 +72,7 @@ def test_transformers_reads_it_alike(trained):
     text = "the café 12345 in 東京<|im_end|>"
     assert reference.encode(text, add_special_tokens=False) == open_tokenizer(str(trained)).encode(text).tolist()
     assert (reference.bos_token_id, reference.eos_token_id, reference.pad_token_id) == (0, 1, 2)
+    assert reference.encode(text)[:1] == [0] == list(open_tokenizer(str(trained)).prefix_ids), "both begin it with bos"
 
 
 def test_two_processes_train_the_same_bytes(corpus, trained, tmp_path):

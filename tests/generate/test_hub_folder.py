@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import pytest
 import torch
 from hub_folders import build, save
 from ranks import run_ranks
-from tiny_tokenizers import bpe_folder
+from tiny_tokenizers import bpe_folder, with_post_processor
 
 from shardtrain.cli import main
+from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.generate.engine import Generator
 from shardtrain.generate.opening import open_model
+from shardtrain.generate.prompts import Encoder
 from shardtrain.parallel.world import World
 
 transformers = pytest.importorskip("transformers")
@@ -67,6 +71,57 @@ def test_the_command_uses_tokenizer_and_chat_template_of_the_folder(
     plain = capfd.readouterr().out
     assert main([*words, "--chat"]) == 0
     assert capfd.readouterr().out != plain
+
+
+STYLES = {"llama3": "llama3", "neox": "gpt2", "llama3-tied": "gpt2"}
+"""Families with the style of their tokenizer: Llama 3, Pythia, SmolLM2."""
+QUESTIONS = ["the cat sat", "Hello! How", "def main"]
+
+
+def test_rows_are_those_of_transformers_with_and_without_bos(tmp_path: Path) -> None:
+    equal = 0
+    for (family, style), chat in itertools.product(STYLES.items(), (False, True)):
+        place = tmp_path / f"{family}-{chat}"
+        with_post_processor(bpe_folder(place, eos_token="</s>", bos_token="<s>", chat_template=CHAT), style)
+        # a model without rows that no token has: of those we draw none, and transformers does
+        save(build(family, vocab_size=open_tokenizer(str(place)).vocab_size), place)
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+        out = tmp_path / f"{family}-{chat}.jsonl"
+        words = ["generate", "--from", str(place), "--input", str(tmp_path / "in.jsonl"), "--output", str(out)]
+        assert main([*words, "--max_new_tokens", str(NEW), *(["--chat"] if chat else [])]) == 0
+        model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+        for text, line in zip(QUESTIONS, out.read_text().splitlines(), strict=True):
+            if chat:
+                messages = [{"role": "user", "content": text}]
+                prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            else:
+                prompt = tokenizer(text)
+            ids = torch.tensor([prompt.input_ids])
+            found = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+            expected = tokenizer.decode(found[0, ids.size(1) :], skip_special_tokens=True)
+            assert json.loads(line)["prediction"] == expected, (family, chat, text)
+            equal += 1
+    assert equal == 18
+
+
+def test_add_bos_overrides_the_tokenizer_of_a_folder(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    opened = open_model(folder)
+    plain, with_bos = (
+        Encoder(found.tokenizer, found.config.data, None).value("the cat", "--prompt")
+        for found in (opened, opened.with_bos(True))
+    )
+    assert with_bos == [opened.tokenizer.bos_id, *plain]
+    words = ["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "4"]
+    assert main([*words, "--add_bos", "true"]) == 0
+    for more, told in (
+        (["--add_bos", "true", "--chat"], "--add_bos=true has no effect with --chat"),
+        (["--add_bos", "yes"], "'yes' is neither true nor false"),
+    ):
+        capfd.readouterr()
+        assert main([*words, *more]) == 2
+        error = capfd.readouterr().err
+        assert told in error and error.count("\n") == 1, error
 
 
 def test_what_is_missing_or_of_no_effect_is_said(

@@ -1,4 +1,8 @@
-"""Alpaca: 52,002 instructions with answers, whose column "text" has both in one prompt."""
+"""Alpaca: 52,002 instructions with answers. Its column "text" has both in one prompt.
+
+Files of yours in its form need but the columns instruction, input (which may be empty or missing) and output, for every
+data.format.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,26 @@ from shardtrain.data.sources import Request, Shards, Table, huggingface
 from shardtrain.data.sources._hub import HubSet
 
 HUB = HubSet("tatsu-lab/alpaca")
+
+_PROMPT = (
+    "{% if input is defined and input %}"
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{{ instruction }}\n\n### Input:\n{{ input }}\n\n### Response:\n"
+    "{% else %}"
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{{ instruction }}\n\n### Response:\n"
+    "{% endif %}"
+)
+TEMPLATES = {
+    "text": {"text": _PROMPT + "{{ output }}"},
+    "prompt_completion": {"prompt": _PROMPT, "completion": "{{ output }}"},
+    "chat": {
+        "user": "{{ instruction }}{% if input is defined and input %}\n\n{{ input }}{% endif %}",
+        "assistant": "{{ output }}",
+    },
+}
+"""data.template of each data.format, for rows that lack its columns. Wording and layout are those of the data set."""
 
 
 def open_source(request: Request) -> Table | Shards:

@@ -37,6 +37,8 @@ class Beside:
     token_ids: dict[str, Any] = field(default_factory=dict)
     added: dict[int, AddedToken] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
+    switches: dict[str, bool] = field(default_factory=dict)
+    """``add_bos_token`` and ``add_eos_token``, where a file has them."""
 
     @property
     def chat_template(self) -> str | None:
@@ -72,6 +74,15 @@ class Beside:
             raise ConfigError(Problem(option, None, f"names the {name} {token!r}, which has no id", fix))
         return found
 
+    def ends(self, bos_id: int | None, eos_id: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What stands before and after a text, of a model without a post-processor: bos, unless a file says otherwise.
+
+        Llama's tokenizers, which come as such files, put bos before a text and no eos after it.
+        """
+        prefix = () if bos_id is None or not self.switches.get("add_bos_token", True) else (bos_id,)
+        suffix = () if eos_id is None or not self.switches.get("add_eos_token", False) else (eos_id,)
+        return prefix, suffix
+
     def named(self) -> dict[str, str]:
         """Texts of the special tokens that have a name."""
         return {name: token for name, token in self.tokens.items() if token is not None}
@@ -94,6 +105,17 @@ def read_beside(folder: Path, option: str) -> Beside:
     if file.is_file():
         beside.templates["default"] = read_text(file, option)
     return beside
+
+
+def ends_facts(
+    prefix_ids: tuple[int, ...], suffix_ids: tuple[int, ...], bos_id: int | None, eos_id: int | None
+) -> bytes:
+    """What a fingerprint has to say of them: nothing where bos begins a text and eos, if anything, ends it.
+
+    So fingerprints of such tokenizers are those that were taken when that was so of all.
+    """
+    usual = prefix_ids == (() if bos_id is None else (bos_id,)) and suffix_ids in ((), (eos_id,))
+    return b"" if usual else f" ends {prefix_ids} {suffix_ids}".encode()
 
 
 def read_text(file: Path, option: str) -> str:
@@ -134,7 +156,9 @@ def _add_token(beside: Beside, key: str, value: Any, file: Path, option: str) ->
     token = value.get("content") if isinstance(value, dict) else value
     if isinstance(token, str) or value is None:
         beside.tokens[key] = token
-    elif not isinstance(value, bool):  # add_bos_token and its like are switches, not tokens
+    elif isinstance(value, bool):  # add_bos_token and its like are switches, not tokens
+        beside.switches[key] = value
+    else:
         raise ConfigError(Problem(option, str(file), f"has a {key} that is no text", _FIX))
 
 

@@ -20,6 +20,8 @@ class ByteTokenizer:
     bos_id: int | None = 256
     eos_id: int | None = 257
     pad_id: int | None = None
+    prefix_ids: tuple[int, ...] = (256,)
+    suffix_ids: tuple[int, ...] = ()
     special_ids = frozenset({256, 257})
     special_tokens: Mapping[str, str] = MappingProxyType({})
     chat_template: str | None = None

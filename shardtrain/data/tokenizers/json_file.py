@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.tokenizers.beside import read_beside
+from shardtrain.data.tokenizers.beside import ends_facts, read_beside
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.log import logger
 
 if TYPE_CHECKING:
     import tokenizers
@@ -29,12 +30,14 @@ class JsonTokenizer:
     """A ``tokenizer.json``; reading it runs no code from it.
 
     bos, eos and pad come from ``tokenizer_config.json`` or ``special_tokens_map.json`` beside it, and otherwise from
-    the special tokens with the usual names. Special tokens that a text spells out become their ids.
+    the special tokens with the usual names. What stands before and after a text is what the file's post-processor puts
+    there, as in ``transformers``; ``add_bos_token`` in ``tokenizer_config.json`` changes nothing beside it. Special
+    tokens that a text spells out become their ids.
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
         self.spec, self._option = spec, option
-        self._tokenizer = _load(file, content, option)
+        self._tokenizer, self.prefix_ids, self.suffix_ids = _load(file, content, option)
         # ids may have gaps, so the largest id decides the rows that an embedding needs
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if not 0 < self.vocab_size <= _MOST_IDS:
@@ -52,7 +55,9 @@ class JsonTokenizer:
         texts = {name: str(self._tokenizer.id_to_token(i)) for name, i in usual.items() if i is not None}
         self.special_tokens: Mapping[str, str] = {**texts, **beside.named()}
         self.chat_template, self.tool_template = beside.chat_template, beside.tool_template
+        _tell_idle_switch(beside.switches.get("add_bos_token"), self.prefix_ids, self.bos_id, str(file))
         ends = f"{self.bos_id} {self.eos_id}".encode()
+        ends += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + ends).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
@@ -103,7 +108,8 @@ class JsonTokenizer:
         return reopen, (self.spec, self._option, self.fingerprint)
 
 
-def _load(file: Path, content: bytes, option: str) -> tokenizers.Tokenizer:
+def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer, tuple[int, ...], tuple[int, ...]]:
+    """The tokenizer without its post-processor, and what that puts before and after a text."""
     try:
         import tokenizers
     except ImportError as error:
@@ -117,6 +123,35 @@ def _load(file: Path, content: bytes, option: str) -> tokenizers.Tokenizer:
     # a saved file may ask for cut and filled rows; documents must arrive whole
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    prefix_ids, suffix_ids = _ends(tokenizer)
     # It adds bos and eos, which is done elsewhere, and cuts spaces off the offsets, which would leave gaps.
     tokenizer.post_processor = None  # type: ignore[assignment]
-    return tokenizer
+    return tokenizer, prefix_ids, suffix_ids
+
+
+def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids that the post-processor puts before and after a text."""
+    if tokenizer.post_processor is None or not tokenizer.num_special_tokens_to_add(False):
+        return (), ()
+    # a text that has tokens, since of one without them nothing is before or after; the vocabulary has its own words
+    for text in ("a", "0", *sorted(tokenizer.get_vocab(with_added_tokens=False))[:100]):
+        encoded = tokenizer.encode(text)
+        places = [place for place, sequence in enumerate(encoded.sequence_ids) if sequence is not None]
+        if places:
+            return tuple(encoded.ids[: places[0]]), tuple(encoded.ids[places[-1] + 1 :])
+    return (), ()
+
+
+_told: set[str] = set()
+
+
+def _tell_idle_switch(switch: bool | None, prefix_ids: tuple[int, ...], bos_id: int | None, file: str) -> None:
+    """Warn, once a process, where tokenizer_config.json and the file's post-processor differ."""
+    if switch is None or bos_id is None or switch == (bos_id in prefix_ids) or file in _told:
+        return
+    _told.add(file)
+    does, fix = ("puts it there", "false") if prefix_ids else ("does not put it there", "true")
+    logger.warning(
+        f"{file}: its post-processor {does}, and tokenizer_config.json says add_bos_token={str(switch).lower()}; the "
+        f"post-processor decides, as in transformers, unless you set data.add_bos = {fix}"
+    )

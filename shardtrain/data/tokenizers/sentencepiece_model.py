@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.tokenizers.beside import Beside, read_beside
+from shardtrain.data.tokenizers.beside import Beside, ends_facts, read_beside
 from shardtrain.data.tokenizers.spans import to_characters
 from shardtrain.data.tokenizers.split import Splitter
 from shardtrain.data.tokenizers.threads import threads
@@ -41,6 +41,7 @@ class SentencePieceTokenizer:
         self._all = Splitter({**{text.content: i for i, text in beside.added.items()}, **special})
         self._texts = {i: text for text, i in special.items()} | self._added
         self.bos_id, self.eos_id, self.pad_id = (self._end(beside, name, special) for name in ("bos", "eos", "pad"))
+        self.prefix_ids, self.suffix_ids = beside.ends(self.bos_id, self.eos_id)
         ends = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         ids = {name: i for name, i in ends.items() if i is not None}
         self.special_ids = frozenset(special.values()).union(ids.values())
@@ -50,6 +51,7 @@ class SentencePieceTokenizer:
         }
         self.chat_template, self.tool_template = beside.chat_template, beside.tool_template
         facts = f"sentencepiece {self.bos_id} {self.eos_id} {sorted(beside.added.items())}".encode()
+        facts += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + facts).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:

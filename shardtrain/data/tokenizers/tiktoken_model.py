@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.tokenizers.beside import Beside, read_beside
+from shardtrain.data.tokenizers.beside import Beside, ends_facts, read_beside
 from shardtrain.data.tokenizers.spans import character_spans
 from shardtrain.data.tokenizers.split import Splitter
 from shardtrain.data.tokenizers.threads import threads
@@ -71,12 +71,14 @@ class TiktokenTokenizer:
             beside.special_id(name, specials.get, specials, self.vocab_size, option)
             for name in ("bos_token", "eos_token", "pad_token")
         )
+        self.prefix_ids, self.suffix_ids = beside.ends(self.bos_id, self.eos_id)
         self.special_ids = frozenset(self._texts)
         ends = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         texts = {name: self._texts[i] for name, i in ends.items() if i in self._texts}
         self.special_tokens: Mapping[str, str] = {**texts, **beside.named()}
         self.chat_template, self.tool_template = beside.chat_template, beside.tool_template
         facts = f"tiktoken llama3 {self.bos_id} {self.eos_id} {sorted(self._texts.items())}".encode()
+        facts += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + facts).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:

@@ -1,0 +1,110 @@
+"""Rows of preferences as people have them, to a prompt and two answers.
+
+Texts or lists of messages; the prompt in a column of its own, or as what both sides begin with; answers alone, or whole
+conversations that repeat the prompt:
+
+- ``{"prompt": "...", "chosen": "...", "rejected": "..."}``
+- ``{"prompt": [user], "chosen": [assistant], "rejected": [assistant]}``
+- ``{"prompt": "...", "chosen": [user, assistant], "rejected": [user, assistant]}`` (ultrafeedback_binarized)
+- ``{"chosen": [user, assistant], "rejected": [user, assistant]}``
+- ``{"chosen": "\\n\\nHuman: ... \\n\\nAssistant: ...", "rejected": ...}`` (hh-rlhf)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardtrain.data.chat_messages import Message, messages_of
+from shardtrain.data.columns import Unusable, check_text, column, kind
+
+Part = str | list[Message]
+_SPEAKER = "\n\nAssistant:"
+"""Before an answer in the texts of hh-rlhf."""
+
+
+def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected_field: str) -> tuple[Part, Part, Part]:
+    """The prompt, the chosen and the rejected answer of a row: all three texts, or all three lists of messages.
+
+    Without a column of the prompt, that is what both sides begin with.
+
+    Raises:
+        Unusable: when the columns do not fit together, or the two sides have no beginning in common.
+    """
+    chosen, rejected = column(row, chosen_field), column(row, rejected_field)
+    has_prompt = prompt_field in row or prompt_field != "prompt"
+    prompt = column(row, prompt_field) if has_prompt else None
+    sides = (chosen, rejected)
+    if all(isinstance(side, str) for side in sides):
+        check_text(chosen, f"column {chosen_field!r}"), check_text(rejected, f"column {rejected_field!r}")
+        if isinstance(prompt, list | tuple):
+            before = messages_of(prompt, prompt_field)
+            return before, *([{"role": "assistant", "content": side}] for side in sides)  # type: ignore[return-value]
+        if has_prompt and not isinstance(prompt, str):
+            raise Unusable(f"column {prompt_field!r} holds {kind(prompt)}, not a text")
+        if prompt is not None:
+            return check_text(prompt, f"column {prompt_field!r}"), chosen, rejected
+        cut = _end_of_prompt(chosen, rejected)
+        return chosen[:cut], chosen[cut:], rejected[cut:]
+    if any(isinstance(side, str) for side in sides):
+        raise Unusable(f"chosen is {kind(chosen)} and rejected {kind(rejected)}; both must be alike")
+    return _messages(
+        prompt,
+        has_prompt,
+        messages_of(chosen, chosen_field),
+        messages_of(rejected, rejected_field),
+        prompt_field,
+    )
+
+
+def _messages(
+    prompt: Any, has_prompt: bool, chosen: list[Message], rejected: list[Message], prompt_field: str
+) -> tuple[list[Message], list[Message], list[Message]]:
+    common = 0
+    while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
+        common += 1
+    if isinstance(prompt, list | tuple):
+        before = messages_of(prompt, prompt_field)
+        n = len(before)
+        repeats = [side[:n] == before and len(side) > n for side in (chosen, rejected)]
+        if all(repeats):
+            chosen, rejected = chosen[n:], rejected[n:]
+        elif any(repeats):
+            raise Unusable(f"one answer repeats the messages of column {prompt_field!r} and the other does not")
+    elif isinstance(prompt, str):
+        # answers alone, or whole conversations, whose last message in common is what was asked
+        before = chosen[:common]
+        if not before and chosen[0]["role"] == rejected[0]["role"] == "assistant":
+            before = [{"role": "user", "content": check_text(prompt, f"column {prompt_field!r}")}]
+        elif not any(message.get("content", "").strip() == prompt.strip() for message in before):
+            raise Unusable(f"the text of column {prompt_field!r} is none of the messages that both answers begin with")
+        chosen, rejected = chosen[common:], rejected[common:]
+    elif has_prompt:
+        raise Unusable(f"column {prompt_field!r} holds {kind(prompt)}, neither a text nor a list of messages")
+    elif not common:
+        rule = "chosen and rejected begin with different messages, so that there is no prompt"
+        raise Unusable(f"{rule}; give it a column ({prompt_field!r})")
+    else:
+        before, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
+    for name, side in (("chosen", chosen), ("rejected", rejected)):
+        if side[0]["role"] != "assistant":
+            raise Unusable(f"the {name} answer begins with a turn of {side[0]['role']!r}, not of the assistant")
+    return before, chosen, rejected
+
+
+def _end_of_prompt(chosen: str, rejected: str) -> int:
+    """Characters that both texts begin with, up to where an answer begins: after the speaker's name, or at a word."""
+    limit = min(len(chosen), len(rejected))
+    common = chosen[: next((i for i in range(limit) if chosen[i] != rejected[i]), limit)]
+    name = common.rfind(_SPEAKER)
+    if name >= 0:
+        return name + len(_SPEAKER)
+    if chosen == rejected:
+        raise Unusable("chosen and rejected are the same text, of which no part is the prompt")
+    cut = len(common)
+    while cut and not chosen[cut - 1].isspace():  # back to the beginning of the word in which they part
+        cut -= 1
+    cut = len(chosen[:cut].rstrip())
+    if not cut:
+        raise Unusable("chosen and rejected begin with different words, so that there is no prompt; give it a column")
+    return cut

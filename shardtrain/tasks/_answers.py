@@ -1,0 +1,215 @@
+"""Tasks that compare answers: their rows, and the log-probability of an answer after its prompt.
+
+A row has a prompt and two answers (``data/preferences.py`` says in which shapes). Tokens of the prompt are not learned;
+an answer is cut where it reaches beyond seq_len.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardtrain import first_weights
+from shardtrain.config.schema import Config
+from shardtrain.data import preferences
+from shardtrain.data.batch import filler_documents
+from shardtrain.data.columns import Unusable, find
+from shardtrain.data.document import Document
+from shardtrain.data.encode import PromptEncoder
+from shardtrain.data.ends import described
+from shardtrain.data.feed import digest
+from shardtrain.data.loader import Stream
+from shardtrain.data.row_stream import RowBatch
+from shardtrain.data.sources import BadRow
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.log import logger
+from shardtrain.models.moe import has_experts
+from shardtrain.targets import IGNORE
+from shardtrain.tasks import _files
+from shardtrain.tasks.task import Shown
+from shardtrain.tasks.text_task import TextTask
+
+
+class Side(NamedTuple):
+    """A prompt with an answer: tokens (T), and the target of each, IGNORE where it is the prompt's."""
+
+    tokens: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.int64]
+    last: int
+    """The token after them, a target alone: the end of the answer where it was not cut."""
+
+    @property
+    def whole(self) -> npt.NDArray[np.int32]:
+        """All tokens (T + 1)."""
+        return np.append(self.tokens, np.int32(self.last))
+
+    def shown(self, name: str) -> Shown:
+        """For ``data show``: which tokens are learned."""
+        return Shown(name, self.whole.tolist(), [False, *(self.targets != IGNORE).tolist()])
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One row: its prompt with each of the two answers."""
+
+    chosen: Side
+    rejected: Side
+
+
+class AnswerTask(TextTask):
+    """A task of a causal model that learns from answers; ``reference`` is the frozen model, where it needs one."""
+
+    needs_reference = False
+    kind = "causal"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.reference: nn.Module | None = None
+        self._width = config.parallelism.tensor_parallel_degree  # which deals equal parts of a row
+
+    def check(self, stream: Stream, module: ModuleType, shape: Any) -> None:
+        """See RowTask; the model must be causal, since what fills up rows comes after them."""
+        super().check(stream, module, shape)
+        if not getattr(module, "CAUSAL", True):
+            rule = "sees the tokens that it would have to predict, and gives no log-probability of an answer"
+            raise ConfigError(Problem("model.name", self.config.model.name, rule, "use a causal model"))
+
+    @cached_property
+    def encoder(self) -> PromptEncoder:
+        """Encodes a prompt and a completion, under the names "prompt" and "completion"."""
+        data = self.config.data
+        return PromptEncoder(
+            self.tokenizer, dataclasses.replace(data, prompt_field="prompt", completion_field="completion")
+        )
+
+    def padded(self, sides: Sequence[Side]) -> tuple[Tensor, Tensor]:
+        """Tokens and targets (R, T) of some sides; T is that of the longest."""
+        width = -(-max(len(side.tokens) for side in sides) // self._width) * self._width
+        tokens_RT = torch.zeros(len(sides), width, dtype=torch.int64)
+        targets_RT = torch.full_like(tokens_RT, IGNORE)
+        for number, side in enumerate(sides):
+            tokens_RT[number, : len(side.tokens)] = torch.from_numpy(side.tokens.astype(np.int64))
+            targets_RT[number, : len(side.targets)] = torch.from_numpy(side.targets)
+        return tokens_RT, targets_RT
+
+    def start(self) -> dict[str, str]:
+        """The weights that a run begins with, as what its rows are known by, where a task compares with them."""
+        return {"reference weights": first_weights.identity(self.config)} if self.needs_reference else {}
+
+
+class PairTask(AnswerTask):
+    """A task of pairs of answers; outputs are rewards (B, 2), of the chosen one first, and what else a loss needs."""
+
+    def read_rows(self, split: str) -> _files.FileRows[Pair]:
+        """Read the files of a split; raises what ``_files.read`` does."""
+        section, _ = _files.section_of(self.config, split)
+        found = _files.read(self.config, split, lambda rows: self._pairs(rows, section.seq_len))
+        start = self.start()
+        found.files = {**found.files, **start}
+        rows = (
+            part for row in found for side in (row.chosen, row.rejected) for part in (s.tobytes() for s in side[:2])
+        )
+        found.fingerprint = digest(self.encoder.fingerprint, section.seq_len, *start.values(), digest(*rows))
+        cut = sum(len(side.tokens) == section.seq_len for row in found for side in (row.chosen, row.rejected))
+        logger.info(described(self.tokenizer, self.config.data))
+        logger.info(f"{split}: {len(found)} pairs of answers, of which {cut} are as long as seq_len or were cut to it")
+        if split == "train" and found:
+            self.tokens_per_target = sum(len(r.chosen.tokens) + len(r.rejected.tokens) for r in found) / len(found)
+        return found
+
+    def collate(self, rows: list[Pair]) -> dict[str, Tensor]:
+        """Tokens and targets (B, 2, T), the chosen first; T is that of the longest answer with its prompt."""
+        tokens_RT, targets_RT = self.padded([side for row in rows for side in (row.chosen, row.rejected)])
+        return {"tokens_B2T": tokens_RT.unflatten(0, (-1, 2)), "targets_B2T": targets_RT.unflatten(0, (-1, 2))}
+
+    def predictions(self, outputs: Any, batch: RowBatch) -> dict[str, Tensor]:
+        """The rewards of each pair."""
+        return {"rewards": outputs.float()}
+
+    def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
+        """Share of pairs whose chosen answer has the higher reward, and by how much on average."""
+        margins = (rows["rewards"][:, 0] - rows["rewards"][:, 1]).double()
+        return {"reward_accuracy": float((margins > 0).double().mean()), "reward_margin": float(margins.mean())}
+
+    def prediction_text(self, row: Mapping[str, Tensor]) -> str:
+        """The two rewards."""
+        return " ".join(f"{value:.6g}" for value in row["rewards"].tolist())
+
+    def shown(self, row: Pair) -> list[Shown]:
+        """Both sides."""
+        return [row.chosen.shown("chosen"), row.rejected.shown("rejected")]
+
+    def _pairs(self, rows: Sequence[Mapping[str, Any] | BadRow], seq_len: int) -> Iterator[Pair | BadRow]:
+        read = [row if isinstance(row, BadRow) else self._split(row) for row in rows]
+        flat = [side for one in read if not isinstance(one, BadRow) for side in one]
+        encoded = iter(self.encoder.encode(flat))
+        for one in read:
+            if isinstance(one, BadRow):
+                yield one
+                continue
+            sides = [side_of(next(encoded), seq_len), side_of(next(encoded), seq_len)]
+            bad = next((side for side in sides if isinstance(side, BadRow)), None)
+            yield Pair(*sides) if bad is None else bad  # type: ignore[arg-type]
+
+    def _split(self, row: Mapping[str, Any]) -> list[dict[str, Any]] | BadRow:
+        data, task = self.config.data, self.config.task
+        try:
+            prompt, *answers = preferences.split(row, data.prompt_field, task.chosen_field, task.rejected_field)
+        except Unusable as error:
+            return BadRow(error.reason, error.harmless)
+        tools = {data.tools_field: find(row, data.tools_field)}
+        return [{**tools, "prompt": prompt, "completion": answer} for answer in answers]
+
+
+def side_of(document: Document | BadRow, seq_len: int) -> Side | BadRow:
+    """A prompt with its answer, cut to seq_len targets."""
+    if isinstance(document, BadRow):
+        return document
+    learned = document.learned if document.learned is not None else np.ones(len(document.tokens), bool)
+    tokens, learned = document.tokens[: seq_len + 1], learned[: seq_len + 1]
+    targets = np.where(learned[1:], tokens[1:], IGNORE).astype(np.int64)
+    if not (targets != IGNORE).any():
+        return BadRow("no token of an answer lies within seq_len")
+    return Side(tokens[:-1], targets, int(tokens[-1]))
+
+
+def token_losses(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -> Tensor:
+    """-log-probability of each target (R, T) in float32, 0 where there is none."""
+    positions_RT = torch.arange(tokens_RT.size(1), device=tokens_RT.device).expand_as(tokens_RT)
+    # the last target of a row is that of its last token: an answer ends a text
+    documents = {}
+    if has_experts(model):
+        lengths_R = ((targets_RT != IGNORE) * (positions_RT + 1)).amax(1)
+        documents["documents_BT"] = filler_documents(lengths_R, positions_RT)
+    logits_RTV = model(tokens_RT, positions_RT, **documents)
+    # row by row: of the logits in float32 only those of one answer exist at a time in forward
+    losses = [
+        F.cross_entropy(logits_TV.float(), targets_T, ignore_index=IGNORE, reduction="none")
+        for logits_TV, targets_T in zip(logits_RTV, targets_RT, strict=True)
+    ]
+    return torch.stack(losses)
+
+
+def log_probabilities(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -> Tensor:
+    """Log-probability of each answer after its prompt, (R,), in float64.
+
+    A token's is computed in float32 and the sum over tokens in float64: of two sums of thousands the loss is the small
+    difference, in which the rounding of a float32 sum would stand at the fifth digit.
+    """
+    return -token_losses(model, tokens_RT, targets_RT).sum(1, dtype=torch.float64)
+
+
+def of_pairs(model: nn.Module, batch: RowBatch) -> Tensor:
+    """``log_probabilities`` (B, 2) of a batch of pairs."""
+    tokens_B2T, targets_B2T = batch["tokens_B2T"], batch["targets_B2T"]
+    return log_probabilities(model, tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1)).unflatten(0, (-1, 2))

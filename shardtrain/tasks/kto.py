@@ -1,0 +1,215 @@
+"""Answers that were good or bad, each alone: KTO (Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8).
+
+A row has a prompt, a completion and a label: true for a good one. Its reward is how much likelier the completion has
+become than under the reference, the model as the run began. A good one's loss is desirable_weight times (1 - sigmoid(
+beta (reward - KL))), a bad one's undesirable_weight times (1 - sigmoid(beta (KL - reward))), summed over rows and
+divided once by the rows of the whole step.
+
+KL is an estimate, of which no gradient is taken: over a group of ``task.group_size`` rows the mean reward of prompts
+with the completion of the row before, at least 0. Others take the rows of a micro-batch for that; here groups are made
+when the data are read, in an order drawn from debug.seed for training, and dealt whole. So an entry of a batch is a
+group, and neither ranks nor accumulation change a number. With ``training.local_batch_size`` 1 and as many rows in a
+group as others have in a batch, the loss is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardtrain.config.schema import Config
+from shardtrain.data import columns
+from shardtrain.data.columns import Unusable
+from shardtrain.data.ends import described
+from shardtrain.data.feed import digest
+from shardtrain.data.order import sample_at
+from shardtrain.data.row_stream import RowBatch
+from shardtrain.data.sources import BadRow
+from shardtrain.log import logger
+from shardtrain.targets import IGNORE
+from shardtrain.tasks import _files
+from shardtrain.tasks._answers import AnswerTask, Side, log_probabilities, side_of
+from shardtrain.tasks.task import Shown
+
+METRICS = {"reward_accuracy": "max", "reward_margin": "max"}
+DEGREES = ("tensor_parallel_degree",)
+_WORDS = {"true": True, "false": False, "1": True, "0": False}
+_NOTHING = -1
+"""The label of an entry that only fills up a group."""
+
+
+class Answer(NamedTuple):
+    """One row: a prompt with its completion, and whether that is good."""
+
+    side: Side
+    is_good: bool
+
+
+Group = tuple[Answer, ...]
+
+
+class KTO(AnswerTask):
+    """See the module; ``reference`` is the frozen model, put there before the first step."""
+
+    needs_reference = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        task = config.task
+        self._size, self._beta = task.group_size, task.beta
+        self._weights = (task.undesirable_weight, task.desirable_weight)
+
+    def read_rows(self, split: str) -> _files.FileRows[Group]:
+        """Read the files of a split and put rows into groups; raises what ``_files.read`` does."""
+        section, _ = _files.section_of(self.config, split)
+        rows = _files.read(self.config, split, lambda rows: self._answers(rows, section.seq_len))
+        order = np.arange(len(rows))
+        if split == "train" and len(rows):
+            order = sample_at(order, len(rows), self.config.debug.seed)
+        found: _files.FileRows[Group] = _files.FileRows(_groups([rows[int(i)] for i in order], self._size))
+        start = self.start()
+        found.files = {**rows.files, **start}
+        facts = (
+            part for group in found for one in group for part in (one.side[0].tobytes(), one.side[1].tobytes(), one[1])
+        )
+        found.fingerprint = digest(
+            self.encoder.fingerprint, section.seq_len, self._size, *start.values(), digest(*facts)
+        )
+        good = sum(one.is_good for one in rows)
+        logger.info(described(self.tokenizer, self.config.data))
+        text = f"{split}: {good} good and {len(rows) - good} bad answers, in {len(found)} groups of up to {self._size}"
+        logger.info(text)
+        if split == "train" and rows:
+            self.tokens_per_target = sum(len(one.side.tokens) for one in rows) / len(rows)
+        return found
+
+    def collate(self, rows: list[Group]) -> dict[str, Tensor]:
+        """Tokens and targets (B, 2N, T), those of N rows and then those that estimate KL, and labels (B, N)."""
+        size = max(len(group) for group in rows)
+        sides, labels = [], torch.full((len(rows), size), _NOTHING)
+        for number, group in enumerate(rows):
+            own = [one.side for one in group]
+            mixed = [_exchanged(side, before) for side, before in zip(own, [own[-1], *own[:-1]], strict=True)]
+            filler = [own[0]] * (size - len(group))
+            sides += [*own, *filler, *mixed, *filler]
+            labels[number, : len(group)] = torch.tensor([int(one.is_good) for one in group])
+        longest = self.config.training.seq_len
+        tokens_RT, targets_RT = self.padded(
+            [_cut(side, max(longest, self.config.validation.seq_len)) for side in sides]
+        )
+        return {
+            "tokens_BMT": tokens_RT.unflatten(0, (-1, 2 * size)),
+            "targets_BMT": targets_RT.unflatten(0, (-1, 2 * size)),
+            "labels_BN": labels,
+        }
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Rows."""
+        return int((batch["labels_BN"] != _NOTHING).sum())
+
+    def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
+        """Rewards of the rows and their group's KL, (B, N, 2)."""
+        assert self.reference is not None, "the reference is opened before the first step"
+        tokens_BMT, targets_BMT = batch["tokens_BMT"], batch["targets_BMT"]
+        size = batch["labels_BN"].size(1)
+        is_row_BN = batch["labels_BN"] != _NOTHING
+
+        def of(which: nn.Module, part: slice) -> Tensor:
+            tokens_RT, targets_RT = tokens_BMT[:, part].flatten(0, 1), targets_BMT[:, part].flatten(0, 1)
+            return log_probabilities(which, tokens_RT, targets_RT).unflatten(0, (-1, size))
+
+        own, mixed = slice(0, size), slice(size, 2 * size)
+        with torch.no_grad():
+            kl_BN = of(model, mixed) - of(self.reference, mixed)
+            kl_B = (kl_BN * is_row_BN).sum(1) / is_row_BN.sum(1)
+            before_BN = of(self.reference, own)
+        rewards_BN = of(model, own) - before_BN
+        return torch.stack((rewards_BN, kl_B.clamp(min=0)[:, None].expand_as(rewards_BN)), dim=-1)
+
+    def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
+        """1 - sigmoid of how far rewards are on their side of KL, weighted, over rows."""
+        labels_BN = batch["labels_BN"]
+        sign_BN = torch.where(labels_BN == 1, 1.0, -1.0)
+        losses_BN = 1 - torch.sigmoid(self._beta * sign_BN * (outputs[..., 0] - outputs[..., 1]))
+        weights_BN = torch.where(labels_BN == 1, self._weights[1], self._weights[0]) * (labels_BN != _NOTHING)
+        return weight * (losses_BN * weights_BN).sum()
+
+    def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
+        """The rewards of each group's rows and their labels, filled up to ``task.group_size`` + 1."""
+        missing = self._size + 1 - outputs.size(1)
+        rewards_BN = nn.functional.pad(self._beta * outputs[..., 0].float(), (0, missing))
+        return {"rewards": rewards_BN, "label": nn.functional.pad(batch["labels_BN"], (0, missing), value=_NOTHING)}
+
+    def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
+        """Share of rows whose reward has the sign of their label, and by how much good ones have more on average."""
+        labels = rows["label"].flatten()
+        rewards, labels = rows["rewards"].flatten()[labels != _NOTHING].double(), labels[labels != _NOTHING]
+        right = ((rewards > 0) == (labels == 1)).double().mean()
+        good, bad = rewards[labels == 1], rewards[labels == 0]
+        margin = float(good.mean() - bad.mean()) if len(good) and len(bad) else 0.0
+        return {"reward_accuracy": float(right), "reward_margin": margin}
+
+    def prediction_text(self, row: Mapping[str, Tensor]) -> str:
+        """The rewards of a group."""
+        return " ".join(f"{value:.6g}" for value in row["rewards"][row["label"] != _NOTHING].tolist())
+
+    def shown(self, row: Group) -> list[Shown]:
+        """Each row of a group, by its label."""
+        return [one.side.shown("good" if one.is_good else "bad") for one in row]
+
+    def _answers(self, rows: Sequence[Mapping[str, Any] | BadRow], seq_len: int) -> Iterator[Answer | BadRow]:
+        read = [row if isinstance(row, BadRow) else self._read(row) for row in rows]
+        encoded = iter(self.encoder.encode([one[0] for one in read if not isinstance(one, BadRow)]))
+        for one in read:
+            if isinstance(one, BadRow):
+                yield one
+                continue
+            side = side_of(next(encoded), seq_len)
+            yield side if isinstance(side, BadRow) else Answer(side, one[1])
+
+    def _read(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], bool] | BadRow:
+        data, field = self.config.data, self.config.task.label_field
+        try:
+            prompt, completion = columns.column(row, data.prompt_field), columns.column(row, data.completion_field)
+            label = columns.column(row, field)
+            if isinstance(prompt, list | tuple) and isinstance(completion, str):
+                completion = [{"role": "assistant", "content": completion}]
+            word = str(label).lower() if isinstance(label, bool | int | str) else ""
+            if word not in _WORDS:
+                raise Unusable(f"label {str(label)[:40]!r} in column {field!r} is neither true nor false")
+        except Unusable as error:
+            return BadRow(error.reason, error.harmless)
+        tools = {data.tools_field: columns.find(row, data.tools_field)}
+        return {**tools, "prompt": prompt, "completion": completion}, _WORDS[word]
+
+
+def _groups(rows: list[Answer], size: int) -> Iterator[Group]:
+    """Rows, ``size`` to a group; one that would be alone joins the group before it, to exchange completions with."""
+    start = 0
+    while start < len(rows):
+        stop = len(rows) if len(rows) - start == size + 1 else min(start + size, len(rows))
+        yield tuple(rows[start:stop])
+        start = stop
+
+
+def _exchanged(side: Side, other: Side) -> Side:
+    """The prompt of one with the completion of another."""
+    prompt = side.whole[: 1 + int(np.argmax(side.targets != IGNORE))]
+    start = int(np.argmax(other.targets != IGNORE))
+    tokens = np.concatenate((prompt, other.whole[start + 1 :]))
+    targets = np.concatenate((np.full(len(prompt) - 1, IGNORE, dtype=np.int64), other.targets[start:]))
+    return Side(tokens[:-1], targets, int(tokens[-1]))
+
+
+def _cut(side: Side, seq_len: int) -> Side:
+    """At most ``seq_len`` tokens; of a prompt that fills them the last learned token is kept at least."""
+    if len(side.tokens) <= seq_len:
+        return side
+    return Side(side.tokens[:seq_len], side.targets[:seq_len], int(side.tokens[seq_len]))
+
+
+Task = KTO

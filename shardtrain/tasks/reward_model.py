@@ -1,0 +1,63 @@
+"""A model of rewards: of two answers to a prompt it learns to score the chosen one higher (Ouyang et al. 2022, eq. 1).
+
+The model's head has one row, and is read at the last token of the prompt with an answer. A pair's loss is -log sigmoid
+of the score of the chosen answer less that of the rejected one (Bradley and Terry 1952), summed over pairs and divided
+once by the pairs of the whole step. Texts are those of ``preference.py``; what reaches beyond seq_len is cut.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardtrain.data.batch import filler_documents
+from shardtrain.data.row_stream import RowBatch
+from shardtrain.models.moe import has_experts
+from shardtrain.tasks._answers import Pair, PairTask
+from shardtrain.tasks.task import Shown
+
+METRICS = {"reward_accuracy": "max", "reward_margin": "max"}
+DEGREES = ()
+
+
+class RewardModel(PairTask):
+    """See the module; outputs are scores (B, 2), of the chosen answer first."""
+
+    kind = "classification"
+    num_labels = 1
+
+    def collate(self, rows: list[Pair]) -> dict[str, Tensor]:
+        """Tokens (B, 2, T) and how many of them are text (B, 2)."""
+        limit = max(self.config.training.seq_len, self.config.validation.seq_len)
+        texts = [side.whole[:limit] for row in rows for side in (row.chosen, row.rejected)]
+        tokens_RT = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
+        for number, text in enumerate(texts):
+            tokens_RT[number, : len(text)] = torch.from_numpy(text.astype(np.int64))
+        lengths_R = torch.tensor([len(text) for text in texts])
+        return {"tokens_B2T": tokens_RT.unflatten(0, (-1, 2)), "lengths_B2": lengths_R.unflatten(0, (-1, 2))}
+
+    def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
+        """Scores (B, 2), at the last token of each text."""
+        tokens_RT, lengths_R = batch["tokens_B2T"].flatten(0, 1), batch["lengths_B2"].flatten()
+        if hasattr(model, "kind"):  # a network of transformers, which knows itself where to read the scores
+            scores: Tensor = model(tokens_RT, lengths_B=lengths_R)
+            return scores.unflatten(0, (-1, 2)).squeeze(-1)
+        positions_RT = torch.arange(tokens_RT.size(1), device=tokens_RT.device).expand_as(tokens_RT)
+        documents = {"documents_BT": filler_documents(lengths_R, positions_RT)} if has_experts(model) else {}
+        scores_RT1 = model(tokens_RT, positions_RT, **documents)
+        rows_R = torch.arange(len(lengths_R), device=tokens_RT.device)
+        return scores_RT1[rows_R, lengths_R - 1].unflatten(0, (-1, 2)).squeeze(-1)
+
+    def shown(self, row: Pair) -> list[Shown]:
+        """Both texts, of which no token is learned: each is scored as a whole."""
+        return [Shown(one.name, one.tokens, None) for one in super().shown(row)]
+
+    def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
+        """-log sigmoid of the margins, over pairs."""
+        scores_B2 = outputs.float()
+        return -weight * F.logsigmoid(scores_B2[:, 0] - scores_B2[:, 1]).sum()
+
+
+Task = RewardModel

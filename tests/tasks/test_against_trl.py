@@ -1,0 +1,160 @@
+"""Losses of ten steps are those of trl on the same weights and rows, to 1e-4; and meshes change none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from against import BATCH, SEQ_LEN, assert_close, in_order, options, ours, pairs, theirs
+from tiers import cases
+from tiny import Ended
+
+from shardtrain.config.schema import Config
+from shardtrain.data.order import sample_at
+
+datasets = pytest.importorskip("datasets")
+if importlib.util.find_spec("trl") is None:
+    warnings.warn("trl is not installed (the dev extra has it): no loss is compared with it", stacklevel=1)
+    pytest.skip("trl is not installed", allow_module_level=True)
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+# once here, in place of once in each process
+import trl  # noqa: E402
+from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer  # noqa: E402
+from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
+
+BETA = 0.3
+Both = tuple[Ended, list[float]]
+"""A run of ours, and the losses of theirs."""
+
+
+def dpo(model: Any, tokenizer: Any, data: Any) -> Any:
+    args = options(trl.DPOConfig, beta=BETA, max_length=None)
+    return DPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
+
+
+def sft(model: Any, tokenizer: Any, data: Any, batch: int = BATCH) -> Any:
+    args = options(trl.SFTConfig, max_length=None, per_device_train_batch_size=batch, completion_only_loss=True)
+    return SFTTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
+
+
+def of_dpo() -> Both:
+    rows = pairs()
+    found = ours(rows, task={"name": "preference", "beta": BETA})
+    data = in_order(rows, found, ("prompt", "chosen", "rejected"))
+    return found, theirs(lambda model, tokenizer: dpo(model, tokenizer, data))
+
+
+def of_simpo() -> Both:
+    rows = pairs()
+    found = ours(rows, task={"name": "simpo", "beta": 2.0, "gamma": 0.4})
+    data = in_order(rows, found, ("prompt", "chosen", "rejected"))
+
+    def make(model: Any, tokenizer: Any) -> Any:
+        args = options(CPOConfig, loss_type="simpo", cpo_alpha=0.0, beta=2.0, simpo_gamma=0.4, max_length=2 * SEQ_LEN)
+        return CPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
+
+    return found, theirs(make)
+
+
+def of_orpo() -> Both:
+    """Theirs takes the mean over the tokens of a micro-batch, in which a longer pair would count more."""
+    rows = pairs()
+    found = ours(rows, task={"name": "orpo", "beta": BETA})
+    data = in_order(rows, found, ("prompt", "chosen", "rejected"))
+
+    def make(model: Any, tokenizer: Any) -> Any:
+        sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": BATCH}
+        args = options(ORPOConfig, beta=BETA, max_length=2 * SEQ_LEN, **sizes)
+        return ORPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
+
+    return found, theirs(make)
+
+
+def of_kto() -> Both:
+    rows = pairs()
+    options_of_task = {"name": "kto", "beta": BETA, "group_size": BATCH, "desirable_weight": 1.5}
+    alone = {"local_batch_size": 1, "global_batch_size": 1}
+    found = ours(rows, task=options_of_task, training=alone)
+    order = [int(i) for i in sample_at(np.arange(len(rows)), len(rows), Config().debug.seed)]
+    groups = [number for step in found.sample_ids for number in step]
+    given = [rows[order[group * BATCH + i]] for group in groups for i in range(BATCH)]
+    data = datasets.Dataset.from_list([{key: row[key] for key in ("prompt", "completion", "label")} for row in given])
+
+    def make(model: Any, tokenizer: Any) -> Any:
+        args = options(trl.KTOConfig, beta=BETA, desirable_weight=1.5, max_length=None)
+        return KTOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
+
+    return found, theirs(make)
+
+
+def of_a_reward_model() -> Both:
+    """From our head, which starts anew in both."""
+    rows = pairs()
+    task = {"name": "reward_model"}
+    head = ours(rows, task=task, training={"steps": 1}, optimizer={"lr": 1e-30}).weights["head.weight"]
+    found = ours(rows, task=task)
+    data = in_order(rows, found, ("prompt", "chosen", "rejected"))
+
+    def make(model: Any, tokenizer: Any) -> Any:
+        model.score.weight.data.copy_(head)
+        model.config.pad_token_id = tokenizer.pad_token_id
+        args = options(trl.RewardConfig, max_length=None, disable_dropout=True)
+        return RewardTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
+
+    return found, theirs(make, cls="AutoModelForSequenceClassification", num_labels=1)
+
+
+def of_completions(style: str) -> Both:
+    rows = pairs()
+    found = ours(rows, style, data={"format": "prompt_completion", "packing": "padded"})
+    data = in_order(rows, found, ("prompt", "completion"))
+    return found, theirs(lambda model, tokenizer: sft(model, tokenizer, data), style)
+
+
+def of_packed_rows() -> Both:
+    """All rows in each step, so that how they are packed decides nothing but what attends to what."""
+    rows = pairs()
+    packing = {"format": "prompt_completion", "packing": "first_fit"}
+    count = len({number for step in ours(rows, data=packing, training={"steps": 8}).sample_ids for number in step})
+    assert BATCH < count < len(rows)
+    found = ours(rows, data=packing, training={"local_batch_size": count, "global_batch_size": count})
+    assert all(len(set(step)) == count for step in found.sample_ids), "a step has all rows once"
+    data = datasets.Dataset.from_list([{key: row[key] for key in ("prompt", "completion")} for row in rows] * 10)
+    return found, theirs(lambda model, tokenizer: sft(model, tokenizer, data, len(rows)))
+
+
+def of_conversations() -> Both:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["completion"].strip()}],
+        }
+        for row in pairs()
+    ]
+    found = ours(rows, data={"format": "prompt_completion", "packing": "padded"}, training={"seq_len": 96})
+    data = in_order(rows, found, ("prompt", "completion"))
+    return found, theirs(lambda model, tokenizer: sft(model, tokenizer, data))
+
+
+CASES: dict[str, Callable[[], Both]] = {
+    "dpo": of_dpo,
+    "kto": of_kto,
+    "completions without bos": lambda: of_completions("gpt2"),
+    "completions with bos": lambda: of_completions("llama3"),
+    "simpo": of_simpo,
+    "orpo": of_orpo,
+    "reward model": of_a_reward_model,
+    "packed rows": of_packed_rows,
+    "conversations": of_conversations,
+}
+
+
+@pytest.mark.parametrize("case", cases(list(CASES)[:3], nightly=list(CASES)[3:]))
+def test_ten_losses_are_those_of_trl(case: str) -> None:
+    assert_close(*CASES[case]())

@@ -1,0 +1,183 @@
+"""Tasks that learn from answers (DPO is in test_preference): meshes change no number, rows are shown as learned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from against import ours, pairs
+from foreign import config_for as foreign
+from ranks import run_ranks
+from tiers import cases
+from tiny import assert_same_numbers, run_tiny, tiny_config, train_whole
+
+from shardtrain.config import Loaded
+from shardtrain.config.check import check
+from shardtrain.config.schema import Config, Task
+from shardtrain.data_tools import show
+from shardtrain.errors import DataError
+from shardtrain.tasks.kto import KTO, _groups
+
+TASKS = {
+    "simpo": {"beta": 2.0},
+    "orpo": {"beta": 0.3},
+    "kto": {"beta": 0.3, "group_size": 3, "undesirable_weight": 0.7},
+    "reward_model": {},
+}
+SCORES = {"architecture": "GPT2ForSequenceClassification", "num_labels": 1}
+MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "accumulation 2": (1, {}, {"local_batch_size": 1}),
+    "dp_shard 2": (2, {"data_parallel_shard_degree": 2}, {"local_batch_size": 1}),
+    "tp 2": (2, {"tensor_parallel_degree": 2, "disable_loss_parallel": True}, {}),
+}
+CASES = [(task, mesh) for task in TASKS for mesh in MESHES if (task, mesh) != ("reward_model", "tp 2")]
+FIRST = [("kto", "accumulation 2"), ("kto", "dp_shard 2"), ("orpo", "tp 2"), ("reward_model", "dp_shard 2")]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("answers") / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs()))
+    return path
+
+
+def config(file: Path, task: str, **sections: dict[str, Any]) -> Config:
+    training = {
+        "dataset": "jsonl", "dataset_path": str(file), "seq_len": 40, "on_data_end": "repeat",
+        "local_batch_size": 2, "global_batch_size": 2, "steps": 4, **sections.pop("training", {}),
+    }  # fmt: skip
+    found = tiny_config(model={"overrides": {"num_layers": 2}}, training=training, **sections)
+    return dataclasses.replace(found, task=Task(name=task, **TASKS.get(task, {})))
+
+
+@pytest.mark.parametrize(("task", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST]))
+def test_meshes_change_no_number(task: str, mesh: str, file: Path) -> None:
+    ranks, parallelism, training = MESHES[mesh]
+    alone = run_tiny(1, config(file, task), 4)[0]
+    assert alone.losses[-1] != alone.losses[0]
+    for result in run_tiny(ranks, config(file, task, parallelism=parallelism, training=training), 4):
+        assert_same_numbers(result, alone)
+
+
+def test_groups_hold_every_row_once_and_none_alone() -> None:
+    for count in range(1, 12):
+        groups = list(_groups(list(range(count)), 3))  # type: ignore[arg-type]
+        assert [row for group in groups for row in group] == list(range(count))
+        assert all(len(group) in (2, 3, 4) for group in groups) or count == 1
+
+
+@pytest.mark.parametrize("task", ["kto", "reward_model"])
+def test_a_held_out_set_is_measured_the_same_on_any_number_of_ranks(task: str, file: Path, tmp_path: Path) -> None:
+    """Each row counts once, in groups of which the last is smaller."""
+    found = []
+    for ranks in (1, 2):
+        validation = {"enable": True, "dataset": "jsonl", "dataset_path": str(file), "seq_len": 40, "freq": 1}
+        folder = tmp_path / str(ranks)
+        one = config(
+            file, task, job={"dump_folder": str(folder)}, validation={**validation, "local_batch_size": 2},
+            training={"steps": 1, "local_batch_size": 2 // ranks}, parallelism={"data_parallel_shard_degree": ranks},
+        )  # fmt: skip
+        assert run_ranks(ranks, train_whole, one)[0].error is None
+        (line,) = (folder / "validation.jsonl").read_text().splitlines()
+        found.append({key: value for key, value in json.loads(line).items() if key.startswith(("loss", "reward"))})
+    assert found[0].keys() == found[1].keys() and "reward_margin" in found[0]
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
+def words(file: Path, task: str, *more: str) -> list[str]:
+    return [
+        f"--task.name={task}", "--training.dataset=jsonl", f"--training.dataset_path={file}",
+        "--model.hf_assets_path=bytes", "--training.seq_len=64", "--rows=1", *more,
+    ]  # fmt: skip
+
+
+def test_both_sides_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"chosen": "2+2 is four", "rejected": "2+2 is five!"}) + "\n")
+    assert show.main(words(path, "orpo")) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "== position 0: row 0 of jsonl",
+        "-- chosen: 13 tokens, 6 of them learned",
+        "«<bos>2+2 is» four<eos>",
+        "-- rejected: 14 tokens, 7 of them learned",
+        "«<bos>2+2 is» five!<eos>",
+    ]
+    assert show.main(words(path, "reward_model", "--json")) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(name, [piece["learned"] for piece in pieces]) for name, pieces in shown["texts"]] == [
+        ("chosen", [False]),
+        ("rejected", [False]),
+    ]
+    path.write_text(json.dumps({"prompt": "a", "completion": "b", "label": False}) + "\n")
+    assert show.main(words(path, "kto")) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["-- bad: 4 tokens, 2 of them learned", "«<bos>a»b<eos>"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"name": "kto", "group_size": 1}, "task.group_size=1 must be at least 2"),
+        ({"name": "kto", "desirable_weight": 0.0}, "task.desirable_weight=0.0 must be above 0"),
+        ({"name": "kto", "gamma": 1.0}, 'task.gamma=1.0 is read by task.name = "simpo" alone'),
+        ({"name": "simpo", "gamma": -1.0}, "task.gamma=-1.0 must be 0 or above"),
+        ({"name": "orpo", "rejected_field": "chosen"}, "name three columns"),
+        (
+            {"name": "reward_model", "beta": 0.3},
+            '"preference" or "orpo" or "simpo" or "kto" alone',
+        ),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], told: str, file: Path) -> None:
+    broken = dataclasses.replace(config(file, "kto"), task=Task(**options))
+    found = Loaded(broken, {f"task.{name}": "command line" for name in options})
+    lines = [str(problem) for problem in check(found)]
+    assert any(told in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "a", "completion": "b"}, "has no column 'label'"),
+        (
+            {"prompt": "a", "completion": "b", "label": "good"},
+            "label 'good' in column 'label' is neither true",
+        ),
+        ({"prompt": "a", "completion": 3, "label": True}, "column 'completion' holds a number, not a text"),
+    ],
+)
+def test_a_row_without_a_label_is_named(row: dict[str, Any], told: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=f"rows.jsonl:1: .*{told}"):
+        KTO(config(path, "kto")).read_rows("train")
+
+
+def test_preferences_of_a_chat_are_read_in_every_shape() -> None:
+    """One file with a row of each shape gives the same pair each time."""
+    ask = {"role": "user", "content": "the cat"}
+    good, bad = {"role": "assistant", "content": "Hello"}, {"role": "assistant", "content": "well"}
+    rows: list[dict[str, Any]] = [
+        {"prompt": [ask], "chosen": [good], "rejected": [bad]},
+        {"prompt": "the cat", "chosen": [ask, good], "rejected": [ask, bad]},
+        {"chosen": [ask, good], "rejected": [ask, bad]},
+    ]
+    sizes = {"steps": 2, "local_batch_size": 1, "global_batch_size": 1}
+    found = [ours([row], task={"name": "preference"}, training=sizes) for row in rows]
+    assert all(one.error is None for one in found)
+    assert found[0].losses == found[1].losses == found[2].losses
+    assert found[0].losses[1] < found[0].losses[0]
+
+
+@pytest.mark.parametrize(("task", "overrides"), [("preference", {}), ("reward_model", SCORES)])
+def test_networks_of_transformers_learn_from_answers(
+    task: str, overrides: dict[str, Any], file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    training = {"dataset": "jsonl", "dataset_path": str(file), "on_data_end": "repeat", "seq_len": 48}
+    one = dataclasses.replace(foreign("gpt2", tmp_path, overrides=overrides, training=training), task=Task(name=task))
+    assert list(check(Loaded(one))) == []
+    ended = run_ranks(1, train_whole, one)[0]
+    assert ended.error is None and ended.losses[-1] < ended.losses[0]
