@@ -428,6 +428,16 @@ def test_a_wrong_content_is_fetched_once_more_and_never_kept(hub, tmp_path, name
     assert name not in left(tmp_path / "name")
 
 
+@pytest.mark.parametrize("cached", [FILES["config.json"], b'{"hidden_size": 9}'], ids=["whole", "damaged"])
+def test_the_library_s_cache_is_used_where_it_is_right(hub, tmp_path, cached):
+    snapshot = tmp_path / "home" / "hub" / "models--org--name" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_bytes(cached)
+    assert run(tmp_path, "--assets", "config") == 0
+    assert left(tmp_path / "name") == {"config.json": FILES["config.json"]}
+    assert hub.fetched() == ([] if cached == FILES["config.json"] else ["config.json"])
+
+
 def test_a_file_that_was_there_stays_until_the_new_one_is_whole(hub, tmp_path):
     (tmp_path / "name").mkdir()
     for content in (b"old", FILES["tokenizer.json"][:-1] + b"x"):
