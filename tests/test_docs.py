@@ -64,9 +64,10 @@ NOT_RUN = {
     "python tests/search.py --seed 0 --count 500": "it takes half an hour; tests/test_search.py runs it in parts",
     "shardtrain verify my_model.py": "the file is the reader's; tests/verify write some of their own",
     "pip install -c constraints/cpu.txt -e .": "tests do not change the environment that they run in",
-    "shardtrain data download --repo_id meta-llama/Llama-3.1-8B --assets tokenizer --local_dir assets": (
+    "shardtrain data download --repo_id meta-llama/Llama-3.1-8B --assets tokenizer": (
         "it needs the network and a token; tests/data_tools download from a server of their own"
     ),
+    "python scripts/download_hf_assets.py --repo_id meta-llama/Llama-3.1-8B --assets tokenizer": "likewise",
     "sbatch multinode_trainer.slurm --training.steps 1000": "it needs a cluster; tests/launch/test_slurm.py runs it",
     "tensorboard --logdir outputs/tb": "it serves until it is stopped",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "

@@ -1,4 +1,9 @@
-"""``shardtrain data download``: tokenizer, configuration and weights of a Hugging Face repository."""
+"""``shardtrain data download``: tokenizer, configuration and weights of a Hugging Face repository.
+
+The requests are ``huggingface_hub``'s: proxies, tokens, offline mode, retries, its cache and Xet storage work as they
+do everywhere. What is added here is what a training run rests on: one commit for all files, a hash of each file before
+it gets its name, and an end to waiting.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,28 @@ import argparse
 import fcntl
 import fnmatch
 import hashlib
+import logging
 import os
 import re
-import sys
-import time
-from collections.abc import Mapping, Sequence
+import shutil
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardtrain import __version__
 from shardtrain.arguments import Arguments
-from shardtrain.data_tools._hub import ATTEMPTS, LEAST_BYTES, Answer, Hub, Interrupted, StalledError
-from shardtrain.errors import ConfigError, DataError, Problem, StorageError
+from shardtrain.errors import ConfigError, DataError, Problem, ShardtrainError, StorageError
+from shardtrain.log import redact
 from shardtrain.units import format_bytes
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoSibling
+
+T = TypeVar("T")
 
 PROGRAM = "shardtrain data download"
 ASSETS: dict[str, tuple[str, ...]] = {
@@ -30,7 +45,12 @@ ASSETS: dict[str, tuple[str, ...]] = {
     "safetensors": ("*.safetensors",),
 }  # fmt: skip
 """Names of the files that each kind of asset has, at the top of a repository."""
-_PROGRESS_SECONDS = 1.0
+STAGING = ".download"
+"""Folder within the target in which files lie until they are whole and checked; removed at the end."""
+STALLED_SECONDS = 300.0
+"""A download of which nothing arrives for so long has failed; the library writes pieces of 10 MiB."""
+_DEFAULT_ENDPOINT = "https://huggingface.co"
+_TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 
 
 def main(words: list[str]) -> int:
@@ -47,147 +67,301 @@ def main(words: list[str]) -> int:
         return 0
     _check(options)
     hub = Hub(options.repo_id, options.revision)
-    commit, known = hub.files()
+    commit, files = hub.files()
     folder = Path(options.local_dir or ("assets/tokenizer" if options.tokenizer_path is not None else "assets/hf"))
     if options.tokenizer_path is None:
         folder = folder / options.repo_id.rpartition("/")[2]
-    names = _choose(options, list(known))
-    print(f"{options.repo_id} at {commit}: {len(names)} files to {folder}")
-    for name in names:
-        print(fetch(hub, name, commit, folder, known[name]), flush=True)
+    names = _choose(options, list(files))
+    print(f"{options.repo_id} at {commit}: {len(names)} files to {folder}", flush=True)
+    try:
+        missing = []
+        for name in names:
+            expected = _expected(files[name])
+            if expected and (folder / name).is_file() and _hash(folder / name, expected[0]) == expected[1]:
+                print(f"{name}: is there already")
+            else:
+                missing.append(name)
+        if missing:
+            folder.mkdir(parents=True, exist_ok=True)
+            _check_space(folder, sum(files[name].size or 0 for name in missing))
+            with _staging(folder) as staging:
+                for name in missing:
+                    print(fetch(hub, name, commit, files[name], staging, folder / name), flush=True)
+    except OSError as error:
+        raise _cannot_write(error, folder) from error
     return 0
 
 
-def fetch(hub: Hub, name: str, commit: str, folder: Path, facts: Mapping[str, Any]) -> str:
-    """Bring one file into a folder, whole and as the hub has it; gives a line that tells what was done.
-
-    A part of it that an earlier call left behind is gone on with. Until the file is whole and its hash is right it has
-    another name.
+class Hub:
+    """One repository of the hub, asked through ``huggingface_hub``. No message has the token in it.
 
     Raises:
-        DataError: when its hash or size is another.
-        StorageError: when the hub is too slow or lost, or the file cannot be written.
+        ConfigError: at an endpoint or a token that cannot be used.
     """
-    target = folder / name
+
+    def __init__(self, repo_id: str, revision: str = "main") -> None:
+        from huggingface_hub import constants, get_token
+
+        # what the library logs (it waits, it tries again) has addresses in it, which may be signed
+        for handler in logging.getLogger("huggingface_hub").handlers:
+            handler.addFilter(_without_secrets)
+        self.repo_id, self.revision = repo_id, revision
+        self.endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or _DEFAULT_ENDPOINT
+        parts = urllib.parse.urlsplit(self.endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, "is not an https address", "correct or unset it"))
+        self.answer_seconds = float(constants.HF_HUB_ETAG_TIMEOUT)
+        try:
+            self.token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else self._ask(get_token)
+        except Exception as error:  # of files, of a login that is renewed, of OIDC
+            rule, fix = f"cannot be found ({_one_line(error)})", "log in again with hf auth login, or set HF_TOKEN"
+            raise ConfigError(Problem("the token", None, rule, fix)) from error
+        if self.token and not re.fullmatch(r"[!-~]+", self.token):
+            origin = "HF_TOKEN" if os.environ.get("HF_TOKEN", "").strip() else str(constants.HF_TOKEN_PATH)
+            rule = "is not a token: it has spaces or characters beyond ASCII"
+            raise ConfigError(Problem(origin, None, rule, "copy it again"))
+        if self.token and parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
+            fix = "use https, or unset HF_TOKEN"
+            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, "would send your token without encryption", fix))
+
+    def files(self) -> tuple[str, dict[str, RepoSibling]]:
+        """Commit of the revision, and its files with sizes in bytes and hashes, as far as the hub tells them.
+
+        Raises:
+            ConfigError: when the repository does not exist, may not be read, or the answer is not a list of files.
+            StorageError: when the hub cannot be reached, is too slow, or asks to wait.
+        """
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        api = HfApi(self.endpoint, token=self.token or False, library_name="shardtrain", library_version=__version__)
+        try:
+            info = self._ask(
+                lambda: api.model_info(
+                    self.repo_id, revision=self.revision, files_metadata=True, timeout=self.answer_seconds
+                )
+            )
+            if info.siblings is None:
+                raise TypeError("an answer without files")
+            return info.sha or self.revision, {str(file.rfilename): file for file in info.siblings}
+        except HFValidationError as error:
+            rule, fix = "is not the name of a repository", "write it like ORGANISATION/NAME"
+            raise ConfigError(Problem("--repo_id", self.repo_id, rule, fix)) from error
+        except Exception as error:
+            if isinstance(error, HfHubHTTPError) or not isinstance(
+                error, ValueError | KeyError | TypeError | AttributeError | RecursionError
+            ):
+                raise self._explain(error) from error
+            rule = f"did not give a list of the files of {self.repo_id}"
+            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, rule, "name the address of a hub")) from error
+
+    def download(self, name: str, commit: str, folder: Path, force: bool = False) -> Path:
+        """Bring a file into ``folder``, or find it there or in the library's cache unless ``force``; gives its path.
+
+        Raises:
+            ConfigError, StorageError: as ``files``; also StorageError when the file cannot be written.
+            DataError: when the file has another size than the hub tells.
+        """
+        from huggingface_hub import hf_hub_download
+
+        def call() -> str:
+            return hf_hub_download(
+                self.repo_id, name, revision=commit, local_dir=folder, force_download=force, endpoint=self.endpoint,
+                token=self.token or False, etag_timeout=self.answer_seconds, library_name="shardtrain",
+                library_version=__version__,
+            )  # fmt: skip
+
+        try:
+            return Path(_bounded(call, STALLED_SECONDS, lambda: _written(folder)))
+        except Exception as error:
+            if "Consistency check failed" in str(error):
+                text = f"{name} does not have the size that the hub told; it is not kept, try again"
+                raise DataError(text) from error
+            if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+                raise _cannot_write(error, folder / name) from error
+            raise self._explain(error) from error
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        # the library's limit is for each wait on the connection: name servers and slow senders need one of their own
+        return _bounded(call, 2 * self.answer_seconds)
+
+    def _explain(self, error: BaseException) -> ShardtrainError:
+        """What an error of the library means, and what to do about it."""
+        from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+        # "not in the cache either" and "cannot force" hide what the hub said
+        while isinstance(error, LocalEntryNotFoundError | ValueError) and error.__cause__ is not None:
+            if getattr(error, "response", None) is not None:
+                break
+            error = error.__cause__
+        if isinstance(error, OfflineModeIsEnabled):
+            name = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), "")
+            fix = "unset it, or copy the files from a machine that has them"
+            return ConfigError(
+                Problem(name or "HF_HUB_OFFLINE", os.environ.get(name, "1"), "forbids to ask the hub", fix)
+            )
+        response = getattr(error, "response", None)
+        if response is not None:
+            return self._refusal(response.status_code, response.headers)
+        if "No space left on device" in str(error):  # Xet's errors are not OSError
+            return StorageError(f"the disk is full ({_one_line(error)}); make room, or name another --local_dir")
+        return self._unreachable(_one_line(error) or type(error).__name__)
+
+    def _refusal(self, status: int, headers: Any) -> ShardtrainError:
+        code = headers.get("X-Error-Code") or ""
+        if code == "GatedRepo" or (status == 403 and "gated" in (headers.get("X-Error-Message") or "").lower()):
+            fix = f"accept its licence at https://huggingface.co/{self.repo_id}, then set HF_TOKEN to a token of that "
+            fix += f"account ({_TOKENS_PAGE})"
+            return ConfigError(Problem("--repo_id", self.repo_id, "is gated", fix))
+        if status in (401, 403) and self.token is not None:
+            rule = f"may not be read with the token that was found (status {status})"
+            fix = f"set HF_TOKEN to one that is valid and may read it ({_TOKENS_PAGE}), and check the name"
+            return ConfigError(Problem("--repo_id", self.repo_id, rule, fix))
+        if status in (401, 403):
+            rule = "does not exist, or is private or gated"
+            fix = f"check the name, and set HF_TOKEN to a token that may read it ({_TOKENS_PAGE})"
+            return ConfigError(Problem("--repo_id", self.repo_id, rule, fix))
+        if status == 404 and code == "RevisionNotFound":
+            rule = f"is not a revision of {self.repo_id}"
+            return ConfigError(Problem("--revision", self.revision, rule, "name a branch, a tag or a commit"))
+        if status == 404:
+            return ConfigError(Problem("--repo_id", self.repo_id, "does not exist", "write it like ORGANISATION/NAME"))
+        if status == 429 or status >= 500:
+            what = "too many requests" if status == 429 else "a fault of the hub"
+            seconds = headers.get("Retry-After") or ""
+            when = f"in {seconds} seconds" if seconds.isdecimal() else "later"
+            return StorageError(f"{self.endpoint} is busy ({what}, status {status}); try again {when}")
+        return self._unreachable(f"status {status}")
+
+    def _unreachable(self, reason: str) -> StorageError:
+        return StorageError(
+            f"{self.endpoint} cannot be reached ({reason}); check the network, HTTPS_PROXY and HF_ENDPOINT, "
+            "try again later, or copy the files from a machine that has them"
+        )
+
+
+def fetch(hub: Hub, name: str, commit: str, facts: RepoSibling, staging: Path, target: Path) -> str:
+    """Bring one file to ``target``, whole and as the hub has it; gives a line that tells what was done.
+
+    Until then it lies in ``staging``, on the same file system, and what was at ``target`` stays.
+
+    Raises:
+        DataError: when its hash or size is another, twice.
+        OSError: when it cannot be moved.
+        ConfigError, StorageError: as ``Hub.download``.
+    """
     expected = _expected(facts)
-    if expected and target.is_file() and _hash_file(target, expected[0]) == expected[1]:
-        return f"{name}: is there already"
-    part = target.with_name(f".{target.name}.part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("a+b") as file:
-            _lock(file, part)
-            size = _receive(hub, name, commit, file, expected, facts.get("size"))
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(part, target)
-    except DataError:
-        part.unlink(missing_ok=True)  # what is wrong must not be gone on with
-        raise
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {target}: {error.strerror}; make room, or name another --local_dir"
-        ) from error
+    path = hub.download(name, commit, staging)
+    if expected and _hash(path, expected[0]) != expected[1]:
+        path.unlink()  # what lay in a cache may be damaged, and so may what came
+        path = hub.download(name, commit, staging, force=True)
+        found = _hash(path, expected[0])
+        if found != expected[1]:
+            raise DataError(f"{name} has the hash {found} in place of {expected[1]}; it is not kept, try again")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    size = path.stat().st_size
+    os.replace(path, target)
     return f"{name}: {format_bytes(size)}{'' if expected else ', no hash known'}"
 
 
-def _receive(hub: Hub, name: str, commit: str, file: IO[bytes], expected: tuple[str, str] | None, size: Any) -> int:
-    """Write the content to ``file``, with as many attempts as bring it forward; gives its size in bytes."""
-    failures = 0
-    from_before = file.seek(0, os.SEEK_END) > 0
-    while True:
-        start = file.seek(0, os.SEEK_END)
-        if start and ((expected is None and from_before) or (isinstance(size, int) and start >= size)):
-            file.truncate(0)  # nothing proves that the part belongs to this file
-            start, from_before = 0, False
+@contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """A folder that one process at a time may use; it stays after an error, for what the library can go on with."""
+    staging = folder / STAGING
+    staging.mkdir(exist_ok=True)
+    with (staging / ".lock").open("a") as lock:  # NFS locks only what is open for writing
         try:
-            answer = hub.open(name, commit, start)
-            if start and answer.status != 206:
-                file.truncate(0)
-            _copy(answer, file, name, size if isinstance(size, int) else None)
-            expected = _promised(answer) or expected
-            try:
-                return _check_content(file, name, expected, size)
-            except DataError:
-                if not from_before:
-                    raise
-                from_before = False  # the part may be of another version of the file
-                file.truncate(0)
-        except StalledError as error:
-            raise hub.unreachable(f"it sends too slowly, {error}") from error
-        except Interrupted as error:
-            failures = 0 if file.seek(0, os.SEEK_END) >= start + LEAST_BYTES else failures + 1
-            if failures >= ATTEMPTS:
-                raise hub.unreachable(str(error)) from error
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError):  # the other one has it, or has just removed it
+            rule = "is being written by another process"
+            raise ConfigError(Problem("--local_dir", str(folder), rule, "wait for it to end")) from None
+        try:
+            yield staging
+        except DataError:
+            shutil.rmtree(staging, ignore_errors=True)  # what is wrong must not be gone on with
+            raise
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _copy(answer: Answer, file: IO[bytes], name: str, size: int | None) -> None:
-    done, told = file.seek(0, os.SEEK_END), time.monotonic()
-    for block in answer.blocks():
-        file.write(block)
-        done += len(block)
-        if size is not None and done > size:
-            raise DataError(f"{name} is longer than the {size} bytes that the hub told; try again")
-        if sys.stderr.isatty() and time.monotonic() - told > _PROGRESS_SECONDS:
-            told = time.monotonic()
-            whole = f" of {format_bytes(size)}" if size else ""
-            print(f"\r{name}: {format_bytes(done)}{whole} ", end="", file=sys.stderr, flush=True)
+def _bounded(call: Callable[[], T], seconds: float, progress: Callable[[], int] = lambda: 0) -> T:
+    """Result of ``call``, made by a thread of its own; TimeoutError once ``progress()`` stays the same for ``seconds``.
+
+    The thread is left behind then: nothing can stop a call that waits for a name server.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while True:
+        before = progress()
+        try:
+            return future.result(timeout=seconds)
+        except TimeoutError:
+            if future.done():
+                raise
+            if progress() == before:
+                raise TimeoutError(f"nothing arrived for {seconds:g} seconds") from None
 
 
-def _check_content(file: IO[bytes], name: str, expected: tuple[str, str] | None, size: Any) -> int:
-    file.flush()
-    length = file.seek(0, os.SEEK_END)
-    if isinstance(size, int) and length != size:
-        raise DataError(f"{name} has {length} bytes in place of {size}; it is not kept, try again")
-    if expected is not None:
-        found = _hash(file, expected[0])
-        if found != expected[1]:
-            raise DataError(f"{name} has the hash {found} in place of {expected[1]}; it is not kept, try again")
-    return length
+def _written(folder: Path) -> int:
+    """A number that grows while files of a folder are written, also where they are written in no order."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # it has just been renamed
+            status = path.stat()
+            total += status.st_size + status.st_blocks
+    return total
 
 
-def _expected(facts: Mapping[str, Any]) -> tuple[str, str] | None:
+def _expected(facts: RepoSibling) -> tuple[str, str] | None:
     """Kind and value of the hash that the list of files promises: SHA-256 of large files, else git's."""
-    lfs = facts.get("lfs")
-    if isinstance(lfs, Mapping) and re.fullmatch(r"[0-9a-f]{64}", str(lfs.get("sha256") or lfs.get("oid"))):
-        return "sha256", str(lfs.get("sha256") or lfs.get("oid"))
-    if lfs is None and re.fullmatch(r"[0-9a-f]{40}", str(facts.get("blobId"))):
-        return "git", str(facts["blobId"])
-    return None
+    if facts.lfs is not None:
+        return ("sha256", facts.lfs.sha256) if re.fullmatch(r"[0-9a-f]{64}", str(facts.lfs.sha256)) else None
+    return ("git", str(facts.blob_id)) if re.fullmatch(r"[0-9a-f]{40}", str(facts.blob_id)) else None
 
 
-def _promised(answer: Answer) -> tuple[str, str] | None:
-    """The same from the headers of a file's own answer."""
-    # other servers than a hub use ETag for hashes of other kinds
-    for header in ("X-Linked-Etag", "ETag") if "X-Repo-Commit" in answer.first_headers else ("X-Linked-Etag",):
-        etag = (answer.first_headers.get(header) or "").removeprefix("W/").strip('"')
-        if re.fullmatch(r"[0-9a-f]{64}", etag):
-            return "sha256", etag
-        if re.fullmatch(r"[0-9a-f]{40}", etag):
-            return "git", etag
-    return None
-
-
-def _hash(file: IO[bytes], kind: str) -> str:
-    length = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(b"blob %d\0" % length, usedforsecurity=False)
-    while block := file.read(2**20):
-        digest.update(block)
+def _hash(path: Path, kind: str) -> str:
+    with path.open("rb") as file:
+        head = b"blob %d\0" % os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(head, usedforsecurity=False)
+        while block := file.read(2**20):
+            digest.update(block)
+        os.fsync(file.fileno())  # it gets its name next
     return digest.hexdigest()
 
 
-def _hash_file(path: Path, kind: str) -> str:
-    with path.open("rb") as file:
-        return _hash(file, kind)
+def _check_space(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise StorageError(
+            f"{folder} has {format_bytes(free)} free and {format_bytes(num_bytes)} are to be fetched; "
+            "make room, or name another --local_dir"
+        )
 
 
-def _lock(file: IO[bytes], part: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        rule = "is being written by another process"
-        raise ConfigError(Problem("--local_dir", str(part.parent), rule, "wait for it to end")) from None
+def _cannot_write(error: OSError, path: Path) -> StorageError:
+    return StorageError(f"cannot write {path}: {error.strerror or error}; make room, or name another --local_dir")
+
+
+def _one_line(error: BaseException) -> str:
+    return _plain(" ".join(str(error).split()))[:200]
+
+
+def _plain(text: str) -> str:
+    """A text without secrets: what follows the ``?`` of an address may be a signature."""
+    return redact(re.sub(r"\?[\w.%-]+=[^\s'\":)]*", "", text))
+
+
+def _without_secrets(record: logging.LogRecord) -> bool:
+    record.msg, record.args = _plain(" ".join(record.getMessage().split())), ()
+    return True
 
 
 def _choose(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
@@ -227,9 +401,6 @@ def _refuse_token(words: Sequence[str]) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    name = options.repo_id
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, flags=re.ASCII) or {".", ".."} & set(name.split("/")):
-        raise ConfigError(Problem("--repo_id", name, "is no name of a repository", "write it like ORGANISATION/NAME"))
     options.assets = list(dict.fromkeys(ASSETS if options.all else options.assets))
     if options.tokenizer_path and options.assets != ["tokenizer"]:
         raise ConfigError(
@@ -239,7 +410,9 @@ def _check(options: argparse.Namespace) -> None:
 
 def _parser() -> Arguments:
     parser = Arguments(
-        PROGRAM, "Fetch files of a Hugging Face repository. HF_TOKEN, HF_ENDPOINT and HTTPS_PROXY count."
+        PROGRAM,
+        "Fetch files of a Hugging Face repository, with huggingface_hub and its environment variables: HF_TOKEN, "
+        "HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, HTTPS_PROXY.",
     )
     parser.add_argument("--repo_id", required=True, metavar="ORG/NAME", help="e.g. meta-llama/Llama-3.1-8B")
     kinds = ", ".join(ASSETS)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.server
+import io
 import json
+import logging
+import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import huggingface_hub
 import patience
 import pytest
+from huggingface_hub import constants
 
-from shardtrain.data_tools import _hub, download
+from shardtrain.data_tools import download
 from shardtrain.errors import ConfigError, DataError, ShardtrainError, StorageError
 
+ROOT = Path(__file__).parents[2]
 TOKEN = "hf_canary0123456789abcdef"
+COMMIT = "c0ffee" + "0" * 34
 WEIGHTS = bytes(range(256)) * 3000
 FILES = {
     "tokenizer.json": b'{"model": {}}',
@@ -38,14 +48,24 @@ class FakeHub(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = dict(FILES)
-        self.requests: list[tuple[str, dict[str, str]]] = []
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.fault = lambda handler, path: False
-        self.commit = "c0ffee"
         self.cdn: str | None = None
+        self.closing = False
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def fetched(self) -> list[str]:
+        """Files of which the content was asked for."""
+        return [path.rpartition("/")[2] for method, path, _ in self.requests if method == "GET" and "/resolve/" in path]
+
+    def close(self) -> None:
+        self.closing = True
+        self.shutdown()
+        self.server_close()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Clients that leave early are part of the tests."""
@@ -53,12 +73,16 @@ class FakeHub(http.server.ThreadingHTTPServer):
     def facts(self) -> list[dict[str, object]]:
         found = []
         for name, content in self.files.items():
-            one = {"rfilename": name, "size": len(content)}
-            blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            one = {"rfilename": name, "size": len(content), "blobId": blob(content)}
             if name in LARGE:
-                one["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-            found.append({**one, "blobId": blob})
+                digest = hashlib.sha256(content).hexdigest()
+                one["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}
+            found.append(one)
         return found
+
+
+def blob(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -68,31 +92,34 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Nothing."""
 
     def do_GET(self) -> None:
-        self.server.requests.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server.requests.append((self.command, self.path, headers))
         if self.server.fault(self, self.path):
             return
         if self.path.startswith("/api/models/"):
-            self.give(json.dumps({"sha": self.server.commit, "siblings": self.server.facts()}).encode())
-        else:
-            name = self.path.split("/resolve/", 1)[1].split("/", 1)[1]
-            etag = hashlib.sha256(self.server.files[name]).hexdigest()
-            if self.server.cdn:
-                self.send_response(302)
-                self.send_header("Location", f"{self.server.cdn}/x/resolve/y/{name}")
-                self.send_header("X-Linked-Etag", f'"{etag}"')
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-            else:
-                self.give(self.server.files[name])
+            facts = {"id": "org/name", "sha": COMMIT, "siblings": self.server.facts()}
+            return self.give(json.dumps(facts).encode())
+        name = self.path.partition("?")[0].split("/resolve/", 1)[1].split("/", 1)[1]
+        content = self.server.files[name]
+        etag = hashlib.sha256(content).hexdigest() if name in LARGE else blob(content)
+        if self.server.cdn:
+            size = {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{etag}"'}
+            location = f"{self.server.cdn}/x/resolve/y/{name}?signature=secretsignature"
+            return self.refuse(302, Location=location, X_Repo_Commit=COMMIT, **size)
+        self.give(content, X_Repo_Commit=COMMIT, ETag=f'"{etag}"')
 
-    def give(self, content: bytes, told: int | None = None, **headers: str) -> None:
+    do_HEAD = do_GET
+
+    def give(self, content: bytes, told: int | None = None, **headers: str) -> bool:
         start = int(self.headers.get("Range", "bytes=0-")[6:-1])
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str((told or len(content)) - start))
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        self.wfile.write(content[start:])
+        if self.command != "HEAD":
+            self.wfile.write(content[start:])
+        return True
 
     def refuse(self, status: int, **headers: str) -> bool:
         self.send_response(status)
@@ -105,16 +132,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     server = FakeHub()
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    for name in ("HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE"):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(_hub.time, "sleep", lambda seconds: None)  # no test waits out a pause
+    # the library has read its environment when it was imported
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "home" / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
+    # no test waits out a pause of the library's, between tries
+    pause = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: pause(min(seconds, 0.01)))
+    getattr(huggingface_hub, "close_session", lambda: None)()  # it has the proxies of when it was opened
     yield server
-    server.shutdown()
-    server.server_close()
+    server.close()
 
 
 def run(folder: Path, *words: str) -> int:
@@ -125,19 +157,25 @@ def left(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+def kept(folder: Path) -> dict[str, bytes]:
+    """Files under their own names: not those that are not yet whole, and are there after an error."""
+    return {name: content for name, content in left(folder).items() if download.STAGING not in name}
+
+
 def fails(kind: type[ShardtrainError], folder: Path, *words: str) -> str:
     with pytest.raises(kind) as caught:
         run(folder, *words)
     text = str(caught.value)
-    assert "\n" not in text and TOKEN not in text
+    assert "\n" not in text and TOKEN not in text and "secretsignature" not in text
     return text
 
 
 def test_the_tokenizer_s_files_arrive_and_nothing_else(hub, tmp_path, capsys):
     assert run(tmp_path / "x") == 0
     assert left(tmp_path / "x" / "name") == {name: FILES[name] for name in ("tokenizer.json", "tokenizer_config.json")}
-    assert "tokenizer.json: 13 B" in capsys.readouterr().out
-    assert all("/c0ffee/" in path for path, _ in hub.requests[1:])  # all files of one commit
+    printed = capsys.readouterr().out
+    assert f"org/name at {COMMIT}: 2 files" in printed and "tokenizer.json: 13 B" in printed
+    assert all(f"/{COMMIT}/" in path for _, path, _ in hub.requests[1:])  # all files of one commit
 
 
 def test_every_kind_of_asset_is_found_and_a_second_call_brings_nothing_anew(hub, tmp_path, capsys):
@@ -160,29 +198,54 @@ def test_tokenizer_path_is_the_folder_of_2024_s_scripts(hub, tmp_path):
     assert left(tmp_path / "x") == {"original/tokenizer.model": FILES["original/tokenizer.model"]}
 
 
+def test_torchtitan_s_script_is_this_verb(hub, tmp_path):
+    words = ["--repo_id", "org/name", "--assets", "config", "--local_dir", str(tmp_path / "x")]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "download_hf_assets.py"), *words],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert left(tmp_path / "x" / "name") == {"config.json": FILES["config.json"]}
+
+
 def test_the_token_goes_to_the_hub_and_not_where_it_redirects_to(hub, tmp_path, monkeypatch, capsys):
     cdn = FakeHub()
-    threading.Thread(target=cdn.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
+    said = io.StringIO()
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        monkeypatch.setattr(handler, "stream", said)
     hub.cdn = cdn.url
     assert run(tmp_path, "--assets", "safetensors") == 0
-    assert [headers.get("authorization") for _, headers in hub.requests] == [f"Bearer {TOKEN}"] * 2
-    assert len(cdn.requests) == 1 and "authorization" not in cdn.requests[0][1]
-    printed = capsys.readouterr()
-    assert TOKEN not in printed.out + printed.err
+    assert {headers.get("authorization") for _, _, headers in hub.requests} == {f"Bearer {TOKEN}"}
+    assert len(cdn.requests) == 1 and "authorization" not in cdn.requests[0][2]
     cdn.files["model.safetensors"] = WEIGHTS[:-1] + b"x"  # the hub's own word counts, not that of who stores the file
     (tmp_path / "name" / "model.safetensors").unlink()
     assert "has the hash" in fails(DataError, tmp_path, "--assets", "safetensors")
     assert left(tmp_path / "name") == {}
-    cdn.shutdown()
-    cdn.server_close()
+    cdn.close()
+    assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
+    assert f"Error while downloading from {cdn.url}" in said.getvalue()  # the library says this, with the address
+    printed = capsys.readouterr()
+    for text in (printed.out, printed.err, said.getvalue()):
+        assert TOKEN not in text and "secretsignature" not in text
 
 
-def test_the_token_of_a_login_is_found(hub, tmp_path):
+def test_the_token_of_a_login_is_found(hub, tmp_path, monkeypatch):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "token").write_text(TOKEN)
     assert run(tmp_path / "x") == 0
-    assert hub.requests[0][1]["authorization"] == f"Bearer {TOKEN}"
+    assert hub.requests[0][2]["authorization"] == f"Bearer {TOKEN}"
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    assert run(tmp_path / "x") == 0
+    assert "authorization" not in hub.requests[-1][2]
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
+    (tmp_path / "home" / "token").write_bytes(b"\xff\xfe")
+    assert "hf auth login" in fails(ConfigError, tmp_path)
 
 
 @pytest.mark.parametrize("words", [["--hf_token", TOKEN], [f"--hf_token={TOKEN}"], ["--hf-token", "x"], [TOKEN]])
@@ -193,7 +256,7 @@ def test_a_token_on_the_command_line_is_refused_and_not_repeated(hub, tmp_path, 
 
 def test_a_token_that_cannot_be_one_is_refused_and_not_repeated(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", f"{TOKEN} {TOKEN}")
-    assert "HF_TOKEN holds no token" in fails(ConfigError, tmp_path)
+    assert "HF_TOKEN is not a token" in fails(ConfigError, tmp_path)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
     assert "without encryption" in fails(ConfigError, tmp_path)
@@ -211,31 +274,31 @@ REFUSALS = {
     "expired": (401, {}, TOKEN, r"may not be read with the token that was found \(status 401\)"),
     "forbidden": (403, {}, TOKEN, r"\(status 403\)"),
     "absent": (404, {"X_Error_Code": "RepoNotFound"}, TOKEN, '--repo_id="org/name" does not exist'),
-    "revision": (404, {"X_Error_Code": "RevisionNotFound"}, None, '--revision="main" is no revision of org/name'),
+    "revision": (404, {"X_Error_Code": "RevisionNotFound"}, None, '--revision="main" is not a revision of org/name'),
 }
 
 
+@pytest.mark.parametrize("where", ["/api/", "/resolve/"])  # the list of files of a gated repository is open to all
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusals_say_what_to_do(hub, tmp_path, monkeypatch, name):
+def test_refusals_say_what_to_do(hub, tmp_path, monkeypatch, name, where):
     status, headers, token, message = REFUSALS[name]
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
-    hub.fault = lambda handler, path: handler.refuse(status, **headers)
+    hub.fault = lambda handler, path: where in path and handler.refuse(status, **headers)
     text = fails(ConfigError, tmp_path)
     assert re.search(message, text), text
-    assert len(hub.requests) == 1
+    assert len(hub.requests) == (1 if where == "/api/" else 2)
 
 
-def test_a_busy_hub_is_asked_again_and_a_long_wait_is_told(hub, tmp_path):
-    answers = [429, 503]
-    hub.fault = lambda handler, path: bool(answers) and handler.refuse(answers.pop(), Retry_After="1")
-    assert run(tmp_path) == 0
+def test_a_busy_hub_is_told_and_where_files_are_kept_is_asked_again(hub, tmp_path):
     hub.fault = lambda handler, path: handler.refuse(429, Retry_After="120")
-    assert "asks to wait 120 seconds (too many requests, status 429)" in fails(StorageError, tmp_path)
-    before = len(hub.requests)
+    assert "is busy (too many requests, status 429); try again in 120 seconds" in fails(StorageError, tmp_path)
     hub.fault = lambda handler, path: handler.refuse(500)
     assert "a fault of the hub, status 500" in fails(StorageError, tmp_path)
-    assert len(hub.requests) == before + _hub.ATTEMPTS
+    answers = [429, 503]
+    hub.fault = lambda handler, path: "/resolve/" in path and bool(answers) and handler.refuse(answers.pop())
+    assert run(tmp_path) == 0
+    assert answers == []
 
 
 def test_a_hub_out_of_reach_is_told(hub, tmp_path, monkeypatch):
@@ -245,46 +308,76 @@ def test_a_hub_out_of_reach_is_told(hub, tmp_path, monkeypatch):
         assert "cannot be reached" in fails(StorageError, tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "ftp://x")
     assert "HF_ENDPOINT" in fails(ConfigError, tmp_path)
+
+
+def test_offline_mode_is_kept_to(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_ENDPOINT", hub.url)
-    assert "HF_HUB_OFFLINE" in fails(ConfigError, tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert 'HF_HUB_OFFLINE="1" forbids to ask the hub' in fails(ConfigError, tmp_path)
     assert hub.requests == []
 
 
 def drip(handler: Handler, head: bytes) -> bool:
-    """Send a byte now and then, for ever."""
+    """Send a byte now and then, for as long as the test runs."""
     handler.wfile.write(head)
     try:
-        while True:
+        while not handler.server.closing:
             handler.wfile.write(b"x")
             handler.wfile.flush()
-            threading.Event().wait(0.05)
+            threading.Event().wait(0.02)
     except OSError:
-        return True
+        pass
+    return True
 
 
-@pytest.mark.parametrize("head", [b"HTTP/1.0 200 OK\r\nX-", b"HTTP/1.0 200 OK\r\nContent-Length: 9999999\r\n\r\n"])
-@pytest.mark.parametrize("where", ["/api/", "/resolve/"])
-def test_a_slow_hub_is_left(hub, tmp_path, monkeypatch, head, where):
-    monkeypatch.setattr(_hub.Hub.__init__, "__defaults__", ("main", 0.4))
-    hub.fault = lambda handler, path: where in path and drip(handler, head)
+IN_THE_HEAD = b"HTTP/1.0 200 OK\r\nX-"
+IN_THE_CONTENT = b"HTTP/1.0 200 OK\r\nContent-Length: 9999999\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("method", "where", "head"),
+    [
+        ("GET", "/api/", IN_THE_HEAD),
+        ("GET", "/api/", IN_THE_CONTENT),
+        ("HEAD", "/resolve/", IN_THE_HEAD),
+        ("GET", "/resolve/", IN_THE_CONTENT),
+    ],
+)
+def test_a_hub_that_never_ends_its_answer_is_left(hub, tmp_path, monkeypatch, method, where, head):
+    """Each byte resets the library's own limit, which is for one wait."""
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+    monkeypatch.setattr(download, "STALLED_SECONDS", 0.4)
+    hub.fault = lambda handler, path: handler.command == method and where in path and drip(handler, head)
     begun = time.monotonic()
     assert "cannot be reached" in fails(StorageError, tmp_path)
-    # 0.4 seconds of silence are allowed; a hang would last for ever
+    # 0.4 seconds are allowed; a hang would last for ever
     assert time.monotonic() - begun < patience.seconds(30)
-    assert [name for name in left(tmp_path) if not name.endswith(".part")] == []
+    assert kept(tmp_path) == {}
 
 
-def test_a_hub_may_be_silent_for_less_than_ten_seconds():
-    assert _hub.LONGEST_SILENCE_SECONDS < 10
-    assert _hub.LONGEST_WAIT_SECONDS * _hub.ATTEMPTS < 10
+def test_a_download_that_goes_on_is_not_ended(tmp_path):
+    """The limit is on time without progress, not on the whole."""
+    ended = threading.Event()
+    numbers = iter(range(5))
+
+    def progress() -> int:
+        number = next(numbers, 9)
+        if number == 4:
+            ended.set()
+        return number
+
+    assert download._bounded(lambda: ended.wait(60), 0.05, progress) is True
+
+
+def test_a_hub_may_be_silent_for_half_a_minute_and_no_longer():
+    assert 2 * constants.DEFAULT_ETAG_TIMEOUT <= 30
 
 
 def test_a_lost_connection_goes_on_where_it_was(hub, tmp_path):
     cuts = [200_000, 500_000]
 
     def cut(handler: Handler, path: str) -> bool:
-        if "/resolve/" in path and cuts:
+        if handler.command == "GET" and "/resolve/" in path and cuts:
             handler.give(WEIGHTS[: cuts.pop(0)], told=len(WEIGHTS))
             handler.wfile.flush()
             handler.connection.shutdown(socket.SHUT_RDWR)
@@ -294,15 +387,15 @@ def test_a_lost_connection_goes_on_where_it_was(hub, tmp_path):
     hub.fault = cut
     assert run(tmp_path, "--assets", "safetensors") == 0
     assert left(tmp_path / "name") == {"model.safetensors": WEIGHTS}
-    assert [headers.get("range") for _, headers in hub.requests[1:]] == [None, "bytes=200000-", "bytes=500000-"]
+    assert hub.fetched() == ["model.safetensors"] * 3
 
 
 def test_a_connection_that_is_lost_again_and_again_ends_in_an_error(hub, tmp_path):
-    facts = hub.facts
-    for known in (True, False):
-        hub.facts = facts if known else lambda: [{"rfilename": "model.safetensors"}]  # a hub that tells no hashes
-        hub.fault = lambda handler, path: "/resolve/" in path and (handler.give(b"x", told=10**6) or True)
-        assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
+    hub.fault = lambda handler, path: (
+        handler.command == "GET" and "/resolve/" in path and handler.give(b"", told=len(WEIGHTS))
+    )
+    assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
+    assert kept(tmp_path) == {}
 
 
 def test_a_hub_without_hashes_is_believed_and_that_is_told(hub, tmp_path, capsys):
@@ -312,37 +405,49 @@ def test_a_hub_without_hashes_is_believed_and_that_is_told(hub, tmp_path, capsys
     assert "no hash known" in capsys.readouterr().out
 
 
-def test_a_part_of_an_earlier_call_is_gone_on_with_and_a_wrong_one_begun_anew(hub, tmp_path):
-    part = tmp_path / "name" / ".model.safetensors.part"
-    part.parent.mkdir()
-    for content, ranges in ((WEIGHTS[:1000], ["bytes=1000-"]), (b"x" * 1000, ["bytes=1000-", None])):
-        part.write_bytes(content)
-        hub.requests.clear()
-        assert run(tmp_path, "--assets", "safetensors") == 0
-        assert left(tmp_path / "name") == {"model.safetensors": WEIGHTS}
-        assert [headers.get("range") for _, headers in hub.requests[1:]] == ranges
-        (tmp_path / "name" / "model.safetensors").unlink()
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])  # hashed as git does, and as LFS does
+def test_a_wrong_content_is_fetched_once_more_and_never_kept(hub, tmp_path, name):
+    assets = ["--assets", "safetensors" if name in LARGE else "tokenizer"]
+    good = FILES[name]
+    contents = [good[:-1] + b"x"]
+
+    def fault(handler: Handler, path: str) -> bool:
+        if handler.command == "HEAD" or not path.endswith(name) or not contents:
+            return False
+        return handler.give(contents.pop() if len(contents) == 1 else contents[0])
+
+    hub.fault = fault
+    assert run(tmp_path, *assets) == 0
+    assert left(tmp_path / "name")[name] == good and hub.fetched().count(name) == 2
+    (tmp_path / "name" / name).unlink()
+    contents[:] = [good[:-1] + b"y"] * 2  # again and again
+    assert f"{name} has the hash" in fails(DataError, tmp_path, *assets)
+    for content in (good[:-1], good + b"x"):
+        contents[:] = [content] * 2
+        assert f"{name} does not have the size" in fails(DataError, tmp_path, *assets)
+    assert name not in left(tmp_path / "name")
 
 
-def test_a_wrong_content_is_not_kept(hub, tmp_path):
-    hub.fault = lambda handler, path: "/resolve/" in path and (handler.give(b'{"model": []}') or True)
-    assert "tokenizer.json has the hash" in fails(DataError, tmp_path)
-    hub.fault = lambda handler, path: "/resolve/" in path and (handler.give(b"{}") or True)
-    assert "has 2 bytes in place of 13" in fails(DataError, tmp_path)
-    hub.fault = lambda handler, path: "/resolve/" in path and (handler.give(b"x" * 99) or True)
-    assert "is longer than the 13 bytes" in fails(DataError, tmp_path)
-    assert left(tmp_path) == {}
+@pytest.mark.parametrize("cached", [FILES["config.json"], b'{"hidden_size": 9}'], ids=["whole", "damaged"])
+def test_the_library_s_cache_is_used_where_it_is_right(hub, tmp_path, cached):
+    snapshot = tmp_path / "home" / "hub" / "models--org--name" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_bytes(cached)
+    assert run(tmp_path, "--assets", "config") == 0
+    assert left(tmp_path / "name") == {"config.json": FILES["config.json"]}
+    assert hub.fetched() == ([] if cached == FILES["config.json"] else ["config.json"])
 
 
 def test_a_file_that_was_there_stays_until_the_new_one_is_whole(hub, tmp_path):
     (tmp_path / "name").mkdir()
-    (tmp_path / "name" / "tokenizer.json").write_bytes(b"old")
-    hub.fault = lambda handler, path: "/resolve/" in path and handler.refuse(500)
-    fails(StorageError, tmp_path)
-    assert left(tmp_path / "name")["tokenizer.json"] == b"old"
-    hub.fault = lambda handler, path: False
-    assert run(tmp_path) == 0
-    assert left(tmp_path / "name")["tokenizer.json"] == FILES["tokenizer.json"]
+    for content in (b"old", FILES["tokenizer.json"][:-1] + b"x"):
+        (tmp_path / "name" / "tokenizer.json").write_bytes(content)
+        hub.fault = lambda handler, path: handler.command == "GET" and "/resolve/" in path and handler.refuse(500)
+        fails(StorageError, tmp_path)
+        assert kept(tmp_path / "name")["tokenizer.json"] == content
+        hub.fault = lambda handler, path: False
+        assert run(tmp_path) == 0
+        assert left(tmp_path / "name")["tokenizer.json"] == FILES["tokenizer.json"]
 
 
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/evil", "a\\..\\b"])
@@ -351,10 +456,13 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(hub, tmp_path, name):
     assert "leads out of its folder" in fails(ConfigError, tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"<html>", b'{"siblings": 3}', b'{"siblings": [3]}', b"[" * 100_000])
-def test_an_answer_that_is_no_list_of_files_is_told(hub, tmp_path, content):
-    hub.fault = lambda handler, path: handler.give(content) or True
-    assert "gave no list of files" in fails(ConfigError, tmp_path)
+@pytest.mark.parametrize("content", [
+    b"", b"[]", b"<html>", b'{"id": "x"}', b'{"id": "x", "siblings": 3}', b'{"id": "x", "siblings": [3]}',
+    b"[" * 100_000,
+])  # fmt: skip
+def test_an_answer_that_is_not_a_list_of_files_is_told(hub, tmp_path, content):
+    hub.fault = lambda handler, path: handler.give(content)
+    assert "did not give a list of the files" in fails(ConfigError, tmp_path)
 
 
 @pytest.mark.parametrize("words", [
@@ -372,17 +480,34 @@ def test_a_kind_without_files_is_told_with_the_files_there_are(hub, tmp_path):
     )
 
 
-def test_two_at_once_do_not_mix_their_files(hub, tmp_path):
-    import fcntl
+def test_a_full_disk_is_told_before_the_download_and_in_it(hub, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**19})())
+        assert "has 512.00 KiB free and 750.03 KiB are to be fetched" in fails(StorageError, tmp_path, "--all")
+        assert hub.fetched() == []
 
-    part = tmp_path / "name" / ".tokenizer.json.part"
-    part.parent.mkdir()
-    with part.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    def full(*arguments: object, **options: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
+    assert "No space left on device; make room" in fails(StorageError, tmp_path)
+    (tmp_path / "file").write_bytes(b"")
+    assert "cannot write" in fails(StorageError, tmp_path / "file")
+
+
+def test_two_at_once_do_not_mix_their_files(hub, tmp_path):
+    (tmp_path / "name").mkdir()
+    with download._staging(tmp_path / "name"):
         assert "is being written by another process" in fails(ConfigError, tmp_path)
+    assert run(tmp_path) == 0
 
 
 def test_help_names_every_option(capsys):
     assert download.main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("--repo_id", "--assets", "HF_TOKEN", "--tokenizer_path"))
+
+
+def test_the_library_is_imported_by_a_download_alone():
+    program = "import sys, shardtrain.cli, shardtrain.data_tools.download; sys.exit('huggingface_hub' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=patience.seconds(60))
