@@ -183,6 +183,7 @@ def test_ctrl_c_stops_it_cleanly(tmp_path: Path, words: list[str], capfd: pytest
     folder = tmp_path / "o"
 
     def interrupt() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
         append = units.append_unit
 
         def once(*arguments: Any) -> None:
