@@ -14,7 +14,8 @@ import pytest
 from tiers import cases
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+RECIPES = sorted((ROOT / "recipes").glob("*.md"))
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *RECIPES])
 
 TRAIN = "--training.seq_len=32 --training.local_batch_size=1 --model.overrides.num_layers=1 --training.device=cpu"
 CHATS = (
@@ -116,7 +117,8 @@ def shell(tmp_path_factory):
     return run
 
 
-WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]
+# those of recipes want folders of the hub: tests/test_recipes.py runs them on tiny ones
+WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text() and page not in RECIPES]
 FIRST = [page for page in WITH_COMMANDS if page.name in ("README.md", "CONTRIBUTING.md", "clusters.md", "launch.md")]
 
 
