@@ -198,6 +198,7 @@ def _model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path} is missing, so the model of {checkpoint} is not known; give the TOML with --config")
     from shardtrain import config as configs
+    from shardtrain.config import derived
 
     loaded = configs.load(path, [])
     model, training = loaded.config.model, loaded.config.training
@@ -208,7 +209,7 @@ def _model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
         "overrides": dict(model.overrides),
         "norm_type": model.norm_type,
         "seq_len": training.seq_len,
-        "base": loaded.config.checkpoint.initial_load_path,
+        "base": derived.initial_weights(loaded.config),
         "tokenizer": assets if assets.is_dir() else None,
         "assets": str(assets),
         "loaded": loaded.config,

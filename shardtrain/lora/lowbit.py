@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardtrain import models
+from shardtrain.config import derived
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, word_of
 from shardtrain.log import logger
@@ -110,7 +111,7 @@ def load(run: Run, tensors: Mapping[str, Tensor]) -> None:
     model = config.model
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    path = None if config.lora.random_base else Path(str(config.checkpoint.initial_load_path))
+    path = None if config.lora.random_base else Path(str(derived.initial_weights(config)))
     held = whole = 0
     with Frozen(path, module, shape, config) as weights:
         weights.fill({name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()})
