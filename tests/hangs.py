@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import patience
 import torch
 from launched import HELD, TIMEOUT, fork
+from ports import free_port
 from tiny import text_file, tiny_config
 
 from shardtrain import train
@@ -167,7 +167,6 @@ def _rank(one, place, culprits, count, rank, port):
 
 def run_foreign(one, place: str = "none", culprits: tuple[int, ...] = (), count: int = 2):
     """The ranks of a run without a launcher of ours."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
     return [fork(_rank, one, place, culprits, count, rank, port) for rank in range(count)]

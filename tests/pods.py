@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import patience
+from ports import free_port
 
 from shardtrain import config
 from shardtrain.launch import kubernetes
@@ -121,8 +122,7 @@ def start(found: list[dict], number: int, endpoint: str, log: Path, mounted: Pat
 
 def free_endpoint() -> str:
     """An address of the loopback at which nodes can meet."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def children(pid: int) -> list[int]:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import patience
+from ports import free_port
 
 SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exists() else None)
 
@@ -28,8 +29,7 @@ def missing() -> str:
 @contextmanager
 def server(folder: Path, hosts: dict[str, str]) -> Iterator[Path]:
     """Serve ``hosts`` (alias -> loopback address); gives the file for ``ssh -F`` that knows them."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     config = prepare(folder, hosts, port)
     with daemon(folder) as process:
         end = time.monotonic() + patience.seconds(20)

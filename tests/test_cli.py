@@ -209,6 +209,7 @@ def test_one_process_needs_no_launcher(tmp_path):
     assert "step:  1  loss:" in done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:'shardtrain.train' found in sys.modules")  # by the tests
 def test_the_trainer_s_module_is_the_verb(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", "--training.stepz", "3"])
     with pytest.raises(SystemExit) as ended:

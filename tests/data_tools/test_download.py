@@ -366,7 +366,7 @@ def test_a_download_that_goes_on_is_not_ended(tmp_path):
             ended.set()
         return number
 
-    assert download._bounded(lambda: ended.wait(60), 0.05, progress) is True
+    assert download._bounded(lambda: ended.wait(patience.seconds(60)), 0.05, progress) is True
 
 
 def test_a_hub_may_be_silent_for_half_a_minute_and_no_longer():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import patience
 import pytest
 import sshd
 import yaml
+from ports import free_port
 
 from shardtrain import config
 from shardtrain.launch import kubernetes
@@ -85,8 +85,7 @@ def test_a_sweep_is_left_to_the_training():
 @pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "sshd")
 @pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is Linux's")
 def test_two_hosts_are_examined_together_and_one_report_comes_back(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with sshd.server(tmp_path / "sshd", {"host-a": "127.0.0.1", "host-b": "127.0.0.2"}) as ssh_config:
         done = launch(
             "ssh", "--doctor", "--hosts", "host-a,host-b", "--nproc", "1", f"--launch.ssh.config_file={ssh_config}",

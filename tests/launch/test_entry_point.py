@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import patience
 import pytest
 from launched import losses, newest, record, wait_for
+from ports import free_port
 from tiers import cases
 from tiny import text_file
 
@@ -53,11 +53,6 @@ def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
     finally:
         for one in processes:
             one.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def node(number: int, port: int, words: list[str], folder: Path, **names: str) -> subprocess.Popen[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+from ports import free_port
 
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config, Parallelism
@@ -202,8 +203,7 @@ def test_a_port_that_is_taken_is_told_before_torch_is_imported():
 
 
 def test_a_host_that_never_comes_is_told_after_the_stated_time():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     it = nodes.find(NOTHING, {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "RDZV_TIMEOUT": "1"})
     assert it is not None
     with pytest.raises(PeerError, match=f"127.0.0.1:{port}.*after 1 s"):

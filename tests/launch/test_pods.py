@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +11,12 @@ from pathlib import Path
 import patience
 import pytest
 from launched import losses, newest, record, wait_for
+from ports import free_port
 from tiny import text_file
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120
 DROPPED = ("NGPU", "LOG_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def words(folder: Path, steps: int) -> list[str]:

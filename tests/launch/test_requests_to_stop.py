@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import patience
 import pytest
 import torch
 from launched import HELD, STEPS, TIMEOUT, config, end, fork, losses, newest, no_orphans, record, wait_for
+from ports import free_port
 from tiers import cases
 from tiny import text_file
 
@@ -123,8 +123,7 @@ def run(one, phase="none", held_rank=-1):
 
 
 def run_foreign(one, phase="none", held_rank=-1):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
     return [fork(_rank, one, phase, held_rank, rank, port) for rank in range(2)]
 
@@ -311,8 +310,7 @@ def test_without_checkpoints_there_is_nothing_to_wait_for(tmp_path):
 
 def test_ranks_save_when_torchrun_itself_is_ended_by_the_signal(tmp_path):
     """torchrun does not handle SIGUSR1, dies of it, and would leave its ranks behind."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
     options = {
         "job.dump_folder": tmp_path, "training.dataset": "text", "training.dataset_path": text_file(),

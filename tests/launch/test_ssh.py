@@ -16,6 +16,7 @@ import patience
 import pytest
 import sshd
 from launched import losses, newest, record, wait_for
+from ports import free_port
 from tiers import cases
 from tiny import text_file
 
@@ -43,11 +44,6 @@ def via(request):
     if request.param == "pdsh" and not shutil.which("pdsh"):
         pytest.skip("no pdsh here: apt-get install pdsh (.ci/components.sh does)")
     return f"--launch.ssh.via={request.param}"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def command(config: Path, folder: Path, *more: str, hosts: str = "host-a,host-b") -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import patience
 import pytest
 from launched import losses, newest, record, wait_for
+from ports import free_port
 from tiny import text_file
 
 ROOT = Path(__file__).parents[2]
@@ -52,11 +52,6 @@ def start(*command: str) -> subprocess.Popen:
 def torchrun(port: int, *options: str) -> list[str]:
     endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
     return ["-m", "torch.distributed.run", *endpoint, "--monitor-interval", "0.2", *options]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def children(pid: int) -> list[int]:
