@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,12 +108,25 @@ def munged(folder: Path) -> Iterator[Path]:
     files = [f"--{name}={folder}/{name.split('-')[0]}" for name in names]
     # --force: the folder of the tests may be writable by a group, which munge takes ill
     command = ["munged", "--foreground", "--force", *files]
-    daemon = subprocess.Popen(command, env={**os.environ, "PATH": PATH}, user=user, stderr=subprocess.DEVNULL)
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, env={**os.environ, "PATH": PATH}, user=user, stderr=subprocess.DEVNULL)
+
+    daemons, begun = [start()], [time.monotonic()]
+
+    def has_come() -> bool:
+        # it was seen to make no socket for minutes on a busy machine, and to say nothing
+        if daemons[-1].poll() is not None or time.monotonic() - begun[-1] > patience.seconds(15):
+            _end(daemons[-1:])
+            daemons.append(start())
+            begun.append(time.monotonic())
+        return (folder / "socket").exists()
+
     try:
-        _wait(lambda: (folder / "socket").exists(), START_SECONDS)
+        _wait(has_come, START_SECONDS)
         yield folder / "socket"
     finally:
-        _end([daemon])
+        _end(daemons)
 
 
 @contextmanager
