@@ -16,6 +16,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 from hub_folders import build, save
 from test_docs import commands
@@ -91,7 +92,7 @@ def run(folder: Path, line: str) -> None:
     """A command of a page, in a forked process with ``folder`` as its working directory."""
     output = folder / "output.txt"
     if not line.startswith("shardtrain "):
-        subprocess.run(["bash", "-c", line], cwd=folder, check=True, timeout=60)
+        subprocess.run(["bash", "-c", line], cwd=folder, check=True, timeout=patience.seconds(60))
         return
 
     def child() -> None:
@@ -107,7 +108,7 @@ def run(folder: Path, line: str) -> None:
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
-    process.join(300)
+    process.join(patience.seconds(300))
     assert process.exitcode == 0, f"`{line}` gave {process.exitcode}\n{output.read_text()[-4000:]}"
 
 
