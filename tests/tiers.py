@@ -26,8 +26,8 @@ import pytest
 import pytest_timeout
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks would fight for cores
-# Each collection of a forked rank would look through all that the tests have imported, and so copy its pages: a third
-# of what a rank of a few steps costs
+# Each collection of a forked rank would look through all that the tests have imported, and so copy its pages: 28 %
+# of what a rank of two steps costs
 os.register_at_fork(after_in_child=gc.freeze)
 
 SHARES = 5

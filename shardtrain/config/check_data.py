@@ -221,7 +221,7 @@ def check_templates(loaded: Loaded) -> Iterator[Problem]:
             known = ("system", "user", "assistant")
             unknown = [name for name in entries if name not in known]
             if unknown:
-                rule = f"has the entry {unknown[0]!r}, which is no turn of a conversation"
+                rule = f"has the entry {unknown[0]!r}, which is not a turn of a conversation"
                 yield Problem(f"{option}.template", None, rule, f"use {', '.join(known)}", where)
             elif "user" not in entries or "assistant" not in entries:
                 rule = "has no user or no assistant, so that there is nothing to answer or to learn"

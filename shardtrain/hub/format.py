@@ -261,7 +261,7 @@ class Fields:
             )
         for key, value in said.items():
             if key not in ("rope_type", "truncate") and (not isinstance(value, int | float) or isinstance(value, bool)):
-                raise self.other(f"rope {key}={value!r} is no number")
+                raise self.other(f"rope {key}={value!r} is not a number")
         if not share and said["partial_rotary_factor"] != 1.0:
             raise self.other("partial_rotary_factor other than 1 is not known for this architecture")
         return said

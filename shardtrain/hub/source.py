@@ -87,7 +87,7 @@ def of_checkpoint(folder: Path, stored: Manifest) -> Source | None:
     for name, place in said.items():
         fits = isinstance(place, list) and len(place) == 2 and all(type(n) is int and n >= 0 for n in place)
         if not fits or sum(place) > file.bytes or not (name == CONFIG or _TRAVEL.fullmatch(name)):
-            raise CheckpointError(f"checkpoint {folder}: what it says of {name[:100]!r} is no file; use another one")
+            raise CheckpointError(f"checkpoint {folder}: what it says of {name[:100]!r} is not a file; use another one")
         files[name] = (folder / FILE, *place)
     own = files.pop(CONFIG, None)
     source = Source(folder, {}, files if own is None else {**files, CONFIG: own})
@@ -128,7 +128,7 @@ def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
         return None
     name, flavor, overrides = (noted.get(key) for key in ("name", "flavor", "overrides"))
     if not isinstance(name, str) or not isinstance(flavor, str):
-        raise CheckpointError(f"checkpoint {folder}: what it says of its model is no name; give --config")
+        raise CheckpointError(f"checkpoint {folder}: what it says of its model is not a name; give --config")
     if name.endswith(".py"):
         raise CheckpointError(f"checkpoint {folder} names a model file; give the run's own with --config")
     overrides = dict(overrides) if isinstance(overrides, dict) else {}
@@ -151,7 +151,7 @@ def packed(source: Source) -> tuple[bytes, dict[str, list[int]]]:
     texts = {CONFIG: (json.dumps(source.config, indent=2) + "\n").encode()} if source.config else {}
     if sum(size for _, _, size in source.files.values()) > MAX_JSON_BYTES:
         raise ConfigError(
-            f"{source.where} has more than {MAX_JSON_BYTES} bytes beside its weights; remove what is no part"
+            f"{source.where} has more than {MAX_JSON_BYTES} bytes beside its weights; remove what is not part"
         )
     for name in [*texts, *source.files]:
         try:

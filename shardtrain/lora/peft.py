@@ -200,7 +200,7 @@ def _read_config(fields: Mapping[str, Any], path: Path) -> tuple[int, float, boo
 def _number(fields: Mapping[str, Any], key: str, default: float, path: Path, good: Callable[[Any], bool]) -> Any:
     value = fields.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not good(value):
-        raise ConfigError(f"{path}: {key}={value!r} is no number that it can be; use the file as PEFT wrote it")
+        raise ConfigError(f"{path}: {key}={value!r} is not a number that it can be; use the file as PEFT wrote it")
     return value
 
 

@@ -117,9 +117,8 @@ def _small(
         notes += own["notes"]
     elif not model.name.endswith(".py"):
         given |= _small_sizes(sizes, plans, loaded.config)
-    if own is not None:
-        pass  # its layers are counted already
-    elif "num_layers" in sizes and (sizes["num_layers"] > layers or not model.name.endswith(".py")):
+    is_deep = sizes.get("num_layers", 0) > layers or not model.name.endswith(".py")
+    if own is None and "num_layers" in sizes and is_deep:  # the file's own sizes have as many as are needed
         given["num_layers"] = max(layers, given.get("num_dense_layers", 0) + 1)
     changes = {name: value for name, value in given.items() if sizes.get(name) != value}
     if changes:

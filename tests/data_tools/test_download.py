@@ -470,7 +470,9 @@ def test_an_answer_that_is_not_a_list_of_files_is_told(hub, tmp_path, content):
     ["--assets", "config", "--tokenizer_path", "original"], ["--tokenizer_path", "absent"], ["--local", "x"],
 ])  # fmt: skip
 def test_wrong_options_are_told_in_one_line(hub, tmp_path, words):
-    fails(ConfigError, tmp_path, *words)
+    told = fails(ConfigError, tmp_path, *words)
+    assert words[-2] in told or words[-1] in told, "the option, or its value"
+    assert hub.fetched() == []
 
 
 def test_a_kind_without_files_is_told_with_the_files_there_are(hub, tmp_path):
