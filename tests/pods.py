@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import signal
@@ -127,7 +128,7 @@ def free_endpoint() -> str:
 
 def children(pid: int) -> list[int]:
     """Processes that a pod has started itself."""
-    return [int(p) for task in Path(f"/proc/{pid}/task").glob("*/children") for p in task.read_text().split()]
+    return [int(p) for task in glob.glob(f"/proc/{pid}/task/*/children") for p in Path(task).read_text().split()]
 
 
 def listens(endpoint: str) -> bool:

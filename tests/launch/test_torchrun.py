@@ -5,6 +5,7 @@ Each process imports torch, so these take minutes: set SHARDTRAIN_TORCHRUN to a 
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import signal
@@ -55,7 +56,7 @@ def torchrun(port: int, *options: str) -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    return [int(p) for task in Path(f"/proc/{pid}/task").glob("*/children") for p in task.read_text().split()]
+    return [int(p) for task in glob.glob(f"/proc/{pid}/task/*/children") for p in Path(task).read_text().split()]
 
 
 def restart_count(agent: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from other_styles import FILES, FOLDER, NOT_POSSIBLE
 from ranks import run_ranks
 
 from shardtrain import config as configs
@@ -23,7 +24,6 @@ from shardtrain.verify import before_training, meshes, own_sizes, workers
 from shardtrain.verify.before_training import Verdict
 
 SOUND = (Path(__file__).parent / "sound_model.py").read_text()
-OTHERS = Path(__file__).parents[1] / "models" / "others"
 FAMILIES = Path(configs.__file__).parents[1] / "models"
 AXES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}
 
@@ -252,13 +252,11 @@ def test_a_right_file_is_compared_and_not_refused(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.nightly("63 comparisons; test_a_right_file_is_compared_and_not_refused states the law by default")
-@pytest.mark.parametrize("name", sorted(path.stem for path in OTHERS.glob("*.py")))
+@pytest.mark.parametrize("name", FILES)
 def test_no_correct_file_of_another_style_is_refused(name: str) -> None:
-    """On the meshes that test_others.py finds possible for it."""
-    from test_others import NOT_POSSIBLE
-
+    """On the meshes that other_styles.py calls possible for it."""
     for mesh in ("tp=2", "pp=2", "cp=2"):
-        config = run_of(OTHERS / f"{name}.py", mesh, "tiny")
+        config = run_of(FOLDER / f"{name}.py", mesh, "tiny")
         found = before_training.judge(config, lambda: train)  # type: ignore[arg-type, return-value]
         assert bool(found.compared) == (mesh not in NOT_POSSIBLE.get(name, {})), (mesh, found)
 
@@ -330,13 +328,13 @@ def test_all_ranks_are_told_the_same_before_anything_is_built(tmp_path: Path) ->
 
 def test_a_comparison_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    (line,) = model_check.check(run_of(OTHERS / "gpt2.py", "tp=2", "tiny"), dist.HashStore(), 0, 2)
+    (line,) = model_check.check(run_of(FOLDER / "gpt2.py", "tp=2", "tiny"), dist.HashStore(), 0, 2)
     assert "NOT compared with one process: the comparison failed: exit status 1" in line
 
 
 def test_only_a_file_of_a_users_that_is_cut_is_compared(tmp_path: Path) -> None:
     """Models of this package have laws of their own; rows are all that data-parallel ranks have to themselves."""
-    assert model_check.is_about(run_of(OTHERS / "gpt2.py", "pp=2", "tiny"))
-    assert not model_check.is_about(run_of(OTHERS / "gpt2.py", "dp_shard=2", "tiny"))
+    assert model_check.is_about(run_of(FOLDER / "gpt2.py", "pp=2", "tiny"))
+    assert not model_check.is_about(run_of(FOLDER / "gpt2.py", "dp_shard=2", "tiny"))
     own = configs.load(None, ["--parallelism.tensor_parallel_degree", "2"]).config
     assert not model_check.is_about(own)

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from model_files import ask
+from other_styles import FILES, FOLDER, NOT_POSSIBLE
 
 from shardtrain import train, verify
 from shardtrain.errors import ConfigError
 from shardtrain.verify import meshes, request, shrink
 
-FOLDER = Path(__file__).parents[1] / "models" / "others"
-FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
 MESHES = ("dp_shard=2", "tp=2", "pp=2", "cp=2")
-
-# file -> mesh -> why it is not possible there: reasons that tests/models/test_others.py finds true of the engine too
-NOT_POSSIBLE = {
-    "falcon": {"tp=2": "does not divide the 1 KV heads"},
-    "gemma2": {"pp=2": "one tensor"},
-    "gpt2": {"pp=2": "one tensor"},
-    "rwkv": {"cp=2": "names no attention core"},
-    "sinks": {"cp=2": "is given more than queries, keys, values"},
-    "t5_bias": {"cp=2": "is given more than queries, keys, values"},
-}
 
 
 @pytest.fixture(scope="module")
