@@ -201,7 +201,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "verify": lambda words: _module("shardtrain.verify")(words, _train_module),
     "config": _module("shardtrain.config.command"),
     "data": _module("shardtrain.data_tools.command"),
-    "checkpoint": _module("shardtrain.checkpoint.command"),
+    "checkpoint": lambda words: _module("shardtrain.checkpoint.command")(words, _module("shardtrain.dcp.command")),
     "test": _module("shardtrain.testing.command"),
     "generate": _module("shardtrain.generate.command"),
     "evaluate": _module("shardtrain.evaluation.command"),

@@ -485,7 +485,7 @@ def _of_pairs(case: Case) -> Iterator[Broken]:
         yield Broken("split states need copies of the model on the device", (f"{P}shard_optimizer_states",))
     if case.number(PP) > 1 and case.value("lora.target_modules") == "head":
         yield Broken("every stage has adapters", ("lora.target_modules",))
-    if case.value(f"{M}tied_embeddings") == "true" and case.value("lora.target_modules") == "head":
+    if case.value(f"{M}tied_embeddings") == "true" and "head" in case.value("lora.target_modules").split(","):
         yield Broken("an adapter of the head would change the embedding", ("lora.target_modules",))
     if case.value(f"{A}cpu_offload") == "true" and case.value(f"{A}mode") == "none":
         yield Broken("inputs of recomputed layers are moved", (f"{A}cpu_offload",))
@@ -500,6 +500,8 @@ def _of_pairs(case: Case) -> Iterator[Broken]:
             yield Broken(f"{task} reads whole rows on whole models", (degree,))
     if case.number(TP) > 1 and case.value(f"{P}disable_loss_parallel") != "true":
         yield Broken("a task of rows needs its outputs whole", (f"{P}disable_loss_parallel",))
+    if case.number(TP) > 1 and case.value("compile.enable") == "true" and case.value("compile.components") != "loss":
+        yield Broken("rows of every length are not compiled for split layers", ("compile.enable",))
     if task in NEW_HEAD and case.value("lora.enable") == "true":
         yield Broken(f"{task} starts a head anew", ("lora.enable",))
     if task == "classification" and 4 % case.number(TP):
