@@ -85,6 +85,9 @@ def _resolve(from_file: list[Setting], from_line: list[Setting], problems: list[
     seen: dict[tuple[str, bool], Setting] = {}
     for setting in sorted(rewritten.settings, key=lambda s: s.where == COMMAND_LINE):
         place = (setting.option, setting.where == COMMAND_LINE)
+        if place in seen and seen[place].value == setting.value and seen[place].is_text == setting.is_text:
+            rewritten.notices.append(f"{setting.where}: {setting.option} is given at {seen[place].where} too, as here")
+            continue
         if place in seen:
             rule = f"is given twice, also at {seen[place].where} under another name"
             problems.append(Problem(setting.option, setting.shown, rule, "keep one", setting.where))
