@@ -204,6 +204,7 @@ _SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "warmup_stable_decay": ("warmup_steps", "total_steps", "decay_ratio", "decay_type", "min_lr_factor"),
     "linear_linear": ("warmup_steps", "total_steps"),
     "linear_by_proportion": ("warmup_proportion", "total_steps"),
+    "transformers": ("warmup_steps", "warmup_proportion", "total_steps", "decay_type", "min_lr_factor"),
     "deepspeed_warmup": ("warmup_steps", "warmup_type", "total_steps", "min_lr_factor"),
 }
 
