@@ -20,7 +20,9 @@ from shardtrain.errors import ConfigError, Problem
 MODELS_FOLDER = Path(__file__).parent.parent / "models"
 _PACKAGE = "shardtrain.models."
 _HAS_FLAVORS = re.compile(r"^(FLAVORS\b|from .* import .*\bFLAVORS\b)", re.MULTILINE)
-_AS_IT_IS = 'with transformers it runs from its Hugging Face folder: model.name = "transformers", hf_assets_path = FOLDER'
+_AS_IT_IS = (
+    'with transformers it runs from its Hugging Face folder: model.name = "transformers", hf_assets_path = FOLDER'
+)
 # Models of torchtitan's that have no file here, and the nearest way.
 _ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("llama4", "gpt_oss", "deepseek_v2", "qwen3_5", "kimi_k2"), _AS_IT_IS),

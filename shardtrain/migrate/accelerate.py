@@ -24,10 +24,18 @@ _FSDP: Mapping[str, Rule] = {
     "state_dict_type": Idle("a checkpoint is whole on any mesh"),
     **{
         name: _SHARDS
-        for name in (
-            "auto_wrap_policy backward_prefetch backward_prefetch_policy forward_prefetch cpu_ram_efficient_loading "
-            "sync_module_states use_orig_params transformer_layer_cls_to_wrap min_num_params limit_all_gathers"
-        ).split()
+        for name in [
+            "auto_wrap_policy",
+            "backward_prefetch",
+            "backward_prefetch_policy",
+            "forward_prefetch",
+            "cpu_ram_efficient_loading",
+            "sync_module_states",
+            "use_orig_params",
+            "transformer_layer_cls_to_wrap",
+            "min_num_params",
+            "limit_all_gathers",
+        ]
     },
 }
 _DEEPSPEED: Mapping[str, Rule] = {
@@ -56,7 +64,9 @@ _DEEPSPEED: Mapping[str, Rule] = {
 }
 
 KEYS: Mapping[str, Rule] = {
-    "compute_environment": Cannot("SageMaker is not started; `shardtrain launch` has the platforms", off=("LOCAL_MACHINE", None)),
+    "compute_environment": Cannot(
+        "SageMaker is not started; `shardtrain launch` has the platforms", off=("LOCAL_MACHINE", None)
+    ),
     "distributed_type": JOINED,
     "num_processes": JOINED,
     "num_machines": To("launch.nodes", int),
@@ -83,7 +93,7 @@ KEYS: Mapping[str, Rule] = {
     "dynamo_backend": JOINED,
     "dynamo_config.*": Idle("[compile] says how"),
     "dynamo_config": Idle("it is empty"),
-    "fp8_config.*": Cannot('quantize.linear.float8 in model.converters is the way'),
+    "fp8_config.*": Cannot("quantize.linear.float8 in model.converters is the way"),
     "fsdp_config": Idle("it is empty"),
     "deepspeed_config": Idle("it is empty"),
     "megatron_lm_config": Idle("it is empty"),
@@ -108,7 +118,12 @@ def finish(found: Found) -> None:
     """Join what several keys say."""
     machines, count = found.get("num_machines", int, 1), found.get("num_processes", int)
     if count is not None:
-        found.set("num_processes", "launch.nproc_per_node", max(1, count // max(1, machines)), f"{count} over {machines} nodes")
+        found.set(
+            "num_processes",
+            "launch.nproc_per_node",
+            max(1, count // max(1, machines)),
+            f"{count} over {machines} nodes",
+        )
     kind = str(found.get("distributed_type", str, "NO")) if found.values.get("distributed_type") is not False else "NO"
     _precision(found)
     if kind == "FSDP":
@@ -116,7 +131,12 @@ def finish(found: Found) -> None:
         found.answer("distributed_type", "honoured", "parameters are sharded over the ranks")
     elif kind in ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_HPU"):
         if count and count > 1:
-            found.set("distributed_type", "parallelism.data_parallel_replicate_degree", count, "each process holds the whole model")
+            found.set(
+                "distributed_type",
+                "parallelism.data_parallel_replicate_degree",
+                count,
+                "each process holds the whole model",
+            )
             found.default("parallelism.data_parallel_shard_degree", 1)
     elif kind == "DEEPSPEED":
         _zero(found, count)
@@ -138,7 +158,9 @@ def _precision(found: Found) -> None:
     if isinstance(value, str | bool) and str(value) in words:
         found.set("mixed_precision", "training.mixed_precision_param", words[str(value)])
     elif value == "fp8":
-        found.answer("mixed_precision", "unsupported", 'model.converters = ["quantize.linear.float8"] computes in float8')
+        found.answer(
+            "mixed_precision", "unsupported", 'model.converters = ["quantize.linear.float8"] computes in float8'
+        )
     elif value is not None:
         found.answer("mixed_precision", "unsupported", "it is no, fp16, bf16 or fp8")
     found.answer(inner, "ignored", "mixed_precision says the same")
@@ -153,8 +175,17 @@ def _strategy(found: Found) -> None:
     key = _fsdp(found, "sharding_strategy")
     names = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
     given = str(found.get(key, str, "FULL_SHARD"))
-    strategy, machines, count = names.get(given, given), found.get("num_machines", int, 1), found.get("num_processes", int, 1)
-    reshard = {"FULL_SHARD": "always", "SHARD_GRAD_OP": "never", "HYBRID_SHARD": "always", "HYBRID_SHARD_ZERO2": "never"}
+    strategy, machines, count = (
+        names.get(given, given),
+        found.get("num_machines", int, 1),
+        found.get("num_processes", int, 1),
+    )
+    reshard = {
+        "FULL_SHARD": "always",
+        "SHARD_GRAD_OP": "never",
+        "HYBRID_SHARD": "always",
+        "HYBRID_SHARD_ZERO2": "never",
+    }
     if strategy in reshard:
         found.set(key, "parallelism.fsdp_reshard_after_forward", reshard[strategy], strategy)
         if strategy.startswith("HYBRID") and machines > 1:
@@ -163,7 +194,11 @@ def _strategy(found: Found) -> None:
         found.set(key, "parallelism.data_parallel_replicate_degree", count, "each process holds the whole model")
         found.default("parallelism.data_parallel_shard_degree", 1)
     else:
-        found.answer(key, "unsupported" if strategy != "NO_SHARD" else "honoured", "strategies are FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2")
+        found.answer(
+            key,
+            "unsupported" if strategy != "NO_SHARD" else "honoured",
+            "strategies are FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2",
+        )
     again = _fsdp(found, "reshard_after_forward")
     value = found.values.get(again)
     if isinstance(value, bool):
@@ -189,7 +224,11 @@ def _zero(found: Found, count: int | None) -> None:
         found.default("parallelism.data_parallel_shard_degree", 1)
         if stage == 1:
             found.default("parallelism.shard_optimizer_states", True)
-    found.answer(key, "honoured" if stage in (0, 1) else "unsupported", "one process has nothing to shard" if stage in (0, 1) else "stages are 0 to 3")
+    found.answer(
+        key,
+        "honoured" if stage in (0, 1) else "unsupported",
+        "one process has nothing to shard" if stage in (0, 1) else "stages are 0 to 3",
+    )
     for name in ("offload_optimizer", "offload_param"):
         for place in (f"deepspeed_config\0{name}_device", f"deepspeed_config\0zero_optimization\0{name}\0device"):
             device = found.get(place, str)

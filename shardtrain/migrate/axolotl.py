@@ -11,9 +11,24 @@ from shardtrain.migrate.training_arguments import accumulate, model_folder, opti
 SYSTEM = "axolotl"
 OPEN = ""
 LEAVES = frozenset(
-    "special_tokens fsdp_config gradient_checkpointing_kwargs optim_args lr_scheduler_kwargs model_config "
-    "bnb_config_kwargs llmcompressor peft lora_target_modules overrides_of_model_config max_memory dataloader_kwargs "
-    "trl rl_kwargs overrides_of_model_kwargs".split()
+    [
+        "special_tokens",
+        "fsdp_config",
+        "gradient_checkpointing_kwargs",
+        "optim_args",
+        "lr_scheduler_kwargs",
+        "model_config",
+        "bnb_config_kwargs",
+        "llmcompressor",
+        "peft",
+        "lora_target_modules",
+        "overrides_of_model_config",
+        "max_memory",
+        "dataloader_kwargs",
+        "trl",
+        "rl_kwargs",
+        "overrides_of_model_kwargs",
+    ]
 )
 _WANDB = Idle("set WANDB_PROJECT, WANDB_RUN_NAME and the like in the environment")
 _HUB = Idle("nothing is uploaded; `shardtrain export` writes a folder to upload")
@@ -27,7 +42,9 @@ _SAVES = Idle("checkpoint.interval counts steps; checkpoint.keep_best saves the 
 
 def looks(values: Mapping[str, Any]) -> bool:
     """Whether this is such a file."""
-    return "base_model" in values and bool({"datasets", "micro_batch_size", "sequence_len", "pretraining_dataset"} & values.keys())
+    return "base_model" in values and bool(
+        {"datasets", "micro_batch_size", "sequence_len", "pretraining_dataset"} & values.keys()
+    )
 
 
 KEYS: Mapping[str, Rule] = {
@@ -48,7 +65,9 @@ KEYS: Mapping[str, Rule] = {
     "trust_remote_code": Cannot("code of a repository is never run; write a model file"),
     "resize_token_embeddings_to_32x": Cannot("`shardtrain import --vocab_size N` adds rows to the embedding"),
     "special_tokens": Cannot("tokens are those of the folder's tokenizer; write them there"),
-    "tokens": Cannot("tokens are those of the folder's tokenizer; `shardtrain import --vocab_size N` adds rows for new ones"),
+    "tokens": Cannot(
+        "tokens are those of the folder's tokenizer; `shardtrain import --vocab_size N` adds rows for new ones"
+    ),
     "added_tokens_overrides": Cannot("tokens are those of the folder's tokenizer"),
     "model_config": JOINED,
     "overrides_of_model_config": JOINED,
@@ -70,7 +89,9 @@ KEYS: Mapping[str, Rule] = {
     "strict": Idle("every key is answered for"),
     "datasets": JOINED,
     "test_datasets": JOINED,
-    "pretraining_dataset": Cannot('name it in training.dataset_path, with training.dataset = "huggingface" and data.streaming'),
+    "pretraining_dataset": Cannot(
+        'name it in training.dataset_path, with training.dataset = "huggingface" and data.streaming'
+    ),
     "shuffle_merged_datasets": Cannot("rows are always shuffled", off=(None, True)),
     "dataset_prepared_path": _PREPARED,
     "push_dataset_to_hub": _HUB,
@@ -174,10 +195,19 @@ KEYS: Mapping[str, Rule] = {
     "torch_compile_backend": To("compile.backend", str),
     **{
         name: _KERNEL
-        for name in (
-            "flash_attention xformers_attention sdp_attention s2_attention flash_attn_cross_entropy flash_attn_rms_norm "
-            "flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum eager_attention flex_attention"
-        ).split()
+        for name in [
+            "flash_attention",
+            "xformers_attention",
+            "sdp_attention",
+            "s2_attention",
+            "flash_attn_cross_entropy",
+            "flash_attn_rms_norm",
+            "flash_attn_fuse_qkv",
+            "flash_attn_fuse_mlp",
+            "flash_optimum",
+            "eager_attention",
+            "flex_attention",
+        ]
     },
     "noisy_embedding_alpha": Cannot("no noise is added to embeddings"),
     "torchdistx_path": Idle("the optimizer is PyTorch's"),
@@ -248,14 +278,26 @@ def finish(found: Found) -> None:
     if get("wandb_project", str):
         found.set("wandb_project", "metrics.enable_wandb", True, "and WANDB_PROJECT in the environment")
     given = found.values.get("deepspeed")
-    found.answer("deepspeed", "honoured" if given else "ignored", "give that file beside this one" if given else "it is empty")
+    found.answer(
+        "deepspeed", "honoured" if given else "ignored", "give that file beside this one" if given else "it is empty"
+    )
     for key in ("model_config", "overrides_of_model_config"):
         value = found.values.get(key)
         inner = value if isinstance(value, dict) else {}
-        asks = any(item not in (None, "") for part in inner.values() for item in (part.values() if isinstance(part, dict) else [part]))
-        found.answer(key, "unsupported" if asks else "ignored", "fields of a model are model.overrides.FIELD" if asks else "it is empty")
+        asks = any(
+            item not in (None, "")
+            for part in inner.values()
+            for item in (part.values() if isinstance(part, dict) else [part])
+        )
+        found.answer(
+            key,
+            "unsupported" if asks else "ignored",
+            "fields of a model are model.overrides.FIELD" if asks else "it is empty",
+        )
     value = found.values.get("peft")
-    found.answer("peft", "ignored" if not _asks(value) else "unsupported", "weights of adapters start as lora.init says")
+    found.answer(
+        "peft", "ignored" if not _asks(value) else "unsupported", "weights of adapters start as lora.init says"
+    )
     for key in list(found.values):
         found.answer(key, "ignored", "it is read together with keys that this file does not have")
 
@@ -278,7 +320,11 @@ def _optimizer_args(found: Found) -> None:
                 found.default(known[name], rate, "in optim_args")
             else:
                 found.set("optim_args", known[name], rate)
-    found.answer("optim_args", "unsupported" if value else "ignored", "constants of an optimizer are options of [optimizer]" if value else "it is empty")
+    found.answer(
+        "optim_args",
+        "unsupported" if value else "ignored",
+        "constants of an optimizer are options of [optimizer]" if value else "it is empty",
+    )
 
 
 def _adapter(found: Found) -> None:
@@ -332,19 +378,38 @@ def _data(found: Found) -> None:
             found.default("data.messages_field", first["field_messages"])
         if form == "text" and isinstance(first.get("field"), str):
             found.default("data.text_field", first["field"])
-        known = {"path", "type", "split", "train_on_split", "name", "field_messages", "field", "data_files", "ds_type", "roles_to_train", "shards", "conversation"}
-        strange = sorted(key for key, value in first.items() if key not in known and value not in (None, "") and value != [])
+        known = {
+            "path",
+            "type",
+            "split",
+            "train_on_split",
+            "name",
+            "field_messages",
+            "field",
+            "data_files",
+            "ds_type",
+            "roles_to_train",
+            "shards",
+            "conversation",
+        }
+        strange = sorted(
+            key for key, value in first.items() if key not in known and value not in (None, "") and value != []
+        )
         roles = first.get("roles_to_train")
         if roles not in (None, ["assistant"], ["gpt"], ["model"], ["assistant", "gpt"]):
             strange.append("roles_to_train")
         if strange:
             found.entries = [e for e in found.entries if e.key != "datasets"]
-            found.answer("datasets", "unsupported", f"{', '.join(strange)} of a dataset: columns are named in [data], and the assistant has the loss")
+            found.answer(
+                "datasets",
+                "unsupported",
+                f"{', '.join(strange)} of a dataset: columns are named in [data], and the assistant has the loss",
+            )
     elif sets:
         text = (
             "name each dataset in [data.sources.NAME], with its weight and format"
             if len(sets) > 1
-            else f"of type {kind!r}: write rows as messages (data.format = \"chat\"), or name columns in data.template"
+            else f'of type {kind!r}: write rows as messages (data.format = "chat"), or name columns in data.template'
         )
         found.answer("datasets", "unsupported", text)
     found.answer("datasets", "ignored", "it names none")
@@ -354,25 +419,46 @@ def _data(found: Found) -> None:
     if template in (None, "tokenizer_default"):
         found.answer("chat_template", "honoured", "the tokenizer's own is taken")
     else:
-        found.answer("chat_template", "unsupported", "save it to a file, and name that in data.chat_template; recipes/chatml.jinja is ChatML's")
+        found.answer(
+            "chat_template",
+            "unsupported",
+            "save it to a file, and name that in data.chat_template; recipes/chatml.jinja is ChatML's",
+        )
     packing = found.get("sample_packing", bool, False)
     found.set("sample_packing", "data.packing", "first_fit" if packing else "padded")
     strategy = found.get("excess_length_strategy", str, "drop")
     if strategy in ("drop", "truncate"):
-        found.set("excess_length_strategy", "data.long_documents", "drop" if strategy == "drop" else "cut", "rows longer than sequence_len")
+        found.set(
+            "excess_length_strategy",
+            "data.long_documents",
+            "drop" if strategy == "drop" else "cut",
+            "rows longer than sequence_len",
+        )
     else:
         found.answer("excess_length_strategy", "unsupported", "it is drop or truncate: data.long_documents")
     tasks = {"dpo": "preference", "ipo": None, "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
     rl = found.get("rl", str)
     if rl is not None and tasks.get(rl):
         found.set("rl", "task.name", tasks[rl])
-        found.settings = [s for s in found.settings if s.option not in ("data.format", "data.packing", "data.long_documents")]
-    found.answer("rl", "unsupported" if rl else "ignored", "there are dpo, kto, orpo and simpo: task.name" if rl else "it is empty")
+        found.settings = [
+            s for s in found.settings if s.option not in ("data.format", "data.packing", "data.long_documents")
+        ]
+    found.answer(
+        "rl",
+        "unsupported" if rl else "ignored",
+        "there are dpo, kto, orpo and simpo: task.name" if rl else "it is empty",
+    )
 
 
 def _validation(found: Found) -> None:
     share = found.get("val_set_size", float, 0.0)
-    found.answer("val_set_size", "unsupported" if share else "ignored", "no rows are taken from training: write them to a file, and name that in validation.dataset_path" if share else "nothing is held out")
+    found.answer(
+        "val_set_size",
+        "unsupported" if share else "ignored",
+        "no rows are taken from training: write them to a file, and name that in validation.dataset_path"
+        if share
+        else "nothing is held out",
+    )
     sets = [entry for entry in found.get("test_datasets", list, []) if isinstance(entry, dict) and entry.get("path")]
     if len(sets) == 1 and any(s.option == "training.dataset_path" for s in found.settings):
         training = next((s.value for s in found.settings if s.option == "training.dataset"), "jsonl")
@@ -384,7 +470,11 @@ def _validation(found: Found) -> None:
         length = found.get("sequence_len", int)
         if length:
             found.default("validation.seq_len", length)
-    found.answer("test_datasets", "unsupported" if sets else "ignored", "name the held-out rows in [validation]" if sets else "it is empty")
+    found.answer(
+        "test_datasets",
+        "unsupported" if sets else "ignored",
+        "name the held-out rows in [validation]" if sets else "it is empty",
+    )
     on = any(setting.option == "validation.enable" for setting in found.settings)
     per_epoch, steps = found.get("evals_per_epoch", int, 0), found.get("eval_steps", float, 0.0)
     if on and per_epoch > 0:

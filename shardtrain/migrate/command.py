@@ -28,7 +28,9 @@ Each key is honoured, renamed, ignored (it changes no number) or unsupported, wi
 
 def main(words: Sequence[str]) -> int:
     """Read, report and write; raises ConfigError where a file cannot be taken."""
-    words, flags = (list(words[: words.index("--")]), list(words[words.index("--") + 1 :])) if "--" in words else (list(words), [])
+    words, flags = (
+        (list(words[: words.index("--")]), list(words[words.index("--") + 1 :])) if "--" in words else (list(words), [])
+    )
     if any(word in ("--help", "-h") for word in words):
         print(USAGE, end="")
         return 0
@@ -43,10 +45,14 @@ def main(words: Sequence[str]) -> int:
             if name == "--nproc":
                 if not (text.isdecimal() and 0 < int(text) < 10**7):
                     fix = "write it like --nproc 8"
-                    raise ConfigError(Problem(name, text, "must be a whole number of processes above 0", fix, "command line"))
+                    raise ConfigError(
+                        Problem(name, text, "must be a whole number of processes above 0", fix, "command line")
+                    )
                 nproc = int(text)
             elif not text:
-                raise ConfigError(Problem(name, text, "needs the name of a file", "write it like -o new.toml", "command line"))
+                raise ConfigError(
+                    Problem(name, text, "needs the name of a file", "write it like -o new.toml", "command line")
+                )
             else:
                 output = Path(text)
         elif word.startswith("-"):
@@ -76,7 +82,9 @@ def main(words: Sequence[str]) -> int:
 
 def report(found: Migration, loaded: config.Loaded) -> list[str]:
     """The lines of the report: how each file was taken, the answer to each key, and what is left to do."""
-    lines = [f"{file} was taken for a file of {system}" for file, system in zip(found.files, found.systems, strict=False)]
+    lines = [
+        f"{file} was taken for a file of {system}" for file, system in zip(found.files, found.systems, strict=False)
+    ]
     lines += [f"read beside it: a file of {system}" for system in found.systems[len(found.files) :]]
     order = ("honoured", "renamed", "default", "ignored", "unsupported")
     by_verdict = {verdict: [entry for entry in found.entries if entry.verdict == verdict] for verdict in order}

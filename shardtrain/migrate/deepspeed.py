@@ -81,18 +81,32 @@ KEYS: Mapping[str, Rule] = {
         "checkpoints are whole on any mesh; checkpoint.last_save_in_hf writes a folder for others"
     ),
     "zero_optimization.zero_hpz_partition_size": Cannot(
-        "parameters are gathered over all shards; parallelism.data_parallel_replicate_degree is the nearest", off=(None, 1)
+        "parameters are gathered over all shards; parallelism.data_parallel_replicate_degree is the nearest",
+        off=(None, 1),
     ),
     "zero_optimization.zero_quantized_weights": Cannot("weights travel in full precision"),
     "zero_optimization.zero_quantized_gradients": Cannot("gradients travel in training.mixed_precision_reduce"),
     **{
         f"zero_optimization.{name}": _BUFFER
-        for name in (
-            "allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size contiguous_gradients "
-            "sub_group_size round_robin_gradients stage3_max_live_parameters stage3_max_reuse_distance "
-            "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_gather_fp16_weights_on_model_save "
-            "ignore_unused_parameters memory_efficient_linear elastic_checkpoint load_from_fp32_weights"
-        ).split()
+        for name in [
+            "allgather_partitions",
+            "allgather_bucket_size",
+            "overlap_comm",
+            "reduce_scatter",
+            "reduce_bucket_size",
+            "contiguous_gradients",
+            "sub_group_size",
+            "round_robin_gradients",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+            "stage3_gather_fp16_weights_on_model_save",
+            "ignore_unused_parameters",
+            "memory_efficient_linear",
+            "elastic_checkpoint",
+            "load_from_fp32_weights",
+        ]
     },
     "zero_allow_untested_optimizer": Idle("no optimizer is refused for its sharding"),
     "zero_force_ds_cpu_optimizer": Idle("which kernel computes the same update"),
@@ -104,7 +118,7 @@ KEYS: Mapping[str, Rule] = {
     **{
         f"activation_checkpointing.{name}": Idle("how recomputation is carried out, which changes no number")
         for name in (
-            "contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary profile".split()
+            ["contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile"]
         )
     },
     "activation_checkpointing": JOINED,
@@ -152,7 +166,11 @@ def finish(found: Found) -> None:
     _recompute(found)
     if any(key.startswith("lora\0") for key in found.values):
         found.default("lora.enable", True, "the block turns adapters on")
-        found.default("lora.target_modules", ["q_proj", "k_proj", "v_proj", "o_proj"], "FMEngine's of Llama; Mistral's are q_proj and v_proj")
+        found.default(
+            "lora.target_modules",
+            ["q_proj", "k_proj", "v_proj", "o_proj"],
+            "FMEngine's of Llama; Mistral's are q_proj and v_proj",
+        )
     for key in list(found.values):
         found.answer(key, "ignored", "it is read together with keys that this file does not have")
 
@@ -179,7 +197,9 @@ def _batches(found: Found) -> None:
         why = f"of {world} processes" if world else "of 1 process: give --nproc N where there are more"
         found.set("gradient_accumulation_steps", "training.global_batch_size", step, why)
     elif accumulated is not None and micro is None and accumulated > 1:
-        found.answer("gradient_accumulation_steps", "unsupported", "training.global_batch_size needs the batch of a process")
+        found.answer(
+            "gradient_accumulation_steps", "unsupported", "training.global_batch_size needs the batch of a process"
+        )
     found.answer("gradient_accumulation_steps", "honoured", "nothing is accumulated")
 
 
@@ -188,7 +208,9 @@ def _precision(found: Found) -> None:
     fp16 = found.get(_k("fp16.enabled"), bool, False)
     auto = "auto" in (found.values.get(_k("bf16.enabled")), found.values.get(_k("fp16.enabled")))
     precision = "bfloat16" if bf16 else "float16" if fp16 else "float32"
-    key = _k("fp16.enabled" if fp16 and not bf16 else "bf16.enabled" if found.has(_k("bf16.enabled")) else "bfloat16.enabled")
+    key = _k(
+        "fp16.enabled" if fp16 and not bf16 else "bf16.enabled" if found.has(_k("bf16.enabled")) else "bfloat16.enabled"
+    )
     if not auto:
         found.set(key, "training.mixed_precision_param", precision)
     for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled"):
@@ -199,7 +221,9 @@ def _precision(found: Found) -> None:
     static = found.get(scale, float, 0.0)
     if fp16:
         if static:
-            found.answer(scale, "unsupported", "the loss scale is dynamic here; training.initial_loss_scale is its first value")
+            found.answer(
+                scale, "unsupported", "the loss scale is dynamic here; training.initial_loss_scale is its first value"
+            )
         power = found.get(_k("fp16.initial_scale_power"), int, 16)
         if not 0 <= power <= 32:
             found.answer(_k("fp16.initial_scale_power"), "unsupported", "it must lie between 0 and 32")
@@ -209,12 +233,18 @@ def _precision(found: Found) -> None:
         found.set(_k("fp16.loss_scale_window"), "training.loss_scale_growth_interval", window)
         found.answer(scale, "honoured", "the loss scale is dynamic")
     for name in ("fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window"):
-        found.answer(_k(name), "ignored", "without fp16 there is no loss scale")
+        text = "left to the trainer that reads this file" if auto else "without fp16 there is no loss scale"
+        found.answer(_k(name), "ignored", text)
     key = _k("data_types.grad_accum_dtype")
     words = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
     kind = found.get(key, str)
     if kind in words:
-        found.set(key, "training.mixed_precision_reduce", words[kind], "gradients are summed in float32" if kind == "fp32" else "")
+        found.set(
+            key,
+            "training.mixed_precision_reduce",
+            words[kind],
+            "gradients are summed in float32" if kind == "fp32" else "",
+        )
     elif kind is not None:
         found.answer(key, "unsupported", "gradients are summed in float32 or bfloat16: training.mixed_precision_reduce")
 
@@ -265,8 +295,17 @@ def _schedule(found: Found) -> None:
         text = f"the schedule overrules it with {most}" if overruled else "the schedule says the same"
         found.answer(_k("optimizer.params.lr"), "ignored", text)
         share = least / most if most else 0.0
-        found.set(_k("scheduler.params.warmup_min_lr"), "lr_scheduler.min_lr_factor", share, "the first rate, as a share of the peak")
-        found.set(_k("scheduler.params.warmup_num_steps"), "lr_scheduler.warmup_steps", found.get(_k("scheduler.params.warmup_num_steps"), int, 1000))
+        found.set(
+            _k("scheduler.params.warmup_min_lr"),
+            "lr_scheduler.min_lr_factor",
+            share,
+            "the first rate, as a share of the peak",
+        )
+        found.set(
+            _k("scheduler.params.warmup_num_steps"),
+            "lr_scheduler.warmup_steps",
+            found.get(_k("scheduler.params.warmup_num_steps"), int, 1000),
+        )
         shape = found.get(_k("scheduler.params.warmup_type"), str, "log")
         if shape in ("log", "linear"):
             found.set(_k("scheduler.params.warmup_type"), "lr_scheduler.warmup_type", shape)
@@ -293,19 +332,31 @@ def _zero(found: Found) -> None:
     stage, world = found.get(_k("zero_optimization.stage"), int, 0), found.num_processes
     key = _k("zero_optimization.stage")
     if stage == 3:
-        found.set(key, "parallelism.fsdp_reshard_after_forward", "always", "parameters, gradients and state are sharded")
+        found.set(
+            key, "parallelism.fsdp_reshard_after_forward", "always", "parameters, gradients and state are sharded"
+        )
     elif stage == 2:
-        found.set(key, "parallelism.fsdp_reshard_after_forward", "never", "parameters stay gathered from forward to backward")
-    elif stage in (0, 1) and world and world > 1 and not found.values.get("\0model parallel"):
+        found.set(
+            key, "parallelism.fsdp_reshard_after_forward", "never", "parameters stay gathered from forward to backward"
+        )
+    elif stage in (0, 1) and world and world > 1:
         name = "parallelism.shard_optimizer_states" if stage == 1 else "parallelism.data_parallel_shard_degree"
-        found.default("parallelism.data_parallel_replicate_degree", world, f"each of {world} processes holds the whole model")
+        found.default(
+            "parallelism.data_parallel_replicate_degree", world, f"each of {world} processes holds the whole model"
+        )
         found.default("parallelism.data_parallel_shard_degree", 1, "each process holds the whole model")
         found.set(key, name, True if stage == 1 else 1)
     elif stage in (0, 1):
-        found.answer(key, "honoured", "the data parallel ranks shard the model, which changes no number; --nproc N asks for whole copies")
+        found.answer(
+            key,
+            "honoured",
+            "the data parallel ranks shard the model, which changes no number; --nproc N asks for whole copies",
+        )
     else:
         found.answer(key, "unsupported", "stages are 0 to 3")
-    devices = {name: found.get(_k(f"zero_optimization.{name}.device"), str) for name in ("offload_optimizer", "offload_param")}
+    devices = {
+        name: found.get(_k(f"zero_optimization.{name}.device"), str) for name in ("offload_optimizer", "offload_param")
+    }
     for name, device in devices.items():
         key = _k(f"zero_optimization.{name}.device")
         if device in ("cpu", "nvme"):

@@ -37,9 +37,7 @@ def read_text(path: Path) -> str:
         with path.open("rb") as opened:
             content = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(
-            Problem("the file", str(path), f"cannot be read ({error.strerror})", "name a file")
-        ) from None
+        raise ConfigError(Problem("the file", str(path), f"cannot be read ({error.strerror})", "name a file")) from None
     if len(content) > MAX_BYTES:
         rule = f"has more than {MAX_BYTES} bytes, which no configuration has"
         raise ConfigError(Problem("the file", str(path), rule, "name a configuration file"))
@@ -171,7 +169,7 @@ class _Yaml:
             for event in yaml.parse(self.text, Loader=yaml.SafeLoader):
                 self.count += 1
                 if isinstance(event, yaml.AliasEvent):
-                    line = event.start_mark.line + 1
+                    line = event.start_mark.line + 1 if event.start_mark else 1
                     raise _wrong(self.path, line, f"refers to another place (*{event.anchor})", "write it out")
                 if self.count > 4 * MAX_VALUES:
                     raise _wrong(self.path, 1, "holds more values than any configuration has", "name another file")
@@ -186,7 +184,9 @@ class _Yaml:
             rule = f"is not valid YAML: {getattr(error, 'problem', None) or 'it cannot be read'}"
             raise _wrong(self.path, mark.line + 1 if mark else 1, rule, "correct this line") from None
         except (RecursionError, ValueError):
-            raise _wrong(self.path, 1, "nests its values too deeply, or holds an impossible one", "name another file") from None
+            raise _wrong(
+                self.path, 1, "nests its values too deeply, or holds an impossible one", "name another file"
+            ) from None
 
     def _value(self, loader: Any, node: Any, key: Key, depth: int) -> Any:
         import yaml

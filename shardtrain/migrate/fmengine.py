@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.migrate.document import Document, read
 from shardtrain.migrate.report import JOINED, Cannot, Found, Idle, Rule, To, apply
@@ -16,7 +15,8 @@ from shardtrain.migrate.report import JOINED, Cannot, Found, Idle, Rule, To, app
 SYSTEM = "FMEngine"
 _LAUNCHER = Idle("where ranks are belongs to `shardtrain train` and `launch`")
 _UNREAD = Idle("FMEngine does not read it either")
-PROGRAM = re.compile(r"(?:^|/)cli/[a-z_]*train[a-z_]*\.py$|(?:^|/)train\.py$")
+FLAG = "--deepspeed_config"
+"""What FMEngine's command line has, and no other's that a shell script here might hold."""
 
 KEYS: Mapping[str, Rule] = {
     "init_ckpt": JOINED,
@@ -74,6 +74,12 @@ class Line:
         nodes = self._number("launcher\0num_nodes") or self._number("launcher\0nnodes") or 1
         return per_node * nodes if per_node else None
 
+    @property
+    def num_copies(self) -> int | None:
+        """Data parallel ranks: those that pipeline and tensor parallelism leave."""
+        each = (self._number("pipe_parallel_size") or 1) * (self._number("model_parallel_size") or 1)
+        return self.num_processes // each if self.num_processes and self.num_processes % each == 0 else None
+
     def _number(self, key: str) -> int | None:
         text = self.flags.get(key, "")
         return int(text) if text.isdecimal() and 0 < len(text) < 8 else None
@@ -87,7 +93,9 @@ class Line:
         found = next((place for place in places if place.is_file()), None)
         if found is None:
             rule = "names a file that is not here"
-            raise ConfigError(Problem("deepspeed_config", name, rule, "give the JSON file beside this one", self.path.name))
+            raise ConfigError(
+                Problem("deepspeed_config", name, rule, "give the JSON file beside this one", self.path.name)
+            )
         return [read(found)]
 
     def read(self, num_processes: int | None, parts: Sequence[Found]) -> Found:
@@ -102,7 +110,9 @@ class Line:
 
 def command_line(path: Path, text: str) -> Line:
     """The command that a shell script gives to FMEngine; raises ConfigError where there is none."""
-    joined, numbers, number = [], [], 1
+    joined: list[str] = []
+    numbers: list[int] = []
+    number = 1
     for piece in text.replace("\r\n", "\n").split("\n"):
         if joined and joined[-1].endswith("\\"):
             joined[-1] = joined[-1][:-1] + "\0" + piece
@@ -122,16 +132,17 @@ def command_line(path: Path, text: str) -> Line:
             words += new
             lines += [at] * len(new)
             at += 1
-        if any(PROGRAM.search(word) for word in words):
+        if any(word.partition("=")[0] == FLAG for word in words):
             return parse(words, path.name, path, lines)
-    rule = "runs no train.py with flags, as FMEngine's scripts do"
+    rule = f"has no command with {FLAG}, as FMEngine's scripts have"
     raise ConfigError(Problem("the file", str(path), rule, "give the file of the configuration itself"))
 
 
 def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Sequence[int] = ()) -> Line:
     """Read ``--flag value`` words; those before the program are the launcher's. A flag alone is true."""
     line = Line(path or Path(where))
-    programs = [number for number, word in enumerate(words) if PROGRAM.search(word)]
+    end = next((number for number, word in enumerate(words) if word.partition("=")[0] == FLAG), len(words))
+    programs = [number for number, word in enumerate(words[:end]) if word.endswith(".py")]
     start = programs[-1] + 1 if programs else 0
     runner = next((n for n, word in enumerate(words[:start]) if re.search(r"(^|/)(deepspeed|torchrun)$", word)), None)
     for number, word in enumerate(words):
@@ -140,7 +151,9 @@ def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Seq
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         after = words[number + 1] if number + 1 < len(words) else ""
-        text = value if equals else ("true" if after.startswith("--") or not after or number + 1 == start - 1 else after)
+        text = (
+            value if equals else ("true" if after.startswith("--") or not after or number + 1 == start - 1 else after)
+        )
         key = f"launcher\0{name}" if number < start else name
         if "$" in text:
             if number < start:
@@ -155,9 +168,11 @@ def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Seq
 
 
 def before(found: Found) -> None:
-    """Let the DeepSpeed file know that FMEngine divides the ranks, so that copies of the model are not its own."""
-    if found.system == "DeepSpeed":
-        found.values.setdefault("\0model parallel", True)
+    """Say what FMEngine's flags decide, and the DeepSpeed file does not: the logging, and how the ranks are divided."""
+    if found.has("steps_per_print"):
+        found.settings = [s for s in found.settings if s.option != "metrics.log_freq"]
+        found.entries = [entry for entry in found.entries if entry.key != "steps_per_print"]
+        found.answer("steps_per_print", "ignored", "log_steps decides")
 
 
 def _finish(found: Found, parts: Sequence[Found]) -> None:
@@ -168,9 +183,16 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
     world = found.num_processes
     if world and world % (stages * tensor):
         rule = f"times model_parallel_size={tensor} does not divide the {world} processes"
-        found.problems.append(Problem("pipe_parallel_size", stages, rule, "use divisors", found.where("pipe_parallel_size")))
+        found.problems.append(
+            Problem("pipe_parallel_size", stages, rule, "use divisors", found.where("pipe_parallel_size"))
+        )
         return
-    for key, option in (("num_nodes", "launch.nodes"), ("nnodes", "launch.nodes"), ("num_gpus", "launch.nproc_per_node"), ("nproc_per_node", "launch.nproc_per_node")):
+    for key, option in (
+        ("num_nodes", "launch.nodes"),
+        ("nnodes", "launch.nodes"),
+        ("num_gpus", "launch.nproc_per_node"),
+        ("nproc_per_node", "launch.nproc_per_node"),
+    ):
         count = get(f"launcher\0{key}", int)
         if count is not None:
             found.set(f"launcher\0{key}", option, count)
@@ -196,6 +218,7 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
         found.default("data.separator", "\n", "documents were joined by a line break")
         found.default("training.on_data_end", "repeat", "the data repeated for ever")
     found.answer("data_path", "ignored", "it is empty")
+    found.default("metrics.log_freq", 1)
     found.default("training.seq_len", 128)
     found.default("training.steps", 100)
     found.default("checkpoint.interval", 100)
@@ -215,6 +238,6 @@ def _batches(found: Found, parts: Sequence[Found], stages: int, tensor: int) -> 
     if total is not None and total % (micro * copies) == 0:
         for part in parts:
             part.settings = [s for s in part.settings if s.option != "training.local_batch_size"]
-        found.default("training.local_batch_size", total // copies, "all rows of a step go through the pipeline at once")
-
-
+        found.default(
+            "training.local_batch_size", total // copies, "all rows of a step go through the pipeline at once"
+        )

@@ -78,7 +78,8 @@ def migrate(files: Sequence[Path], num_processes: int | None = None, flags: Sequ
     chosen = [(reader_of(document), document) for document in documents]
     for _, document in chosen:
         num_processes = num_processes or _named_processes(document)
-    parts: list[Found] = [_read(reader, document, num_processes, bool(lines)) for reader, document in chosen]
+    copies = next((line.num_copies for line in lines), num_processes)
+    parts: list[Found] = [_read(reader, document, copies, bool(lines)) for reader, document in chosen]
     parts += [line.read(num_processes, parts) for line in lines]
     problems = [problem for part in parts for problem in part.problems]
     settings = _join(parts, problems)
@@ -132,7 +133,7 @@ def _read(reader: Any, document: Document, num_processes: int | None, beside_fla
         reader.prepare(found)
     apply(found, reader.KEYS, reader.OPEN)
     if not found.problems:
-        if beside_flags:
+        if beside_flags and reader is deepspeed:
             fmengine.before(found)
         reader.finish(found)
     if not found.problems:
@@ -150,8 +151,8 @@ def _join(parts: Sequence[Found], problems: list[Problem]) -> list[Setting]:
             said = setting.option in own
             have = settings.get(setting.option)
             if have and have[1] and said and have[0].value != setting.value:
-                rule = f"asks for {setting.option} = {setting.value!r}, and {have[0].where} for {have[0].value!r}"
-                problems.append(Problem("the files", None, rule, "make them agree", setting.where))
+                rule = f"is {have[0].value!r} at {have[0].where}"
+                problems.append(Problem(setting.option, setting.value, rule, "make the files agree", setting.where))
             elif not have or (said and not have[1]):
                 settings[setting.option] = (setting, said)
     return [setting for setting, _ in settings.values()]
@@ -168,7 +169,9 @@ def _toml(file: Path) -> Migration:
         same = loaded.origins.get(setting.option) == setting.where
         notice = next((n for n in loaded.notices if n.startswith(f"{setting.where}: ")), None)
         if same:
-            entries.append(Entry(setting.option, setting.value, setting.where, "honoured", setting.option, setting.option))
+            entries.append(
+                Entry(setting.option, setting.value, setting.where, "honoured", setting.option, setting.option)
+            )
         else:
             text = notice.partition(": ")[2] if notice else f"{option}"
             verdict = "renamed" if option else "ignored"

@@ -15,8 +15,8 @@ from shardtrain.errors import Problem
 from shardtrain.migrate.document import Document
 
 Verdict = Literal["honoured", "renamed", "ignored", "unsupported", "default"]
-"""honoured under the same name; renamed; ignored, which changes no number; unsupported, which would; default: not in the
-file, but what its system does where nothing is said."""
+"""honoured under the same name; renamed; ignored, which changes no number; unsupported, which would; default: not in
+the file, but what its system does where nothing is said."""
 
 NONE = (None, "", "null", "none", "None")
 OFF = (*NONE, False, 0, 0.0, "no", "false", "False", "NO")
@@ -82,7 +82,16 @@ JOINED = Joined()
 def of_kind(value: Any, kind: type) -> Any:
     """A value of the type that its key has; raises Unfit. YAML 1.1 reads 2e-05 as text, and it is a number here."""
     if kind is bool:
-        words = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False, "on": True, "off": False}
+        words = {
+            "true": True,
+            "false": False,
+            "yes": True,
+            "no": False,
+            "1": True,
+            "0": False,
+            "on": True,
+            "off": False,
+        }
         found = value if isinstance(value, bool) else words.get(str(value).lower())
         if found is None:
             raise Unfit("must be true or false", "correct it")
@@ -192,7 +201,7 @@ def apply(found: Found, rules: Mapping[str, Rule], is_open: str) -> None:
         rule = _rule(_dotted(key), rules)
         where = found.where(key)
         if rule is None:
-            near = nearest(_dotted(key), rules, 0.85)
+            near = nearest(_dotted(key), rules, 0.92 if is_open else 0.8)
             if near or not is_open:
                 fix = f"did you mean {near}?" if near else "correct it, or take it out"
                 text = f"is not a key of {found.system}, which this file was taken for"
@@ -204,7 +213,9 @@ def apply(found: Found, rules: Mapping[str, Rule], is_open: str) -> None:
         elif isinstance(rule, Cannot):
             off = any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in rule.off)
             empty = value in ([], {})
-            found.answer(key, "ignored" if off or empty else "unsupported", "it asks for nothing" if off or empty else rule.why)
+            found.answer(
+                key, "ignored" if off or empty else "unsupported", "it asks for nothing" if off or empty else rule.why
+            )
         elif isinstance(rule, To):
             _to(found, key, value, rule)
 

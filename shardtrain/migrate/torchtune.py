@@ -19,6 +19,9 @@ _GENERATION = Idle("it is read in generation alone: `shardtrain generate --help`
 
 KEYS: Mapping[str, Rule] = {
     "output_dir": To("job.dump_folder", str),
+    "log_dir": Idle("files go below job.dump_folder"),
+    "profiling_dir": Idle("files go below job.dump_folder"),
+    "checkpoint_dir": Idle("it is read where it is referred to"),
     "model._component_": JOINED,
     "model.lora_attn_modules": JOINED,
     "model.apply_lora_to_mlp": JOINED,
@@ -180,13 +183,23 @@ def finish(found: Found) -> None:
     found.answer("metric_logger\0_component_", "ignored", "metrics.jsonl is always written")
     loss = get("loss\0_component_", str, "").rpartition(".")[2]
     known = "CrossEntropy" in loss or loss.startswith("CE") or not loss
-    found.answer("loss\0_component_", "honoured" if known else "unsupported", "cross-entropy over the tokens with loss" if known else "losses belong to tasks: task.name")
+    found.answer(
+        "loss\0_component_",
+        "honoured" if known else "unsupported",
+        "cross-entropy over the tokens with loss" if known else "losses belong to tasks: task.name",
+    )
     found.default("checkpoint.enable", True, "each epoch ended with a save; the last step is always saved")
     if get("profiler\0enabled", bool, False):
-        warm, active, wait = (get(f"profiler\0{name}_steps", int, n) for name, n in (("warmup", 5), ("active", 2), ("wait", 5)))
+        warm, active, wait = (
+            get(f"profiler\0{name}_steps", int, n) for name, n in (("warmup", 5), ("active", 2), ("wait", 5))
+        )
         found.set("profiler\0warmup_steps", "profiling.profiler_warmup", warm)
         found.set("profiler\0active_steps", "profiling.profiler_active", active)
-        found.set("profiler\0wait_steps", "profiling.profile_freq", warm + active + wait, "wait, warmup and active together")
+        found.set(
+            "profiler\0wait_steps", "profiling.profile_freq", warm + active + wait, "wait, warmup and active together"
+        )
+    for name in ("warmup_steps", "active_steps", "wait_steps"):
+        found.answer(f"profiler\0{name}", "ignored", "nothing is profiled")
     for key in list(found.values):
         found.answer(key, "ignored", "it is read together with keys that this file does not have")
 
@@ -226,7 +239,10 @@ def _data(found: Found) -> None:
         "chat_dataset": ("jsonl", "chat", None),
         "text_completion_dataset": ("jsonl", "text", None),
     }
-    files, source = found.values.get("dataset\0data_files"), found.get("dataset\0source", str, found.get("dataset\0path", str))
+    files, source = (
+        found.values.get("dataset\0data_files"),
+        found.get("dataset\0source", str, found.get("dataset\0path", str)),
+    )
     place = "dataset\0source" if "dataset\0source" in found.values else "dataset\0path"
     if builder in forms:
         dataset, form, hub = forms[builder]
@@ -245,13 +261,15 @@ def _data(found: Found) -> None:
         column = found.get("dataset\0column", str)
         if column:
             found.set("dataset\0column", "data.text_field", column)
-        trained = form == "text" or not found.get("dataset\0train_on_input", bool, builder.startswith("alpaca"))
-        if not trained:
-            text = "the answer alone has loss; with data.format = \"text\" the whole text has"
-            found.answer("dataset\0train_on_input", "unsupported", text)
-            if "dataset\0train_on_input" not in found.values:
-                found.settings = [s for s in found.settings if s.option != "data.format"]
-                found.set("", "data.format", "text", f"{builder} has loss on the prompt too (train_on_input)")
+        answer_alone = form != "text" and not found.get("dataset\0train_on_input", bool, builder.startswith("alpaca"))
+        if form != "text" and not answer_alone and dataset == "alpaca":
+            found.settings = [s for s in found.settings if s.option != "data.format"]
+            found.set("dataset\0train_on_input", "data.format", "text", "the prompt has loss too")
+        elif form != "text" and not answer_alone:
+            found.answer(
+                "dataset\0train_on_input", "unsupported", 'the answer alone has loss; data.format = "text" has one text'
+            )
+        found.answer("dataset\0train_on_input", "honoured", "the answer alone has loss")
     elif builder:
         found.answer(key, "unsupported", "datasets are those of training.dataset, and columns those of [data]")
     for name in (place, "dataset\0data_files"):
@@ -264,7 +282,12 @@ def _data(found: Found) -> None:
     length = found.get("tokenizer\0max_seq_len", int)
     if length:
         found.set("tokenizer\0max_seq_len", "training.seq_len", length)
-    found.answer("tokenizer\0max_seq_len", "unsupported" if builder else "ignored", "sequences have a length here: it is written as training.seq_len = 2048, or as you set it")
+    elif builder:
+        found.default("training.seq_len", 2048, "sequences have a length here")
+        found.answer(
+            "tokenizer\0max_seq_len", "unsupported", "rows are cut at training.seq_len: 2048 is written, set your own"
+        )
+    found.answer("tokenizer\0max_seq_len", "ignored", "it is read with a dataset alone")
     packed = found.get("dataset\0packed", bool, False)
     if builder:
         found.set("dataset\0packed", "data.packing", "first_fit" if packed else "padded")

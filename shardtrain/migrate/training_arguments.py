@@ -10,7 +10,9 @@ from shardtrain.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
 
 SYSTEM = "Hugging Face TrainingArguments"
 OPEN = "no argument of TrainingArguments: it belongs to the program that reads this file"
-LEAVES = frozenset({"dataset_mixture", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "fsdp_config", "accelerator_config"})
+LEAVES = frozenset(
+    {"dataset_mixture", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "fsdp_config", "accelerator_config"}
+)
 _HUB = Cannot("nothing is uploaded; `shardtrain export` writes a folder to upload")
 _WATCH = Idle("what is printed or named, which changes no number")
 _LOADER = Idle("how batches reach the trainer, which changes no number")
@@ -19,7 +21,18 @@ _EVAL = JOINED
 
 def looks(values: Mapping[str, Any]) -> bool:
     """Whether this is such a file."""
-    marks = {"per_device_train_batch_size", "num_train_epochs", "learning_rate", "gradient_accumulation_steps", "output_dir", "lr_scheduler_type", "save_steps", "logging_steps", "max_steps", "warmup_ratio"}
+    marks = {
+        "per_device_train_batch_size",
+        "num_train_epochs",
+        "learning_rate",
+        "gradient_accumulation_steps",
+        "output_dir",
+        "lr_scheduler_type",
+        "save_steps",
+        "logging_steps",
+        "max_steps",
+        "warmup_ratio",
+    }
     return len(marks & values.keys()) >= 2
 
 
@@ -82,7 +95,9 @@ KEYS: Mapping[str, Rule] = {
     "save_strategy": JOINED,
     "save_steps": JOINED,
     "save_total_limit": JOINED,
-    "save_only_model": Cannot("checkpoints hold all that a run needs to go on; checkpoint.last_save_model_only is for the last"),
+    "save_only_model": Cannot(
+        "checkpoints hold all that a run needs to go on; checkpoint.last_save_model_only is for the last"
+    ),
     "save_safetensors": Idle("weights are never pickled"),
     "load_best_model_at_end": JOINED,
     "metric_for_best_model": JOINED,
@@ -185,7 +200,10 @@ def finish(found: Found) -> None:
         found.answer("logging_steps", "ignored", "a share of the steps; metrics.log_freq counts them")
     _reports(found)
     workers = found.get("dataloader_num_workers", int, 0)
-    prefetch, persistent = found.get("dataloader_prefetch_factor", int), found.get("dataloader_persistent_workers", bool, False)
+    prefetch, persistent = (
+        found.get("dataloader_prefetch_factor", int),
+        found.get("dataloader_persistent_workers", bool, False),
+    )
     if workers and prefetch is not None:
         found.set("dataloader_prefetch_factor", "training.dataloader.prefetch_factor", prefetch)
     if workers and persistent:
@@ -193,7 +211,11 @@ def finish(found: Found) -> None:
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
         found.answer(name, "ignored", "without workers it has no effect")
     deepspeed = found.values.get("deepspeed")
-    found.answer("deepspeed", "honoured" if deepspeed else "ignored", "give that file beside this one, and both are read" if deepspeed else "it is empty")
+    found.answer(
+        "deepspeed",
+        "honoured" if deepspeed else "ignored",
+        "give that file beside this one, and both are read" if deepspeed else "it is empty",
+    )
     found.answer("fsdp", "honoured", "parameters are sharded over the ranks")
     for key in list(found.values):
         found.answer(key, "ignored", "it is read together with keys that this file does not have")
@@ -309,14 +331,25 @@ def _saving(found: Found) -> None:
     elif strategy == "steps":
         found.answer("save_steps", "unsupported", "a share of the steps; checkpoint.interval counts them")
     elif strategy == "no":
-        found.answer("save_strategy", "honoured", "the last step is saved, and every 500 before it: checkpoint.interval")
+        found.answer(
+            "save_strategy", "honoured", "the last step is saved, and every 500 before it: checkpoint.interval"
+        )
     else:
-        found.answer("save_strategy", "ignored", f"{strategy}: checkpoint.interval counts steps, and checkpoint.keep_best saves the best")
+        found.answer(
+            "save_strategy",
+            "ignored",
+            f"{strategy}: checkpoint.interval counts steps, and checkpoint.keep_best saves the best",
+        )
     found.answer("save_strategy", "honoured", "checkpoint.interval counts steps")
     found.answer("save_steps", "ignored", "save_strategy does not count steps")
     limit = found.get("save_total_limit", int)
     if limit is not None and limit > 0:
-        found.set("save_total_limit", "checkpoint.keep_latest_k", max(2, limit), "one is kept while the next is written" if limit == 1 else "")
+        found.set(
+            "save_total_limit",
+            "checkpoint.keep_latest_k",
+            max(2, limit),
+            "one is kept while the next is written" if limit == 1 else "",
+        )
     else:
         found.default("checkpoint.keep_latest_k", 0, "all are kept")
     found.answer("save_total_limit", "ignored", "all are kept")
@@ -335,7 +368,11 @@ def _validation(found: Found) -> None:
         if strategy == "epoch":
             found.default("validation.per_epoch", 1)
         else:
-            found.set("eval_steps", "validation.freq", int(max(1, found.get("eval_steps", float, found.get("logging_steps", float, 500.0)))))
+            found.set(
+                "eval_steps",
+                "validation.freq",
+                int(max(1, found.get("eval_steps", float, found.get("logging_steps", float, 500.0)))),
+            )
     for name in ("eval_strategy", "evaluation_strategy"):
         found.answer(name, "ignored", "nothing is validated")
     found.answer("eval_steps", "ignored", "nothing is validated at steps")
@@ -345,14 +382,21 @@ def _validation(found: Found) -> None:
         found.set("dataset_test_split", "validation.split", split)
     for name in ("validation_file", "dataset_test_split"):
         found.answer(name, "ignored", "nothing is validated")
-    best, metric = found.get("load_best_model_at_end", bool, False), str(found.get("metric_for_best_model", str, "loss"))
+    best, metric = (
+        found.get("load_best_model_at_end", bool, False),
+        str(found.get("metric_for_best_model", str, "loss")),
+    )
     if on and best and metric.removeprefix("eval_") in ("loss", "accuracy"):
         name = f"validation.{metric.removeprefix('eval_')}"
-        found.set("load_best_model_at_end", "checkpoint.keep_best", name, "the best checkpoint is kept, and `test` takes it")
+        found.set(
+            "load_best_model_at_end", "checkpoint.keep_best", name, "the best checkpoint is kept, and `test` takes it"
+        )
         found.answer("metric_for_best_model", "honoured", f"checkpoint.keep_best = {name}")
     found.answer("load_best_model_at_end", "ignored", "there is no validation to be best at" if best else "it is off")
     found.answer("metric_for_best_model", "ignored", "nothing is chosen by it; see checkpoint.keep_best")
-    found.answer("greater_is_better", "ignored", "the task knows whether more of its metric is better; see checkpoint.best_mode")
+    found.answer(
+        "greater_is_better", "ignored", "the task knows whether more of its metric is better; see checkpoint.best_mode"
+    )
 
 
 def _model_and_data(found: Found) -> None:

@@ -1,4 +1,4 @@
-"""pytorch_universal_trainer: ``parameters.yml``, which trains a classifier of sentences on TSV files without a header."""
+"""pytorch_universal_trainer: ``parameters.yml``, which trains a classifier on TSV files without a header."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from shardtrain.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
 
 SYSTEM = "pytorch_universal_trainer"
-OPEN = ""
+OPEN = "a key of yours: a task file of yours (task.name = its path) reads it from task.options"
 LEAVES: frozenset[str] = frozenset()
 MAX_COUNTED_BYTES = 2**31
 _T, _D, _N = "transformers-params.", "data-params.", "dist-params."
@@ -66,25 +66,14 @@ def _key(section: str, name: str) -> str:
     return f"{section[:-1]}\0{name}"
 
 
-def user_keys(found: Found) -> None:
-    """Keys that the user added are for a task file of theirs, which finds them among its options."""
-    for key, value in found.values.items():
-        if key.replace("\0", ".") in KEYS or found.answered(key):
-            continue
-        name = key.rpartition("\0")[2]
-        why = f"a key of yours: a task file of yours reads it from task.options.{name} (task.name = its path)"
-        found.answer(key, "unsupported", why)
-        del value
-
-
 def finish(found: Found) -> None:
     """Join what several keys say, and set what the program itself fixed."""
     get = found.get
     world = _processes(found)
     _data(found)
     mode = str(get(_key(_T, "mode"), str, "train"))
-    text = "`shardtrain train` trains" if mode == "train" else "`shardtrain test` on the same file tests the best checkpoint"
-    found.answer(_key(_T, "mode"), "honoured" if mode in ("train", "test") else "unsupported", text)
+    text = "`shardtrain train` trains" if mode == "train" else "`shardtrain test` of the TOML tests the best checkpoint"
+    found.answer(_key(_T, "mode"), "honoured" if mode == "train" else "unsupported", text)
     folder = get(_key(_T, "pretrained_model_dir"), str)
     if folder:
         found.set(_key(_T, "pretrained_model_dir"), "model.hf_assets_path", _home(folder))
@@ -102,7 +91,9 @@ def finish(found: Found) -> None:
     else:
         most = _positions(folder)
         found.default("training.seq_len", most, "rows are not cut (use_max_length) below what the model can see")
-        found.answer(_key(_T, "use_max_length"), "honoured", f"rows keep up to {most} tokens; a batch is as wide as its longest")
+        found.answer(
+            _key(_T, "use_max_length"), "honoured", f"rows keep up to {most} tokens; a batch is as wide as its longest"
+        )
         found.answer(_key(_T, "max_length"), "ignored", "it is read with use_max_length alone")
     found.default("checkpoint.enable", True)
     for option, value in (
@@ -128,7 +119,9 @@ def _processes(found: Found) -> int:
         found.answer(_key(_T, "is_distributed"), "honoured", text)
         for name in ("nodes", "gpus"):
             found.answer(_key(_N, name), "ignored", "it is read with is_distributed alone")
-    way = "train --nnodes N --node_rank K --rdzv_endpoint HOST:PORT says so" if nodes > 1 else "one node needs it not"
+    way = (
+        "train --nnodes N --node_rank K --rdzv_endpoint HOST:PORT says so" if nodes > 1 else "one node needs none of it"
+    )
     for name in ("current_node", "master_addr", "master_port"):
         found.answer(_key(_N, name), "ignored", f"where a node is belongs to its command line: {way}")
     return found.num_processes or (nodes * gpus if distributed else 1)
@@ -142,7 +135,9 @@ def _batch(found: Found, world: int) -> None:
         total = batch * accumulated * world
     else:
         rows = max(1, batch // max(1, accumulated) // world)
-        found.set(_key(_T, "batch_size"), "training.local_batch_size", rows, "the batch was that of all devices together")
+        found.set(
+            _key(_T, "batch_size"), "training.local_batch_size", rows, "the batch was that of all devices together"
+        )
         total = rows * accumulated * world
     if accumulated > 1 or not found.get(_key(_T, "is_distributed"), bool, True):
         key = _key(_T, "gradient_accumulation_steps")
@@ -160,7 +155,11 @@ def _sharding(found: Found, world: int) -> None:
         found.set(place["model_sharding"], "parallelism.data_parallel_shard_degree", -1)
         value = "always" if reshard else "never"
         found.set(place["reshard_forward"], "parallelism.fsdp_reshard_after_forward", value)
-        text = "each block is sharded by itself" if wrap else "blocks are sharded one by one all the same, which takes less memory"
+        text = (
+            "each block is sharded by itself"
+            if wrap
+            else "blocks are sharded one by one all the same, which takes less memory"
+        )
         found.answer(place["autowrap"], "honoured", text)
     elif world > 1:
         found.default("parallelism.data_parallel_replicate_degree", world, "each process held the whole model")
@@ -168,7 +167,11 @@ def _sharding(found: Found, world: int) -> None:
         if optimizer:
             found.set(place["optimizer_sharding"], "parallelism.shard_optimizer_states", True)
     for name in names:
-        found.answer(place[name], "ignored", "nothing is sharded by it" if world > 1 or model else "one process has nothing to shard")
+        found.answer(
+            place[name],
+            "ignored",
+            "nothing is sharded by it" if world > 1 or model else "one process has nothing to shard",
+        )
 
 
 def _data(found: Found) -> None:
@@ -238,5 +241,3 @@ def _positions(folder: str | None) -> int:
     except (OSError, ValueError, AttributeError, RecursionError):
         most = None
     return most if isinstance(most, int) and not isinstance(most, bool) and 0 < most <= 8192 else 1024
-
-
