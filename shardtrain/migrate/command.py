@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardtrain import config
 from shardtrain.errors import ConfigError, Problem, StorageError
-from shardtrain.migrate.reading import Migration, migrate
+from shardtrain.migrate.reading import Migration, migrate, unnamed
 from shardtrain.migrate.report import Entry
 
 USAGE = """\
@@ -91,6 +91,7 @@ def report(found: Migration, loaded: config.Loaded) -> list[str]:
     lines += [str(entry) for entries in by_verdict.values() for entry in entries]
     done = {entry.where for entry in found.entries}
     lines += [f"note: {notice}" for notice in loaded.notices if notice.partition(": ")[0] not in done]
+    lines += [f"note: {line}" for line in unnamed(loaded)]
     lines += [f"before training: {problem}" for problem in config.check(loaded) if not _of_folder(problem)]
     counts = ", ".join(f"{len(entries)} {verdict}" for verdict, entries in by_verdict.items() if verdict != "default")
     return [*lines, f"{sum(map(_is_key, found.entries))} keys: {counts}"]
@@ -109,6 +110,7 @@ def _write(file: Path, text: str) -> None:
     """Write the whole file, or leave what was there."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(file)
     except OSError as error:

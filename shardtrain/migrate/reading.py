@@ -100,8 +100,22 @@ def load(path: Path, arguments: Sequence[str] = (), num_processes: int | None = 
         raise ConfigError(problems)
     loaded = config.load_settings(found.settings, arguments, path)
     said = (f"{path.name} was taken for a file of {' and '.join(found.systems)}",)
-    notices = (*said, *map(str, found.entries), *loaded.notices)
+    notices = (*said, *map(str, found.entries), *unnamed(loaded), *loaded.notices)
     return config.Loaded(loaded.config, loaded.origins, notices, loaded.path)
+
+
+def unnamed(loaded: config.Loaded) -> list[str]:
+    """What a run needs and its files do not say: lines that tell which default is taken."""
+    found = []
+    named = {
+        "data": ("training.dataset", "training.dataset_path", "data.sources"),
+        "model": ("model.name", "model.flavor", "model.hf_assets_path"),
+    }
+    for what, options in named.items():
+        if not any(loaded.is_set(option) for option in options):
+            option = options[0]
+            found.append(f'the files name no {what}: {option} is "{loaded.value(option)}" unless it is set')
+    return found
 
 
 def reader_of(document: Document) -> Any:
