@@ -342,6 +342,14 @@ def test_a_file_that_names_no_data_or_model_says_what_is_taken(tmp_path):
     assert "name no" not in named
 
 
+@pytest.mark.parametrize("name", ["axolotl.yml", "training_arguments.json"])
+def test_code_of_a_repository_is_asked_for_in_vain(tmp_path, name):
+    text = FILES[name]
+    line = '  "trust_remote_code": true,\n' if name.endswith("json") else "trust_remote_code: true\n"
+    text = text.replace("{\n", "{\n" + line, 1) if name.endswith("json") else line + text
+    assert "trust_remote_code" in {entry.key for entry in taken(tmp_path, name, text).unsupported}
+
+
 def test_train_refuses_what_it_cannot_follow(tmp_path):
     file = tmp_path / "args.json"
     file.write_text('{"learning_rate": 1e-4,\n "num_train_epochs": 1,\n "label_smoothing_factor": 0.1}')
