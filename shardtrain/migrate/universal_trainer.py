@@ -79,6 +79,10 @@ def finish(found: Found) -> None:
         found.set(_key(_T, "pretrained_model_dir"), "model.hf_assets_path", _home(folder))
         found.default("model.flavor", "from_folder", "the folder says which model it holds")
         found.default("checkpoint.initial_load_in_hf", True, "training begins with the folder's weights")
+        if _facts(folder).get("model_type") == "bart":
+            labels = get(_key(_T, "num_labels"), int, 2)
+            found.default("model.name", "transformers", "BART is taken as transformers has it")
+            found.default("model.overrides.num_labels", labels, "a BART that does not say has 3")
     found.answer(_key(_T, "pretrained_model_dir"), "ignored", "it is empty")
     found.default("task.name", "classification")
     _batch(found, world)
@@ -235,9 +239,14 @@ def _rows(file: Path) -> int:
 
 def _positions(folder: str | None) -> int:
     """Tokens that the model of a folder can see, 1024 (BART's) where the folder does not say."""
-    try:
-        text = (Path(folder or "").expanduser() / "config.json").read_bytes()[: 2**20]
-        most = json.loads(text).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        most = None
+    most = _facts(folder).get("max_position_embeddings")
     return most if isinstance(most, int) and not isinstance(most, bool) and 0 < most <= 8192 else 1024
+
+
+def _facts(folder: str | None) -> dict[str, Any]:
+    """What config.json of a folder says; the program's own model is a BART, where there is no folder yet."""
+    try:
+        facts = json.loads((Path(folder or "").expanduser() / "config.json").read_bytes()[: 2**20])
+    except (OSError, ValueError, RecursionError):
+        return {"model_type": "bart"}
+    return facts if isinstance(facts, dict) else {}

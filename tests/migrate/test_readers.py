@@ -66,12 +66,15 @@ def test_the_toml_asks_for_the_same_and_a_second_migrate_changes_nothing(tmp_pat
     assert again.notices == ()
 
 
+FOLDER = ("model.flavor", "model.hf_assets_path", "lora.enable")
+
+
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("axolotl")])
 def test_what_was_migrated_passes_the_check(tmp_path, name):
     """The folder of the model apart, which is not here."""
     file = write(tmp_path, name)
     loaded = config.load_settings(migrate([file]).settings, path=file, follow=False)
-    assert [str(p) for p in config.check(loaded) if p.option not in ("model.flavor", "lora.enable")] == []
+    assert [str(p) for p in config.check(loaded) if p.option not in FOLDER] == []
 
 
 # What each preset of FMEngine must become: micro-batch, batch, precision, peak, first rate, warmup, beta2, eps, lora
@@ -226,6 +229,7 @@ def test_parameters_yml_keeps_its_meaning(tmp_path, monkeypatch):
     file = write(tmp_path, "parameters.yml")
     found = migrate([file])
     c = config.load_settings(found.settings, follow=False).config
+    assert (c.model.name, c.model.overrides["num_labels"]) == ("transformers", 2)
     assert "~" not in c.job.dump_folder and c.job.dump_folder.startswith(str(tmp_path))
     assert (c.task.name, c.task.num_labels, c.data.text_field, c.task.label_field) == ("classification", 2, "0", "1")
     assert (c.training.local_batch_size, c.training.global_batch_size, c.training.epochs) == (32, 64 * 2, 3)
