@@ -32,6 +32,7 @@ class Frozen:
     """A model beside the one that learns: the bytes of its weights on this rank, and its forward pass."""
 
     name: str
+    dtype: str
     weight_bytes: int
     traced: fake.Traced
 
@@ -127,7 +128,9 @@ def _frozen(name: str, config: Config, mesh: parallel.Mesh, batch: data.Batch) -
         weight_bytes = _local_bytes(runner.parameters().values())
         (part,) = runner.parts
         part.eval().requires_grad_(False)
-        return Frozen(name, weight_bytes, fake.trace_frozen(part, module.LAYOUT, mesh, config, batch))
+        return Frozen(
+            name, config.training.dtype, weight_bytes, fake.trace_frozen(part, module.LAYOUT, mesh, config, batch)
+        )
 
 
 def report(run: DryRun, config: Config) -> list[str]:
@@ -187,7 +190,7 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
         ]
         end = []
     for one in run.frozen:
-        rows.append((one.name, one.weight_bytes, f"{stored}, frozen; counted over the rank's shards"))
+        rows.append((one.name, one.weight_bytes, f"{one.dtype}, frozen; counted over the rank's shards"))
         if one.traced.not_traced:
             end.append(f"  pass of the {one.name}: not traced ({one.traced.not_traced}); the sum is without it")
         else:

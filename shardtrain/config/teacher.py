@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardtrain.config import derived
 from shardtrain.config.check_experts import check_experts
 from shardtrain.config.check_model import check_sizes, check_tensor_parallel, model_shape
 from shardtrain.config.check_pipeline import check_context
@@ -46,8 +47,13 @@ def teacher_config(config: Config) -> Config | Problem:
     degree = config.parallelism.expert_parallel_degree if experts else 1
     parallelism = dataclasses.replace(config.parallelism, shard_optimizer_states=False, expert_parallel_degree=degree)
     debug = dataclasses.replace(config.debug, moe_force_load_balance=False)
+    # what is never updated needs no digits beyond those that it computes with: the numbers are the same
+    low = derived.compute_dtype(config) == "bfloat16"
+    training = dataclasses.replace(config.training, dtype="bfloat16") if low else config.training
     recompute = dataclasses.replace(config.activation_checkpoint, mode="none")
-    return dataclasses.replace(found.config, parallelism=parallelism, activation_checkpoint=recompute, debug=debug)
+    return dataclasses.replace(
+        found.config, parallelism=parallelism, activation_checkpoint=recompute, debug=debug, training=training
+    )
 
 
 def check_distillation(loaded: Loaded) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from shardtrain.config import Loaded
 from shardtrain.config.check import check
 from shardtrain.config.schema import Config, Parallelism, Task
 from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.tasks.distillation import Distillation
 
 pytest.importorskip("transformers")
 
@@ -109,6 +110,21 @@ def test_a_continued_run_has_the_teacher_that_it_began_with(tmp_path: Path) -> N
     )
     refused = train(other)
     assert isinstance(refused.error, ConfigError) and "teacher differ" in str(refused.error)
+
+
+def test_a_teacher_held_in_bfloat16_gives_the_numbers_of_one_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is the type of the arithmetic: what is cast once is what would be cast in each pass."""
+    found = config(training={"mixed_precision_param": "bfloat16"})
+    half = run_tiny(1, found, 2)[0]
+    whole_config = Distillation.teacher
+
+    def in_float32(task: Distillation) -> Config:
+        teacher = whole_config(task)
+        assert teacher.training.dtype == "bfloat16"
+        return dataclasses.replace(teacher, training=dataclasses.replace(teacher.training, dtype="float32"))
+
+    monkeypatch.setattr(Distillation, "teacher", in_float32)
+    assert run_tiny(1, found, 2)[0].losses == half.losses
 
 
 def test_validation_is_of_the_student_alone_and_a_step_tells_both_parts(tmp_path: Path) -> None:
