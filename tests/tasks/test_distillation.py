@@ -65,6 +65,10 @@ def test_meshes_change_no_number(mesh: str) -> None:
         assert_same_numbers(result, alone())
 
 
+SMALL = {"vocab_size": 512, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+         "num_experts": 4, "top_k": 2, "moe_ffn_dim": 16}  # fmt: skip
+
+
 @pytest.mark.nightly(by="tests/tasks/test_distillation.py::test_meshes_change_no_number")
 @pytest.mark.parametrize(
     ("model", "folder", "parallelism"),
@@ -79,9 +83,7 @@ def test_experts_on_either_side_change_no_number(
 ) -> None:
     found = config(task={"teacher_path": str(teacher(folder))})
     if model:
-        found = dataclasses.replace(
-            found, model=dataclasses.replace(found.model, **model, overrides={"vocab_size": 512})
-        )
+        found = dataclasses.replace(found, model=dataclasses.replace(found.model, **model, overrides=SMALL))
     expected = run_tiny(1, found, 2)[0]
     on_ranks = dataclasses.replace(found, parallelism=dataclasses.replace(found.parallelism, **parallelism))
     assert not check(Loaded(on_ranks)), check(Loaded(on_ranks))
