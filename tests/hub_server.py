@@ -123,11 +123,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.refuse(200)
         if self.path == "/api/repos/create":
             said = json.loads(body)
-            self.server.exists, self.server.private, self.server.files = True, bool(said.get("private")), {}
+            self.server.exists, self.server.private, self.server.files = True, said.get("visibility") == "private", {}
             return self.give(json.dumps({"url": f"{self.server.url}/org/name", "name": "org/name"}).encode())
         if self.path == "/api/validate-yaml":  # of a card's front matter
             wrong = [] if json.loads(body)["content"].startswith("---") else [{"message": "no front matter"}]
-            return self.give(json.dumps({"errors": wrong, "warnings": []}).encode())
+            return self.give(json.dumps({"errors": wrong, "warnings": []}).encode(), status=400 if wrong else 200)
         if "/preupload/" in self.path:
             files = [
                 {
@@ -163,9 +163,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     do_PUT = do_POST
 
-    def give(self, content: bytes, told: int | None = None, **headers: str) -> bool:
+    def give(self, content: bytes, told: int | None = None, status: int = 200, **headers: str) -> bool:
         start = int(self.headers.get("Range", "bytes=0-")[6:-1])
-        self.send_response(206 if start else 200)
+        self.send_response(206 if start else status)
         self.send_header("Content-Length", str((told or len(content)) - start))
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
