@@ -10,6 +10,7 @@ with no others than its own.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +62,7 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
         if name == "teacher":
             assert isinstance(runner, DistillationRunner)
             folder = Path(config.task.teacher_path)
-            together(
-                lambda built=built, folder=folder: importing.fill(_tensors(built), folder, built.module, built.shape)
-            )
+            together(partial(importing.fill, _tensors(built), folder, built.module, built.shape))
             runner.teacher = built.runner.parts[0]
             logger.info(
                 f"teacher: {folder}, {frozen.model.name} of {format_count(built.num_params)} parameters, frozen"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -108,7 +109,7 @@ class Push:
             StorageError: when a file or the commit does not arrive; it says what did.
             DataError: when the repository does not hold what was sent.
         """
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+        from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if _is_sent(path, folder))
         if self.keeps_card and CARD in names:
@@ -117,13 +118,12 @@ class Push:
         if self.head is None:
             self._ask(lambda: self._api.create_repo(self.repo_id, private=self._private or None, exist_ok=False))
             tell(f"{self.repo_id}: created{', private' if self._private else ''}")
-        additions, stored = [], []
+        additions: list[CommitOperationAdd] = []
+        stored: list[str] = []
         for name in names:
             addition = CommitOperationAdd(name, str(folder / name))
             try:
-                self._call(
-                    lambda addition=addition: self._api.preupload_lfs_files(self.repo_id, [addition], free_memory=False)
-                )
+                self._call(partial(self._api.preupload_lfs_files, self.repo_id, [addition], free_memory=False))
             except ShardtrainError as error:
                 raise self._not_all(error, stored, names) from error
             additions.append(addition)
@@ -133,6 +133,7 @@ class Push:
         stale = [name for name in self.theirs if _WEIGHTS.fullmatch(name) and name not in names]
         for name in stale:
             tell(f"{name}: taken out of {self.repo_id}, whose weights these replace")
+        operations: list[CommitOperationAdd | CommitOperationCopy | CommitOperationDelete]
         operations = [*additions, *(CommitOperationDelete(name) for name in stale)]
         try:
             done = self._call(
