@@ -210,7 +210,7 @@ def read_box(reader: files.Reader, chunk: Chunk, dtype: str, wanted: Box) -> Ten
         first, rows = wanted[0][0] - chunk.offsets[0], wanted[1][0]
     row_bytes = item * torch.Size(shape[1:]).numel()
     data = torch.empty(rows * row_bytes, dtype=torch.uint8)  # filled at once, and not with zeros before
-    if reader.read_into(memoryview(data.numpy()), chunk.begin + first * row_bytes) != len(data):
+    if reader.read_into(memoryview(data.numpy().data), chunk.begin + first * row_bytes) != len(data):
         raise CheckpointError("a file of the checkpoint became shorter while it was read; start again")
     read_rows = data.view(getattr(torch, dtype)).reshape((rows, *shape[1:]) if shape else ())
     begin = (wanted[0][0], *chunk.offsets[1:]) if shape else ()
