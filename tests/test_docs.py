@@ -58,8 +58,11 @@ SMALLER = {
     "shardtrain train examples/custom_task/config.toml --job.dump_folder outputs/custom_task": "",  # small already
     "shardtrain train configs/llama3_405b.toml --comm.mode fake_backend --nproc 512 --model.hf_assets_path bytes "
     "--training.dataset_path .": "",  # small already
-    "./run_tests.sh": "--collect-only -q tests/test_docs.py",
+    "./run_tests.sh": "--collect-only -q tests/test_units.py",
     "shardtrain verify": "--mesh dp_shard=2",  # the whole list takes half a minute
+    'shardtrain verify configs/debug.toml --mesh tp=2 --mesh "pp=2,dp_shard=2" --mesh cp=2': (
+        "--model.overrides.num_layers 2 --training.seq_len 32"
+    ),
 }
 NOT_RUN = {
     ".ci/run": "it runs these tests",
