@@ -35,6 +35,7 @@ ALLOWED = {
     ("tests/checkpoint/test_folder.py", "torch.load"): "reads what it wrote, as users of exported weights do",
     ("tests/test_init.py", "all_gather_object"): "compares what its own ranks drew",
     ("tests/hostile_files.py", "pickle"): "writes the attacks",
+    ("tests/forked.py", "runpy.run_path"): "runs programs of the tests' own, as an interpreter that is given one",
 }
 """Every use that there is, and why: there is no other."""
 
