@@ -11,6 +11,7 @@ import sys
 import types
 from pathlib import Path
 
+import forked
 import patience
 import pytest
 
@@ -32,7 +33,7 @@ def answer(capsys, *words):
 
 def shell(*words, **environment):
     names = {name: value for name, value in os.environ.items() if name not in ("LOG_RANK", "NGPU", "RANK")}
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "shardtrain", *words],
         capture_output=True,
         text=True,
@@ -245,7 +246,7 @@ def test_torchrun_starts_the_same_command(tmp_path, module):
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
     words = ["--training.steps=100000", *ONE_STEP[1:], *TINY, "--nproc", "2", "--job.dump_folder", str(tmp_path)]
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "shardtrain", "train", *words],
         stderr=subprocess.PIPE,
         text=True,

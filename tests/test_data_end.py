@@ -15,6 +15,8 @@ from tiny import Ended, tiny_config, train_whole
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, DataError
 
+STEPS = 10
+"""Of a run that begins again: the data are read to their end after four."""
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 
 
@@ -22,7 +24,7 @@ def config_of(folder: Path, data: dict[str, Any], **training: Any) -> Config:
     rows = [{"text": TEXT[start : start + 60]} for start in range(0, len(TEXT), 60)]
     path = folder.parent / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"dataset": "jsonl", "dataset_path": str(path), "seq_len": 64, "local_batch_size": 2, "steps": 100}
+    options = {"dataset": "jsonl", "dataset_path": str(path), "seq_len": 64, "local_batch_size": 4, "steps": 100}
     return tiny_config(
         job={"dump_folder": str(folder)},
         training={**options, **training},
@@ -38,15 +40,15 @@ def runs_of(rank: int, root: Path) -> dict[str, Ended]:
         for policy in ("error", "stop"):
             config = config_of(root / f"{kind}-{policy}", data, on_data_end=policy)
             results[f"{kind} {policy}"] = train_whole(rank, config)
-        going_on = config_of(root / f"{kind}-error", data, on_data_end="repeat", steps=20)
+        going_on = config_of(root / f"{kind}-error", data, on_data_end="repeat", steps=STEPS)
         results[f"{kind} goes on"] = train_whole(rank, going_on)
-        straight = config_of(root / f"{kind}-straight", data, on_data_end="repeat", steps=20)
+        straight = config_of(root / f"{kind}-straight", data, on_data_end="repeat", steps=STEPS)
         results[f"{kind} straight"] = train_whole(rank, straight)
     # fewer rows than ranks: 102 tokens are two rows for eight rows of a step
     few = config_of(root / "few", {}, on_data_end="error")
     path = root / "few.jsonl"
     path.write_text(json.dumps({"text": "x" * 100}) + "\n")
-    training = {"dataset": "jsonl", "dataset_path": str(path), "seq_len": 64, "local_batch_size": 2, "steps": 5}
+    training = {"dataset": "jsonl", "dataset_path": str(path), "seq_len": 64, "local_batch_size": 4, "steps": 5}
     few = tiny_config(job={"dump_folder": str(root / "few")}, training=training)
     results["few"] = train_whole(rank, few)
     return results
@@ -99,16 +101,16 @@ def test_every_row_is_read_once_before_the_end(kind: str, runs: list[dict[str, E
 def test_a_run_that_ended_goes_on_when_told_to_repeat(runs: list[dict[str, Ended]]) -> None:
     ended, going_on, straight = (runs[0][f"memory {name}"] for name in ("error", "goes on", "straight"))
     assert going_on.error is None and straight.error is None
-    assert len(going_on.losses) == 20 - ended.state["step"]
+    assert len(going_on.losses) == STEPS - ended.state["step"]
     # the end cut a step short; the next begins with the first row that was not read
     ids = [
         i for step in range(len(ended.losses)) for rank in runs for i in rank["memory error"].sample_ids[step] if i >= 0
     ]
     ids += [i for step in range(len(going_on.losses)) for rank in runs for i in rank["memory goes on"].sample_ids[step]]
-    expected = [i for step in range(20) for rank in runs for i in rank["memory straight"].sample_ids[step]]
+    expected = [i for step in range(STEPS) for rank in runs for i in rank["memory straight"].sample_ids[step]]
     assert ids[: len(expected)] == expected[: len(ids)]
     assert runs[0]["stream goes on"].error is None
-    assert runs[0]["stream goes on"].state["step"] == 20
+    assert runs[0]["stream goes on"].state["step"] == STEPS
 
 
 def test_fewer_rows_than_ranks_are_one_step(runs: list[dict[str, Ended]]) -> None:

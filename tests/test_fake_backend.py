@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import deep_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardtrain import cli, dry_run, models
@@ -37,29 +37,29 @@ def no_launcher(monkeypatch):
 
 
 def test_the_shards_of_all_ranks_are_the_model_once():
-    config = tiny_config(parallelism={"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 4})
+    config = deep_config(parallelism={"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 4})
     runs = [dry(config, rank, 8) for rank in range(8)]
     assert sum(run.parameter_bytes for run in runs) == FLOAT32_BYTES * runs[0].num_params
     assert [run.gradient_bytes for run in runs] == [run.parameter_bytes for run in runs]
 
 
 def test_tensor_parallelism_repeats_the_norms_and_splits_all_else():
-    config = tiny_config(parallelism={"tensor_parallel_degree": 2})
+    config = deep_config(parallelism={"tensor_parallel_degree": 2})
     runs = [dry(config, rank, 8) for rank in range(8)]
     norms = (2 * 4 + 1) * 64  # two in each of 4 layers and the last, of 64 features
     assert sum(run.parameter_bytes for run in runs) == FLOAT32_BYTES * (runs[0].num_params + norms)
 
 
 def test_adamw_holds_two_numbers_for_each_of_the_ranks_and_a_count_for_each_tensor():
-    run = dry(tiny_config(), rank=3, size=4)
+    run = dry(deep_config(), rank=3, size=4)
     tensors = 4 * 9 + 3
     assert run.optimizer_bytes == 2 * run.parameter_bytes + FLOAT32_BYTES * tensors
 
 
 def test_replicas_hold_the_same_and_share_optimizer_states_where_asked():
     replicas = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1}
-    whole = dry(tiny_config(parallelism=replicas), size=4)
-    shared = dry(tiny_config(parallelism={**replicas, "shard_optimizer_states": True}), size=4)
+    whole = dry(deep_config(parallelism=replicas), size=4)
+    shared = dry(deep_config(parallelism={**replicas, "shard_optimizer_states": True}), size=4)
     assert whole.parameter_bytes == shared.parameter_bytes == FLOAT32_BYTES * whole.num_params
     assert shared.optimizer_bytes < whole.optimizer_bytes / 3
 
@@ -77,7 +77,7 @@ def test_all_axes_at_once_are_built_and_traced(rank, schedule):
         "pipeline_parallel_first_stage_less_layers": 0,
         "pipeline_parallel_last_stage_less_layers": 0,
     }
-    run = dry(tiny_config(parallelism=degrees, training={"global_batch_size": 16}), rank, 32)
+    run = dry(deep_config(parallelism=degrees, training={"global_batch_size": 16}), rank, 32)
     assert run.sizes == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
     assert run.place["pp"] == (rank > 15)
     assert (run.traced.layers, run.traced.not_traced) == (2, "")
@@ -95,7 +95,7 @@ def test_all_axes_at_once_are_built_and_traced(rank, schedule):
     "method", [{"context_parallel_rotate_method": "alltoall"}, {"context_parallel_method": "ulysses"}]
 )
 def test_every_way_to_split_a_sequence_is_traced(method):
-    run = dry(tiny_config(parallelism={"context_parallel_degree": 2, **method}), rank=1, size=4)
+    run = dry(deep_config(parallelism={"context_parallel_degree": 2, **method}), rank=1, size=4)
     assert run.traced.not_traced == "" and run.traced.layers == 4
 
 
@@ -104,7 +104,7 @@ def test_every_way_to_split_a_sequence_is_traced(method):
 def test_layers_left_out_count_as_much_as_they_would(monkeypatch, mode, tp):
     """To a thousandth, for scalars of the loss are made earlier or later; FSDP pads its buffers by unit: a percent."""
     shape = {"num_layers": 10}
-    config = tiny_config(
+    config = deep_config(
         model={"overrides": shape},
         activation_checkpoint={"mode": mode},
         parallelism={"tensor_parallel_degree": tp, "fsdp_reshard_after_forward": "always"},
@@ -118,7 +118,7 @@ def test_layers_left_out_count_as_much_as_they_would(monkeypatch, mode, tp):
 
 
 def test_tensors_without_memory_count_as_real_ones():
-    config = tiny_config(training={"mixed_precision_param": "bfloat16"})
+    config = deep_config(training={"mixed_precision_param": "bfloat16"})
     without_memory = dry(config).traced
     module = models.find("llama3")
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, "rmsnorm")
@@ -155,7 +155,7 @@ def test_a_pipeline_keeps_the_micro_batches_that_its_schedule_has_in_flight(sche
         "pipeline_parallel_first_stage_less_layers": 0,
         "pipeline_parallel_last_stage_less_layers": 0,
     }
-    run = dry(tiny_config(parallelism=degrees), rank, 4)
+    run = dry(deep_config(parallelism=degrees), rank, 4)
     assert run.traced.most_in_flight == in_flight
 
 
@@ -184,7 +184,7 @@ def test_worlds_of_one_and_of_thousands_are_built(capsys, size):
 
 
 def test_experts_are_traced_with_an_even_load():
-    config = tiny_config(
+    config = deep_config(
         model={"name": "qwen3_moe", "flavor": "debugmodel_moe", "overrides": {"moe_ffn_dim": 32, "num_experts": 8}},
         parallelism={"expert_parallel_degree": 4},
     )
@@ -193,7 +193,7 @@ def test_experts_are_traced_with_an_even_load():
 
 
 def test_what_cannot_be_traced_is_said():
-    config = tiny_config(
+    config = deep_config(
         model={"name": "qwen3_moe", "flavor": "debugmodel_moe", "overrides": {"moe_ffn_dim": 32, "num_experts": 8}},
         training={"mixed_precision_param": "float16"},  # experts one by one: as many rows as the data say
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import patience
 import pytest
 import torch
@@ -44,7 +44,7 @@ def train(preset: str, overrides: str, folder: Path) -> list[dict[str, float]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for name in ("NGPU", "RANK", "WORLD_SIZE", "LOG_RANK"):
         environment.pop(name, None)
-    done = subprocess.run(
+    done = forked.run(
         [*words, "--job.dump_folder", str(folder)],
         cwd=ROOT,
         env=environment,

@@ -40,6 +40,9 @@ SHAPE = {
     "ffn_dim": 128,
 }
 
+LAYERS = 2
+"""Of the runs here: time goes to the number of layers, whatever their width, and most laws are about all alike."""
+
 
 @functools.cache
 def text_file() -> str:
@@ -55,7 +58,7 @@ def text_file() -> str:
 def tiny_config(**sections: dict[str, Any]) -> Config:
     """The tiny run, with the keys of sections replaced: ``tiny_config(parallelism={"tensor_parallel_degree": 2})``."""
     defaults: dict[str, dict[str, Any]] = {
-        "model": {"overrides": SHAPE},
+        "model": {"overrides": {**SHAPE, "num_layers": LAYERS}},
         "training": {
             "dataset": "text",
             "dataset_path": text_file(),
@@ -75,9 +78,16 @@ def tiny_config(**sections: dict[str, Any]) -> Config:
     for name, values in {**defaults, **sections}.items():
         merged = {**defaults.get(name, {}), **values}
         if name == "model" and "overrides" in values:
-            merged["overrides"] = {**SHAPE, **values["overrides"]}
+            merged["overrides"] = {**defaults["model"]["overrides"], **values["overrides"]}
         config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **merged)})
     return config
+
+
+def deep_config(**sections: dict[str, Any]) -> Config:
+    """The tiny run with all four layers, for laws that count layers or cut the model into more than two stages."""
+    model = sections.pop("model", {})
+    overrides = {"num_layers": SHAPE["num_layers"], **model.get("overrides", {})}
+    return tiny_config(model={**model, "overrides": overrides}, **sections)
 
 
 @dataclass(frozen=True)
@@ -159,9 +169,10 @@ def run_tiny(num_ranks: int, config: Config, steps: int = STEPS) -> list[Result]
 
 
 @functools.cache
-def reference(steps: int = STEPS) -> Result:
+def reference(steps: int = STEPS, num_layers: int = LAYERS) -> Result:
     """One process, no accumulation, float32: what every mesh is compared with."""
-    return run_tiny(1, tiny_config(training={"local_batch_size": 8}), steps)[0]
+    model = {"overrides": {"num_layers": num_layers}}
+    return run_tiny(1, tiny_config(model=model, training={"local_batch_size": 8}), steps)[0]
 
 
 def assert_same_numbers(result: Result, expected: Result, loss: float = 1e-5, grad_norm: float = 1e-5) -> None:

@@ -65,8 +65,8 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
     found["other data"] = run(rank, same, training={"steps": 4, "dataset_path": str(longer)})
     found["other seed"] = run(rank, same, debug={"seed": 1}, **four)
     found["other width"] = run(rank, same, model={"overrides": {"ffn_dim": 64}}, **four)
-    found["fewer layers"] = run(rank, same, model={"overrides": {"num_layers": 2}}, **four)
-    found["more layers"] = run(rank, same, model={"overrides": {"num_layers": 5}}, **four)
+    found["fewer layers"] = run(rank, same, model={"overrides": {"num_layers": 1}}, **four)
+    found["more layers"] = run(rank, same, model={"overrides": {"num_layers": 3}}, **four)
     found["no such step"] = run(rank, same, {"load_step": 1}, **four)
     found["an older step"] = run(rank, same, {"load_step": 2})
     found["finished"] = run(rank, same)
@@ -120,8 +120,8 @@ REFUSED = {
     "other data": "was trained on other data",
     "other seed": "was trained on other data",
     "other width": "of shape [128, 64], and this run has [64, 64]",
-    "fewer layers": "tensors that this run has not, such as model.layers.2.",
-    "more layers": "has no model.layers.4.",
+    "fewer layers": "tensors that this run has not, such as model.layers.1.",
+    "more layers": "has no model.layers.2.",
     "no such step": "checkpoint.load_step=1: ",
     "export continued": "holds weights only",
     "part accepted": "optimizer.lr: 0.01 -> 0.02",

@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import forked
 import patience
 import pytest
 
@@ -28,7 +29,8 @@ def start(tmp_path, *words, launcher=("-m", "shardtrain")):
     names |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     line = [sys.executable, *launcher, "doctor", *words, *SMALL]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(line, cwd=tmp_path, env=names, text=True, start_new_session=True, **pipes)
+    kind = forked.Popen if launcher == ("-m", "shardtrain") else subprocess.Popen
+    return kind(line, cwd=tmp_path, env=names, text=True, start_new_session=True, **pipes)
 
 
 def run(tmp_path, *words, **how):

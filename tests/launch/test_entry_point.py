@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import patience
 import pytest
 from launched import losses, newest, record, wait_for
@@ -41,8 +42,10 @@ def bare(folder: Path, **names: str) -> dict[str, str]:
     return {**own, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **names}
 
 
-def start(command: list[str], names: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, env=names, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+def start(
+    command: list[str], names: dict[str, str], kind: type[subprocess.Popen] = subprocess.Popen
+) -> subprocess.Popen:
+    return kind(command, env=names, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
 def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
@@ -59,7 +62,7 @@ def node(number: int, port: int, words: list[str], folder: Path, **names: str) -
     """One of two shells: ``shardtrain train --nnodes 2 --node_rank K --rdzv_endpoint 127.0.0.1:PORT --nproc 1``."""
     place = ["--nnodes", "2", "--node_rank", str(number), "--rdzv_endpoint", f"127.0.0.1:{port}", "--nproc", "1"]
     environment = bare(folder, SHARDTRAIN_LOCAL_ADDR="127.0.0.1", **names)
-    return start([sys.executable, "-m", "shardtrain", "train", *place, *words], environment)
+    return start([sys.executable, "-m", "shardtrain", "train", *place, *words], environment, forked.Popen)
 
 
 def errors(words: str) -> list[str]:
@@ -134,7 +137,8 @@ def test_what_another_launcher_has_left_does_not_make_a_run_wait_or_shrink(tmp_p
             "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "8", "ROLE_RANK": "x"}  # fmt: skip
     salloc = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
     names = bare(tmp_path, NGPU="1", **left, **salloc)
-    [(code, words)] = ended(start([sys.executable, "-m", "shardtrain", "train", *options(tmp_path / "run", 2)], names))
+    command = [sys.executable, "-m", "shardtrain", "train", *options(tmp_path / "run", 2)]
+    [(code, words)] = ended(start(command, names, forked.Popen))
     assert code == 0, words
     assert list(losses(tmp_path / "run")) == [1, 2]
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import patience
 import pytest
 from tiers import cases
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are POSIX"
 
 def start(folder, mode, how="fork", count=2, **environment):
     names = {name: value for name, value in os.environ.items() if name not in ("LOG_RANK", "NGPU")}
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, str(PROGRAM), str(folder), str(count), mode, how],
         env={**names, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
         stdout=subprocess.PIPE,

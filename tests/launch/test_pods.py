@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import patience
 import pytest
 from launched import losses, newest, record, wait_for
@@ -39,7 +40,7 @@ def pod(number: int, port: int, command: list[str]) -> subprocess.Popen:
     }  # fmt: skip
     inherited = {name: value for name, value in os.environ.items() if name not in DROPPED}
     environment = {**inherited, "GLOO_SOCKET_IFNAME": "lo", "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", **names}
-    return subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    return forked.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
 def ended(pods: list[subprocess.Popen]) -> list[tuple[int, str]]:
@@ -88,7 +89,7 @@ def test_two_pods_train_one_is_told_to_go_and_the_same_command_resumes(tmp_path)
 def test_the_same_image_runs_alone_with_none_of_the_variables(tmp_path):
     """``runai submit``, whose pod has nothing but a command: the original died here of an empty PET_NNODES."""
     bare = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "NGPU": "2", "PET_NNODES": ""}
-    done = subprocess.run(
+    done = forked.run(
         words(tmp_path / "run", 2),
         env=bare,
         cwd=ROOT,

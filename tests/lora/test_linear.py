@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import Ended, assert_bitwise, make_run, tiny_config, train_whole
+from tiny import Ended, assert_bitwise, deep_config, make_run, train_whole
 from torch import nn
 
 from shardtrain import init
@@ -80,7 +80,7 @@ def test_scale_is_alpha_over_rank_or_its_root():
 
 
 def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
-    config = tiny_config(lora=ON)
+    config = deep_config(lora=ON)
     shape = shape_of(llama3, "debugmodel", config.model.overrides, "rmsnorm")
     model = build(llama3, shape)
     total, before = count_model(model, llama3.LAYOUT, shape, 64)
@@ -103,12 +103,12 @@ def not_finite(rank, config):
 
 
 def test_a_factor_that_is_not_finite_is_named():
-    assert "layers.1.attn.wv.lora_a" in run_ranks(1, not_finite, tiny_config(lora=ON))[0]
+    assert "layers.1.attn.wv.lora_a" in run_ranks(1, not_finite, deep_config(lora=ON))[0]
 
 
 def dropping(rank, root, parallelism) -> dict[str, Ended]:
     def config(name):
-        return tiny_config(
+        return deep_config(
             job={"dump_folder": str(root / name)},
             model={"overrides": {"num_layers": 2}},
             parallelism=parallelism,

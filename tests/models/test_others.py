@@ -40,11 +40,11 @@ PIPED = {
 }
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp": (2, TP),
-    "cp ring": (2, {**CP, **RING}),
     "pp": (2, PIPED),
 }
 NIGHTLY: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {}),
+    "cp ring": (2, {**CP, **RING}),
     "cp gather": (2, CP),
     "cp ulysses": (2, {**CP, **ULYSSES}),
     "cp ring in order": (2, {**CP, **RING, **IN_ORDER}),

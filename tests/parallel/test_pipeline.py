@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiers import cases
-from tiny import make_run, reference, run_tiny, tiny_config, train_steps
+from tiny import deep_config, make_run, reference, run_tiny, train_steps
 from torch import nn
 
 from shardtrain import models
@@ -40,7 +40,7 @@ class FakeMesh:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_stages_share_the_model_out_and_keep_its_names(schedule: str) -> None:
-    config = tiny_config(parallelism=piped(schedule=schedule))
+    config = deep_config(parallelism=piped(schedule=schedule))
     module = models.find("llama3")
     whole = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
     names: list[str] = []
@@ -58,13 +58,13 @@ SCHEDULES = [name for name in stages.SCHEDULES if name not in stages.FROM_CSV]
 
 @pytest.mark.parametrize("schedule", cases(FIRST, nightly=[name for name in SCHEDULES if name not in FIRST]))
 def test_every_schedule_changes_no_number(schedule: str) -> None:
-    for result in run_tiny(2, tiny_config(parallelism=piped(schedule=schedule)), steps=5):
+    for result in run_tiny(2, deep_config(parallelism=piped(schedule=schedule)), steps=5):
         assert_same_losses(result)
 
 
 def assert_same_losses(result: Any) -> None:
     """For a rank that holds some of the weights."""
-    expected = reference(5)
+    expected = reference(5, 4)
     for name, weight in result.initial.items():
         assert torch.equal(weight, expected.initial[name])
     for name, weight in result.final.items():
@@ -92,7 +92,7 @@ def split_backward(schedule: str, case: str, **more: Any) -> Any:
     keys, recompute = APART[case]
     training = {"local_batch_size": 4, "global_batch_size": 4, "seq_len": 16}
     sections: dict[str, Any] = {"training": training, "activation_checkpoint": recompute, **more}
-    return tiny_config(parallelism=piped(schedule=schedule, **keys), **sections)
+    return deep_config(parallelism=piped(schedule=schedule, **keys), **sections)
 
 
 def run_apart(rank: int, schedule: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def run_apart(rank: int, schedule: str) -> dict[str, Any]:
 
 @functools.cache
 def one_process_apart() -> Any:
-    return run_tiny(1, tiny_config(training={"local_batch_size": 4, "global_batch_size": 4, "seq_len": 16}), 2)[0]
+    return run_tiny(1, deep_config(training={"local_batch_size": 4, "global_batch_size": 4, "seq_len": 16}), 2)[0]
 
 
 @pytest.mark.parametrize("schedule", stages.SPLIT_BACKWARD)
@@ -120,12 +120,12 @@ def test_gradients_of_inputs_and_weights_apart_are_those_of_one_process(schedule
 
 def test_uneven_stages_by_name_change_no_number() -> None:
     parts = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
-    for result in run_tiny(2, tiny_config(parallelism=piped(module_fqns_per_model_part=parts)), steps=5):
+    for result in run_tiny(2, deep_config(parallelism=piped(module_fqns_per_model_part=parts)), steps=5):
         assert_same_losses(result)
 
 
 def test_larger_micro_batches_change_no_number() -> None:
-    config = tiny_config(parallelism=piped(pipeline_parallel_microbatch_size=2))
+    config = deep_config(parallelism=piped(pipeline_parallel_microbatch_size=2))
     for result in run_tiny(2, config, steps=5):
         assert_same_losses(result)
 
@@ -140,7 +140,7 @@ def test_a_schedule_from_a_file_changes_no_number(tmp_path: Path) -> None:
     file.write_text("\n".join(lines) + "\n")
     parallelism = piped(schedule="PipelineScheduleMulti", pipeline_parallel_schedule_csv=str(file))
     parallelism["pipeline_parallel_layers_per_stage"] = 2
-    for result in run_tiny(2, tiny_config(parallelism=parallelism), steps=5):
+    for result in run_tiny(2, deep_config(parallelism=parallelism), steps=5):
         assert_same_losses(result)
 
 
@@ -220,14 +220,14 @@ def test_what_every_stage_would_do_again_is_refused_by_name(name: str, tmp_path:
     overrides = {"tied_embeddings": False} if file == "gpt2" else {}
     whole = models.build(module, models.shape_of(module, "tiny", overrides, "rmsnorm"))
     with pytest.raises(ConfigError) as error:
-        pipeline.cut(whole, module.LAYOUT, FakeMesh(2, 0), tiny_config(parallelism=piped()))  # type: ignore[arg-type]
+        pipeline.cut(whole, module.LAYOUT, FakeMesh(2, 0), deep_config(parallelism=piped()))  # type: ignore[arg-type]
     assert "parallelism.pipeline_parallel_degree=2" in str(error.value)
     assert all(word in str(error.value) for word in words), str(error.value)
     assert not any("forward" in vars(module) for module in whole.modules())  # as it was
 
 
 def test_names_that_do_not_cover_the_model_are_refused() -> None:
-    config = tiny_config(parallelism=piped(module_fqns_per_model_part=[["embed", "layers.0"], ["layers.1", "norm"]]))
+    config = deep_config(parallelism=piped(module_fqns_per_model_part=[["embed", "layers.0"], ["layers.1", "norm"]]))
     module = models.find("llama3")
     whole = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
     with pytest.raises(ConfigError, match="does not cover the model.*head.*layers.2"):
@@ -246,7 +246,7 @@ def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:
 @pytest.mark.parametrize("schedule", cases(["1F1B", "ZBVZeroBubble"], nightly=["Interleaved1F1B", "DualPipeV"]))
 def test_evaluation_gives_the_loss_of_one_process_and_changes_nothing(schedule: str) -> None:
     training = {"local_batch_size": 8}
-    expected = run_ranks(1, evaluated, tiny_config(training=training))[0]
-    for result in run_ranks(2, evaluated, tiny_config(training=training, parallelism=piped(schedule=schedule))):
+    expected = run_ranks(1, evaluated, deep_config(training=training))[0]
+    for result in run_ranks(2, evaluated, deep_config(training=training, parallelism=piped(schedule=schedule))):
         assert result[0] == pytest.approx(expected[0], rel=1e-6)
         assert result[1:] == expected[1:] == (8 * 64, True)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import SHAPE, make_run, tiny_config
+from tiny import SHAPE, deep_config, make_run
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ UNITS = 4 + 2  # layers; embedding; norm with head
 
 def _run(rank: int, **sections: dict[str, Any]):
     return make_run(
-        rank, tiny_config(**{**sections, "training": {"global_batch_size": -1, **sections.get("training", {})}})
+        rank, deep_config(**{**sections, "training": {"global_batch_size": -1, **sections.get("training", {})}})
     )
 
 
@@ -157,7 +157,7 @@ def test_one_process_computes_in_the_same_types() -> None:
 
 
 def test_the_policy_leaves_inputs_alone() -> None:
-    policy = precision_policy(tiny_config(training={"mixed_precision_param": "bfloat16"}))
+    policy = precision_policy(deep_config(training={"mixed_precision_param": "bfloat16"}))
     assert (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs) == (
         torch.bfloat16,
         torch.float32,
@@ -199,7 +199,7 @@ def test_names_never_change_and_memory_is_in_a_row() -> None:
 
 def _gradient_of_a_frequent_token(rank: int, **sections: dict[str, Any]) -> tuple[float, float]:
     """Of 4,096 occurrences whose gradient is 1 each: at that token, and the largest at any other."""
-    run = make_run(rank, tiny_config(**sections))
+    run = make_run(rank, deep_config(**sections))
     embed = run.runner.parts[0].embed
     embed(torch.full((8, 512), 3)).float().sum().backward()
     gradient = to_full(embed.weight.grad).float()

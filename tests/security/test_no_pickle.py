@@ -36,6 +36,7 @@ ALLOWED = {
     ("tests/test_init.py", "all_gather_object"): "compares what its own ranks drew",
     ("tests/hostile_files.py", "pickle"): "writes the attacks",
     ("tests/dcp_folders.py", "dcp.load"): "PyTorch's own load is the reference, of files that the tests have written",
+    ("tests/forked.py", "runpy.run_path"): "runs programs of the tests' own, as an interpreter that is given one",
 }
 """Every use that there is, and why: there is no other."""
 

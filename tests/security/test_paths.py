@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import patience
 import pytest
 from small_checkpoint import checkpoints, save, world_of_one
@@ -105,7 +105,7 @@ def test_a_run_writes_nothing_that_everybody_may_write_and_nothing_outside(tmp_p
     words = [word for name, value in options_given.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "shardtrain", "train", "--nproc", "1", *words, "--checkpoint.enable"]
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(config.__file__).parents[2])}
-    done = subprocess.run(
+    done = forked.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(120), umask=0
     )
     assert done.returncode == 0, done.stderr

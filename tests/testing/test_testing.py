@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import forked
 import patience
 import pytest
 import torch
@@ -58,7 +59,7 @@ def shardtrain(*words: str) -> subprocess.CompletedProcess[str]:
     names = {key: value for key, value in os.environ.items() if key not in ("NGPU", "RANK", "WORLD_SIZE")}
     environment = {**names, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "shardtrain", *words]
-    return subprocess.run(
+    return forked.run(
         command, capture_output=True, text=True, timeout=patience.seconds(150), env=environment, cwd=ROOT, check=False
     )
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from model_files import ask
+from once import made_once
 
 from shardtrain import train, verify
 from shardtrain.errors import ConfigError
@@ -292,7 +293,7 @@ def spoiled(fault: Fault) -> str:
 def found(tmp_path_factory):
     """What verify finds in all of the files without running a mesh, and in the sound one."""
     texts = {name: spoiled(fault) for name, fault in FAULTS.items()} | {"sound": SOUND}
-    return ask(tmp_path_factory.mktemp("asked"), texts)
+    return made_once(tmp_path_factory, "model-faults", lambda: ask(tmp_path_factory.mktemp("asked"), texts))
 
 
 @pytest.mark.nightly("sound models", by="tests/verify/test_verify.py::test_clean_runs_give_no_alarm")

@@ -1,0 +1,170 @@
+"""Run Python commands in a fork of this process, which has PyTorch imported already, in place of a new interpreter.
+
+A fresh ``python -m shardtrain train`` takes four CPU seconds to import what it needs, where its few steps take a tenth
+of one. ``Popen`` and ``run`` here are those of ``subprocess``, for commands that begin with this interpreter: pipes,
+signals, sessions and statuses are the same, and so are working directory, environment, arguments and standard streams.
+What differs is what an interpreter takes from its environment while it starts (``PYTHONHASHSEED``), the command line
+that ``/proc`` shows, and that modules are there already: laws about these start a true process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import logging
+import multiprocessing.process
+import multiprocessing.util
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+
+import shardtrain.train  # noqa: F401 - so that forks share it
+
+SEED = torch.initial_seed()
+"""What a fresh interpreter has."""
+
+
+class Popen(subprocess.Popen):
+    """``subprocess.Popen`` of ``[sys.executable, "-m", MODULE, ...]`` or ``[sys.executable, FILE, ...]``."""
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any,
+                       env: Mapping[str, str] | None, startupinfo: Any, creationflags: int, shell: bool,
+                       p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int,
+                       restore_signals: bool, gid: Any, gids: Any, uid: Any, umask: int, start_new_session: bool,
+                       process_group: int) -> None:  # fmt: skip
+        words = [os.fspath(word) for word in args]
+        assert words[0] == sys.executable and (words[1] == "-m" or not words[1].startswith("-")) and not shell, words
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid:
+            self._child_created = True
+            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+            return
+        try:
+            # duplicates first: an end may have the number that another stream takes
+            ends = [end if end == -1 else os.dup(end) for end in (p2cread, c2pwrite, errwrite)]
+            for number, end in enumerate(ends):
+                if end != -1:
+                    os.dup2(end, number)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            if start_new_session:
+                os.setsid()
+            if process_group >= 0:
+                os.setpgid(0, process_group)
+            if umask >= 0:
+                os.umask(umask)
+            if cwd is not None:
+                os.chdir(cwd)
+            _as_fresh(dict(os.environ if env is None else env))
+            if preexec_fn is not None:
+                preexec_fn()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(255)
+        _run(words)
+
+
+def run(
+    command: Any, *, input: Any = None, capture_output: bool = False, timeout: float | None = None,
+    check: bool = False, **options: Any,
+) -> subprocess.CompletedProcess[Any]:  # fmt: skip
+    """``subprocess.run``."""
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    if capture_output:
+        options["stdout"] = options["stderr"] = subprocess.PIPE
+    with Popen(command, **options) as process:
+        try:
+            out, err = process.communicate(input, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    if check and process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out, err)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _as_fresh(environment: dict[str, str]) -> None:
+    """What the tests have set in this process as an interpreter finds it when it starts."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        ignored = number in (signal.SIGPIPE, signal.SIGXFSZ)
+        if callable(signal.getsignal(number)) or ignored:
+            signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    faulthandler.disable()
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)
+    multiprocessing.process._children = set()  # type: ignore[attr-defined]
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.stdin = sys.__stdin__ = os.fdopen(0, "r", closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", 1 if os.isatty(1) else -1, closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+    for logger in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            logger.handlers.clear()
+    logging.getLogger().setLevel(logging.WARNING)
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    tempfile.tempdir = None  # TMPDIR may be another one
+    random.seed()
+    torch.manual_seed(SEED)
+    gc.enable()
+
+
+def _python_path() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def _run(words: list[str]) -> NoReturn:
+    """Run the command in this process and end it as an interpreter ends."""
+    code = 0
+    try:
+        if words[1] == "-m":
+            sys.path[:0] = [os.getcwd(), *_python_path()]
+            sys.argv = ["-m", *words[3:]]
+            runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[:0] = [os.path.dirname(os.path.abspath(words[1])), *_python_path()]
+            sys.argv = words[1:]
+            runpy.run_path(words[1], run_name="__main__")
+    except SystemExit as ended:
+        if isinstance(ended.code, int):
+            code = ended.code
+        elif ended.code is not None:
+            print(ended.code, file=sys.stderr)
+            code = 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code = -signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        pass
+    finally:
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            signal.raise_signal(-code)
+        os._exit(code & 0xFF)

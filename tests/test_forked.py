@@ -1,0 +1,66 @@
+"""What runs in a fork of the tests is what a new interpreter would run: each command here is asked of both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import forked
+import patience
+import pytest
+
+PROGRAM = """\
+import atexit, logging, os, random, signal, sys, tempfile, threading, warnings
+
+def show():
+    print(__name__, sys.argv[1:], os.getcwd(), sorted(os.environ.items()), sys.path[0] == os.path.dirname(__file__))
+    print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, signal.getsignal(signal.SIGINT), logging.root.handlers)
+    print(tempfile.gettempdir(), threading.active_count(), sys.stdin.read(), os.getsid(0) == os.getpid())
+    print(sorted(os.listdir("/proc/self/fd"))[:3], sys.excepthook is sys.__excepthook__)
+    print("error", file=sys.stderr)
+
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (threading.Event().wait(0.1), print("a thread that is waited for"))).start()
+"""
+ENDS = {
+    "well": "show()",
+    "status": "sys.exit(7)",
+    "words": "sys.exit('why it ends')",
+    "exception": "raise ValueError('why it ends')",
+    "signal": "os.kill(os.getpid(), signal.SIGKILL)",
+    "interrupt": "signal.raise_signal(signal.SIGINT)",
+}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and forks")
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_fork_of_the_tests_does_what_a_new_interpreter_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(f"{PROGRAM}\n{ENDS[end]}\n")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("UNWANTED", "of the tests")
+    environment = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path / "temporary"), "LC_CTYPE": "C.UTF-8"}
+    answers = []
+    for run in (subprocess.run, forked.run):
+        done = run(
+            [sys.executable, str(program), "--some", "words"],
+            input="what is asked", env=environment, cwd=tmp_path, capture_output=True, text=True,
+            start_new_session=True, timeout=patience.seconds(60),
+        )  # fmt: skip
+        # of a trace the last line: a fork has frames of its own above
+        answers.append((done.returncode, done.stdout, done.stderr.splitlines()[-1:]))
+    assert answers[0] == answers[1]
+
+
+def test_a_fork_is_asked_to_stop_and_its_pipes_end_with_it() -> None:
+    words = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]
+    with forked.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ)) as process:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=patience.seconds(60))
+    assert process.returncode == -signal.SIGTERM
