@@ -20,8 +20,7 @@ from shardtrain.errors import CheckpointError
 from shardtrain.hub import importing
 from shardtrain.log import logger
 from shardtrain.lora import base, peft
-from shardtrain.lora.linear import is_adapter
-from shardtrain.lora.spec import FACT
+from shardtrain.lora.spec import FACT, Spec
 from shardtrain.parallel import BATCH_AXES, Runner
 
 if TYPE_CHECKING:
@@ -58,7 +57,8 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     options = run.config.checkpoint
     path, start, lora = checkpoints.to_continue(), derived.initial_weights(run.config), run.config.lora
     if lora.enable:
-        base.load(run, checkpoints)
+        assert run.adapters is not None
+        run.lora = base.load(run.config, run.runner, run.adapters, run.mesh.device, checkpoints)
         start = lora.initial_load_path
     initial = path is None and options.enable and start is not None
     if initial:
@@ -130,8 +130,14 @@ def _load_hub(run: Run, folder: Place) -> None:
 
 def weights(run: Run) -> dict[str, Tensor]:
     """Everything of a model that a checkpoint holds: parameters and buffers by name, or the adapters alone."""
-    whole = everything(run)
-    return {name: whole[name] for name in whole if is_adapter(name)} if run.config.lora.enable else whole
+    return held_by(run.adapters, everything(run))
+
+
+def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of the tensors of a model, with the prefix of checkpoints, those that one of such adapters holds."""
+    if adapters is None:
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if adapters.holds(name.removeprefix(WEIGHTS_PREFIX))}
 
 
 def everything(run: Run) -> dict[str, Tensor]:
