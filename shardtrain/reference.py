@@ -53,7 +53,8 @@ def _fill(built: Built, config: Config, start: Place) -> None:
     weights = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in named.items()}
     if config.checkpoint.initial_load_in_hf:
         quantized = config.checkpoint.initial_load_in_hf_quantized
-        together(lambda: importing.fill(weights, Path(str(start)), built.module, built.shape, quantized))
+        resize = config.checkpoint.initial_load_resize_embeddings
+        together(lambda: importing.fill(weights, Path(str(start)), built.module, built.shape, quantized, resize))
         return
 
     def verify() -> None:

@@ -119,12 +119,12 @@ def _load_hub(run: Run, folder: Place) -> None:
     model, quantized = run.config.model, run.config.checkpoint.initial_load_in_hf_quantized
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    tensors = weights(run)
+    tensors, resize = weights(run), run.config.checkpoint.initial_load_resize_embeddings
     if tasks.open_task(run.config).num_labels:
         head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
         logger.info(f"the head of {run.config.task.name} is not in the folder, and starts anew")
-    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized))
+    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized, resize))
     logger.info(f"starting from the weights of {folder}")
 
 

@@ -100,7 +100,8 @@ def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
     folder = Path(str(derived.initial_weights(config)))
     if tensors:
-        together(lambda: importing.fill(tensors, folder, module, shape, quantized))
+        resize = config.checkpoint.initial_load_resize_embeddings
+        together(lambda: importing.fill(tensors, folder, module, shape, quantized, resize))
     shares = together(lambda: fingerprint(folder, True, *_place()))
     return {"path": str(folder), "in_hf": True, "fingerprint": joined({k: v for s in shares for k, v in s.items()})}
 

@@ -18,7 +18,7 @@ from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError, ConfigError, Problem
-from shardtrain.hub import as_is, mapping
+from shardtrain.hub import as_is, importing, mapping
 from shardtrain.hub.block_fp8 import open_weights
 from shardtrain.hub.model import check_same, recognise, translation_of
 from shardtrain.hub.source import dtypes_of
@@ -87,9 +87,11 @@ class Frozen:
             mapping.check(self._translation, self._weights, passed)
             self.dtype = str(self._weights.dtype(self._weights.names()[0])).removeprefix("torch.")
         else:
-            self._translation = translation_of(module, shape, str(path))
             recognised = recognise(path)
-            check_same(module, shape, recognised, path)
+            resized = config is not None and config.checkpoint.initial_load_resize_embeddings
+            own_sizes = importing.sized_as(recognised, shape) if resized else shape
+            self._translation = translation_of(module, own_sizes, str(path))
+            check_same(module, own_sizes, recognised, path)
             self._weights = self._stack.enter_context(open_weights(path, recognised.block))
             mapping.check(self._translation, self._weights, recognised.passed_over)
             first = self._weights.dtype(next(iter(self._translation.their_shapes())))
@@ -113,7 +115,8 @@ class Frozen:
             tensor_files.read(held, self._stored, self.path)  # type: ignore[arg-type]
         elif self._weights is not None:
             known = self._translation.sources
-            mapping.fill({name: tensors[name] for name in tensors if name in known}, self._translation, self._weights)
+            there = {name: tensors[name] for name in tensors if name in known}
+            importing.fill_rows(there, self._translation, self._weights)
         else:
             for name, tensor in tensors.items():
                 init.draw_(tensor, name, self._draws[name], self._seed)

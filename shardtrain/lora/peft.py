@@ -257,8 +257,8 @@ class PeftFolder:
         if here and (len(here) < len(group) or any(not torch.equal(self._file.get_tensor(n), first) for n in here)):
             rest = ", ".join(sorted({*group.values()} - {here[0]}))
             raise CheckpointError(
-                f"{self.folder / WEIGHTS} has {here[0]} apart from {rest}, and both are one tensor of this model; merge "
-                "these adapters with PEFT, which unties them"
+                f"{self.folder / WEIGHTS} has {here[0]} apart from {rest}, and both are one tensor of this model; "
+                "merge these adapters with PEFT, which unties them"
             )
 
     @staticmethod

@@ -90,7 +90,9 @@ def test_peft_opens_what_was_trained_and_merges_equally(name: str, lora: dict[st
     torch.testing.assert_close(logits(open_model(tmp_path / "merged", resolved).model), beside, atol=TOLERANCE, rtol=0)
     words = ["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf"), "--config", str(resolved)]
     assert cli.main([*words, "--check", "weights"]) == 0
-    ours = {name: tensor for file in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()}
+    ours = {
+        name: tensor for file in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
     matched = {key: tensor for key, tensor in theirs.items() if key in ours}
     assert len(matched) >= len(ours) - 1
     for key, tensor in matched.items():
@@ -154,7 +156,7 @@ def test_adapters_that_peft_has_made_are_read_and_written_back_as_they_were(tmp_
     model = peft.get_peft_model(plain("gpt2"), peft.LoraConfig(**options, modules_to_save=["wpe"]))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += torch.randn(parameter.shape, generator=generator) * 0.05
     model.save_pretrained(tmp_path / "theirs")
