@@ -59,8 +59,8 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
         logger.warning(f"{name}: a document before another changes nothing yet, so its mask could not be tried")
     elif with_mask > _SHARE * without:
         rule = (
-            f"is not heeded by {name}: a document before another in a row changes its logits by {float(with_mask):.2g}, "
-            f"and without a mask by {float(without):.2g}"
+            f"is not heeded by {name}: a document before another in a row changes its logits by "
+            f"{float(with_mask):.2g}, and without a mask by {float(without):.2g}"
         )
         raise ConfigError(Problem(OPTION, None, rule, fix))
 

@@ -79,6 +79,7 @@ class LoraLinear(FrozenLinear):
         self.lora_a = nn.Parameter(self.weight.new_empty(rank, self.in_features))
         self.lora_b = nn.Parameter(self.weight.new_empty(self.out_features, rank))
         magnitude = nn.Parameter(self.weight.new_empty(self.out_features)) if use_dora else None
+        self.lora_magnitude: nn.Parameter | None
         self.register_parameter("lora_magnitude", magnitude)
         for name, parameter in self.named_parameters(recurse=False):
             parameter.requires_grad_(name in NAMES)

@@ -253,8 +253,8 @@ class PeftFolder:
     def _check_tied(self, group: Mapping[str, str], present: set[str]) -> None:
         """Modules that are one tensor here must be in the file all of them, and be equal."""
         here = [their for name, their in group.items() if name in present]
-        first = self._file.get_tensor(here[0]) if here else None
-        if here and (len(here) < len(group) or any(not torch.equal(self._file.get_tensor(n), first) for n in here)):
+        held = [self._file.get_tensor(name) for name in here]
+        if held and (len(held) < len(group) or not all(torch.equal(tensor, held[0]) for tensor in held)):
             rest = ", ".join(sorted({*group.values()} - {here[0]}))
             raise CheckpointError(
                 f"{self.folder / WEIGHTS} has {here[0]} apart from {rest}, and both are one tensor of this model; "

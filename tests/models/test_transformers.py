@@ -245,7 +245,7 @@ def run_targets(config: Config) -> int:
 
 @pytest.mark.parametrize(
     ("name", "attention"),
-    cases([("gpt2", "sdpa"), ("gemma2", "eager")], nightly=[("opt", "sdpa"), ("phi", "eager"), ("qwen3", "sdpa")]),
+    cases([("gpt2", "sdpa"), ("gemma2", "eager")], nightly=[("phi", "eager"), ("qwen3", "sdpa")]),
 )
 def test_documents_in_one_row_are_documents_apart(name: str, attention: str, tmp_path: Path) -> None:
     """Learned positions and windows of attention: the loss and gradients of packed rows are those of padded."""
@@ -291,6 +291,6 @@ def test_a_network_that_does_not_heed_documents_is_found_on_its_own_mesh(deaf: b
     half = config_for("llama", tmp_path / "half", training={"mixed_precision_param": "bfloat16"})
     for said in run_ranks(2, heeds, half, deaf):
         assert ("is not heeded by LlamaForCausalLM" in said) is deaf
-    if deaf:  # one that is, in transformers 5.23: it makes its masks without the positions
-        said = run_ranks(1, heeds, config_for("gpt_oss", tmp_path / "other"), False)[0]
-        assert said == "" or "is not heeded by GptOssForCausalLM" in said
+    if deaf:  # in transformers 5.23 OPT makes its masks without the positions, and packed rows have another loss
+        said = run_ranks(1, heeds, config_for("opt", tmp_path / "other"), False)[0]
+        assert "is not heeded by OPTForCausalLM" in said
