@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -129,3 +131,36 @@ def test_adapters_that_drop_go_on_to_the_bit(parallelism, tmp_path):
         assert stopped.losses == straight.losses[2:]
         assert_bitwise(stopped.weights, straight.weights)
         assert_bitwise(stopped.optimizer, straight.optimizer)
+
+
+@pytest.mark.parametrize(("kind", "dropout"), [("Linear", 0.0), ("Conv1D", 0.0), ("Linear", 0.5)])
+def test_dora_has_the_output_and_gradients_of_peft(kind: str, dropout: float) -> None:
+    """In float32, to 1e-5 of numbers of about 1; where inputs are dropped, both drop those that one seed says."""
+    peft = pytest.importorskip("peft", reason="PEFT is the reference of DoRA")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    base: Any = nn.Linear(24, 16) if kind == "Linear" else transformers.pytorch_utils.Conv1D(16, 24)
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["0"], "use_dora": True, "lora_dropout": dropout}
+    options["fan_in_fan_out"] = kind == "Conv1D"
+    mine = LoraLinear(base, 4, 2.0, dropout, use_dora=True)
+    theirs = peft.get_peft_model(nn.Sequential(copy.deepcopy(base)), peft.LoraConfig(**options))
+    their = {
+        name.split(".default")[0].rpartition(".")[2]: p for name, p in theirs.named_parameters() if p.requires_grad
+    }
+    magnitude = next(p for name, p in theirs.named_parameters() if "magnitude" in name)
+    with torch.no_grad():
+        mine.lora_a.copy_(their["lora_A"].normal_())
+        mine.lora_b.copy_(their["lora_B"].normal_())
+        mine.lora_magnitude.copy_(magnitude.uniform_(0.5, 2.0))
+    outputs = []
+    for model in (mine, theirs):
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        torch.manual_seed(2)
+        out = model.train()(x)
+        out.square().sum().backward()
+        outputs.append((out.detach(), x.grad))
+    pairs = [*zip(*outputs, strict=True), (mine.lora_a.grad, their["lora_A"].grad)]
+    pairs += [(mine.lora_b.grad, their["lora_B"].grad), (mine.lora_magnitude.grad, magnitude.grad)]
+    for own, other in pairs:
+        torch.testing.assert_close(own, other, atol=1e-5 * float(other.abs().max()), rtol=1e-5)
+    assert mine.weight.grad is None and mine.bias.grad is None
