@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ from ranks import run_ranks
 from tiny import Ended, assert_bitwise, make_run, tiny_config, train_whole
 from torch import nn
 
-from shardtrain import init
+from shardtrain import dry_run, init
+from shardtrain.config.lora_schema import Lora
 from shardtrain.errors import NumericalError
 from shardtrain.lora import spec
 from shardtrain.lora.linear import LoraLinear, merged
 from shardtrain.lora.spec import Spec
 from shardtrain.metrics.flops import count_model, flops_per_token
-from shardtrain.models import build, llama3, shape_of
+from shardtrain.models import build, llama3, mixtral, shape_of
+from shardtrain.parallel import fake
+from shardtrain.shards import local_tensor
 from shardtrain.train import step
 
 ON = {"enable": True, "random_base": True, "rank": 4, "alpha": 8.0}
@@ -164,3 +168,45 @@ def test_dora_has_the_output_and_gradients_of_peft(kind: str, dropout: float) ->
     for own, other in pairs:
         torch.testing.assert_close(own, other, atol=1e-5 * float(other.abs().max()), rtol=1e-5)
     assert mine.weight.grad is None and mine.bias.grad is None
+
+
+def held_by_a_rank(rank: int, config: Any) -> Any:
+    run = make_run(rank, config)
+    trained = [local_tensor(p) for p in run.runner.parameters().values() if p.requires_grad]
+    whole = [local_tensor(p) for p in run.runner.parameters().values()]
+    return sum(t.nbytes for t in trained), sum(t.nbytes for t in whole), run.num_params, run.flops_per_token
+
+
+@pytest.mark.parametrize(
+    ("lora", "flavor"),
+    [
+        ({"use_dora": True, "target_modules": ["all-linear"], "modules_to_save": ["embed_tokens"]}, "llama3"),
+        ({"target_parameters": ["experts.*"], "target_modules": ["o_proj"]}, "mixtral"),
+    ],
+)
+def test_a_dry_run_counts_what_a_rank_holds_and_trains(lora: dict[str, Any], flavor: str) -> None:
+    config = tiny_config(lora={**ON, **lora}, optimizer={"name": "AdamW"})
+    if flavor == "mixtral":
+        sizes = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+        sizes |= {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}
+        config = replace(config, model=replace(config.model, name=flavor, flavor="debugmodel", overrides=sizes))
+    trained, whole, params, flops = run_ranks(2, held_by_a_rank, config)[0]
+    with fake.join(0, 2) as here:
+        found = dry_run.build(config, here)
+    assert (found.gradient_bytes, found.parameter_bytes) == (trained, whole)
+    assert (found.num_params, found.flops_per_token) == (params, flops)
+    assert 2 * trained <= found.optimizer_bytes < 2 * trained + 4 * 2 * 100
+
+
+def test_idle_experts_cost_no_flops_with_adapters_either() -> None:
+    """2 of 4 experts: of their adapters half is used, at 6 per number, and of frozen weights half at 4."""
+    sizes = {"vocab_size": 512, "dim": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    shape = shape_of(mixtral, "debugmodel", sizes | {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}, "rmsnorm")
+    model = build(mixtral, shape)
+    _, before = count_model(model, mixtral.LAYOUT, shape, 64)
+    options = Lora(enable=True, rank=4, target_parameters=["experts.gate_up_proj"])
+    spec.adapt(model, mixtral, shape, options)
+    _, after = count_model(model, mixtral.LAYOUT, shape, 64)
+    added = 4 * 4 * (64 + 2 * 32) // 2
+    used = (before - 12 * 1 * 4 * 16 * 64) // 6
+    assert after == before - 2 * used + 6 * added
