@@ -31,6 +31,7 @@ usage: shardtrain VERB ...
   config show  [CONFIG.toml] [--section.key VALUE ...]        print every option with its origin
   config check [CONFIG.toml] [--section.key VALUE ...]        report every problem; starts nothing
   config help  [SECTION[.KEY]]                                explain the options
+  config migrate FILE... -o NEW.toml                          write a configuration of another system as TOML
   data VERB ...                                               prepare, check, show and probe data (data --help: all)
   checkpoint VERB ...                                         list, verify and compare checkpoints
   generate --from RUN_FOLDER --prompt TEXT ...                write text with a trained model (--help: all options)
@@ -92,7 +93,20 @@ def _complain(code: int, problems: Sequence[str]) -> int:
 def _load(arguments: CommandLine) -> Loaded:
     from shardtrain import config
 
+    if arguments.path and arguments.path.lower().endswith((".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")):
+        from shardtrain import migrate
+
+        world = os.environ.get("WORLD_SIZE", "")
+        count = int(world) if world.isdecimal() else arguments.nproc
+        return migrate.load(Path(arguments.path), arguments.overrides, count)
     return config.load(arguments.path, arguments.overrides)
+
+
+def _config(words: list[str]) -> int:
+    """Show, check or explain a configuration; migrate one of another system."""
+    if words[:1] == ["migrate"]:
+        return _module("shardtrain.migrate.command")(words[1:])
+    return _module("shardtrain.config.command")(words)
 
 
 def _train(words: list[str]) -> int:
@@ -199,9 +213,9 @@ def _version(_words: list[str]) -> int:
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "verify": lambda words: _module("shardtrain.verify")(words, _train_module),
-    "config": _module("shardtrain.config.command"),
+    "config": _config,
     "data": _module("shardtrain.data_tools.command"),
-    "checkpoint": _module("shardtrain.checkpoint.command"),
+    "checkpoint": lambda words: _module("shardtrain.checkpoint.command")(words, _module("shardtrain.dcp.command")),
     "test": _module("shardtrain.testing.command"),
     "generate": _module("shardtrain.generate.command"),
     "evaluate": _module("shardtrain.evaluation.command"),

@@ -33,7 +33,11 @@ def _warmup_stable_decay(scheduler: LRScheduler, total: int, step: int) -> float
         return (step + 1) / warmup
     if step < stable_end:
         return 1.0
-    progress = (step + 1 - stable_end) / decay
+    return _decayed(scheduler, (step + 1 - stable_end) / decay)
+
+
+def _decayed(scheduler: LRScheduler, progress: float) -> float:
+    """From the peak at 0 to the lowest rate at 1."""
     shapes = {
         "linear": 1 - progress,
         "sqrt": 1 - math.sqrt(progress),
@@ -57,6 +61,17 @@ def _linear_by_proportion(scheduler: LRScheduler, total: int, step: int) -> floa
     return step / max(1, warmup) if step < warmup else (total - step) / max(1, total - warmup)
 
 
+def _transformers(scheduler: LRScheduler, total: int, step: int) -> float:
+    """Linear from 0 over the warmup, then the decay (get_linear_ and get_cosine_schedule_with_warmup of transformers).
+
+    W=2, N=10, linear: 0, 1/2, 1, 7/8, ..., 1/8. A share of the steps is rounded up, as TrainingArguments does.
+    """
+    warmup = scheduler.warmup_steps or math.ceil(scheduler.warmup_proportion * total)
+    if step < warmup:
+        return step / max(1, warmup)
+    return _decayed(scheduler, (step - warmup) / max(1, total - warmup))
+
+
 def _deepspeed_warmup(scheduler: LRScheduler, total: int, step: int) -> float:
     """From min_lr_factor to the peak, by the logarithm of the step or linearly, then the peak (DeepSpeed's WarmupLR).
 
@@ -74,4 +89,5 @@ _SCHEDULES: dict[str, Callable[[LRScheduler, int, int], float]] = {
     "linear_linear": _linear_linear,
     "linear_by_proportion": _linear_by_proportion,
     "deepspeed_warmup": _deepspeed_warmup,
+    "transformers": _transformers,
 }

@@ -46,6 +46,7 @@ from search_space import (
     DDP,
     FSDP,
     LOCAL,
+    NEW_HEAD,
     PP,
     SEQ,
     SHAPES,
@@ -91,6 +92,9 @@ TOLERANCES = {
     "float32": Tolerance(loss=1e-5, norm=1e-6, gradient=1e-5, weight=1e-6),
     # Newton-Schulz steps raise the noise of small singular values a hundredfold
     "Muon": Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-5),
+    # a new head on a tiny model: gradients of norm 20 to 60, so that float32's rounding of the first step is 3e-6 of
+    # the second one's norm; in float64 the same cases agree to 1e-15
+    "steep": Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-5),
     # eight bits of a number: enough to see a missing term, a wrong scale or a batch left out
     "reduced": Tolerance(loss=2e-2, norm=5e-2, gradient=0.15, weight=3e-2),
 }
@@ -403,8 +407,9 @@ class Searcher:
             return Verdict(expected.kind, f"on one process: {expected.text}")
         if isinstance(found, Failure):
             return Verdict(found.kind, found.text)
-        muon = case.value("optimizer.name") == "Muon"
-        tolerance = TOLERANCES["reduced" if not case.is_exact else "Muon" if muon else "float32"]
+        kind = "Muon" if case.value("optimizer.name") == "Muon" else "float32"
+        kind = "steep" if kind == "float32" and case.value("task.name") in NEW_HEAD else kind
+        tolerance = TOLERANCES[kind if case.is_exact else "reduced"]
         for rank, numbers in enumerate(found):
             wrong = differences(numbers, expected, tolerance)
             if wrong:

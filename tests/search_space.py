@@ -24,6 +24,9 @@ SINGLE, V_SHAPED = ("1F1B", "GPipe"), ("ZBVZeroBubble", "DualPipeV")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 SPLIT = ("InterleavedZeroBubble", *V_SHAPED)
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
+OF_ANSWERS = ("preference", "simpo", "orpo", "kto")
+NEW_HEAD = ("classification", "reward_model")
+"""Tasks whose head takes the place of that to the vocabulary."""
 
 ATTENTION = {"dim": "32", "num_heads": "4", "head_dim": "8"}
 SHAPES: dict[str, dict[str, str]] = {
@@ -360,7 +363,7 @@ def _task(rng: random.Random, family: str, so_far: dict[str, str]) -> dict[str, 
     if family == "encoder":
         name = rng.choice(("masked_language_model", "classification"))
     elif family in ("llama3", "qwen3", "mixtral") and rng.random() < 0.06:
-        name = rng.choice(("classification", "preference"))
+        name = rng.choice(("classification", "reward_model", *OF_ANSWERS))
     else:
         return {}
     for option in [option for option in so_far if option.startswith("data.")]:
@@ -368,6 +371,8 @@ def _task(rng: random.Random, family: str, so_far: dict[str, str]) -> dict[str, 
     options = {"task.name": name, SEQ: "32"}  # room for an answer, or for a text between its ends
     if name == "classification":
         options["task.num_labels"] = "4"
+    if name == "kto":
+        options |= {"task.label_field": "is_good", "task.group_size": rng.choice(("2", "3", "8"))}
     if name == "masked_language_model":
         options["task.options.mask_token_id"] = "259"
         options[f"{M}vocab_size"] = "320"
@@ -480,6 +485,8 @@ def _of_pairs(case: Case) -> Iterator[Broken]:
         yield Broken("split states need copies of the model on the device", (f"{P}shard_optimizer_states",))
     if case.number(PP) > 1 and case.value("lora.target_modules") == "head":
         yield Broken("every stage has adapters", ("lora.target_modules",))
+    if case.value(f"{M}tied_embeddings") == "true" and "head" in case.value("lora.target_modules").split(","):
+        yield Broken("an adapter of the head would change the embedding", ("lora.target_modules",))
     if case.value(f"{A}cpu_offload") == "true" and case.value(f"{A}mode") == "none":
         yield Broken("inputs of recomputed layers are moved", (f"{A}cpu_offload",))
     if case.value("data.packing", "concat") == "concat" and case.value("data.long_documents", "split") != "split":
@@ -487,11 +494,15 @@ def _of_pairs(case: Case) -> Iterator[Broken]:
     task = case.value("task.name", "language_model")
     if task == "language_model":
         return
-    degrees = [PP, CP] if task in ("classification", "preference") else [PP, CP, TP]
+    degrees = [PP, CP] if task in ("classification", *OF_ANSWERS) else [PP, CP, TP]
     for degree in degrees:
         if case.number(degree) > 1:
             yield Broken(f"{task} reads whole rows on whole models", (degree,))
     if case.number(TP) > 1 and case.value(f"{P}disable_loss_parallel") != "true":
         yield Broken("a task of rows needs its outputs whole", (f"{P}disable_loss_parallel",))
-    if task == "classification" and (case.value("lora.enable") == "true" or 4 % case.number(TP)):
-        yield Broken("classification starts a head anew", ("lora.enable", TP))
+    if case.number(TP) > 1 and case.value("compile.enable") == "true" and case.value("compile.components") != "loss":
+        yield Broken("rows of every length are not compiled for split layers", ("compile.enable",))
+    if task in NEW_HEAD and case.value("lora.enable") == "true":
+        yield Broken(f"{task} starts a head anew", ("lora.enable",))
+    if task == "classification" and 4 % case.number(TP):
+        yield Broken("a head of four rows is divided", (TP,))

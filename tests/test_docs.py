@@ -57,6 +57,9 @@ SMALLER = {
     "shardtrain train examples/custom_task/config.toml --job.dump_folder outputs/custom_task": "",  # small already
     "shardtrain train configs/llama3_405b.toml --comm.mode fake_backend --nproc 512 --model.hf_assets_path bytes "
     "--training.dataset_path .": "",  # small already
+    "shardtrain train examples/migrate/ds_config.json --training.steps 20": TRAIN.replace(
+        "--training.local_batch_size=1 ", ""
+    ),
     "./run_tests.sh": "--collect-only -q tests/test_docs.py",
     "shardtrain verify": "--mesh dp_shard=2",  # the whole list takes half a minute
 }

@@ -74,6 +74,28 @@ def test_deepspeed_warmup_by_logarithm_gives_published_values():
     assert {step: got[step] for step in expected} == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.parametrize(("warmup", "least", "most"), [(50, 1e-6, 5e-5), (50, 1e-6, 1e-5), (2000, 0.0, 1.5e-4)])
+def test_deepspeed_warmup_is_its_closed_form_at_every_step(warmup, least, most):
+    got = rates(warmup + 20, lr=most, name="deepspeed_warmup", warmup_steps=warmup, min_lr_factor=least / most)
+    logs = [least + (most - least) * math.log(step + 1) / math.log(warmup) for step in range(warmup)]
+    # both sides round a few times
+    assert got == pytest.approx([*logs, *[most] * 20], rel=1e-12, abs=1e-18)
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "cosine"])
+def test_the_schedule_of_transformers_begins_at_zero(decay_type):
+    got = rates(10, name="transformers", warmup_steps=2, decay_type=decay_type)
+    shares = [step / 8 for step in range(8)]
+    decay = [1 - s if decay_type == "linear" else 0.5 * (1 + math.cos(math.pi * s)) for s in shares]
+    assert got == pytest.approx([0, 1 / 2, *decay], rel=1e-12)
+
+
+def test_a_share_of_warmup_is_rounded_up_as_transformers_does():
+    got = rates(396, name="transformers", warmup_steps=0, warmup_proportion=0.01)  # ceil(3.96) = 4 steps
+    assert got[:6] == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4, 1, 391 / 392])
+    assert rates(3, name="transformers", warmup_steps=0, warmup_proportion=0.0, min_lr_factor=1.0) == [1, 1, 1]
+
+
 def test_deepspeed_warmup_can_be_linear_and_takes_two_steps_at_least():
     got = rates(6, name="deepspeed_warmup", warmup_type="linear", warmup_steps=4)
     assert got == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
@@ -82,7 +104,7 @@ def test_deepspeed_warmup_can_be_linear_and_takes_two_steps_at_least():
         assert rates(3, name="deepspeed_warmup", warmup_type=warmup_type, warmup_steps=0)[2] == 1
 
 
-NAMES = ["warmup_stable_decay", "linear_linear", "linear_by_proportion", "deepspeed_warmup"]
+NAMES = ["warmup_stable_decay", "linear_linear", "linear_by_proportion", "deepspeed_warmup", "transformers"]
 
 
 @pytest.mark.parametrize("name", NAMES)

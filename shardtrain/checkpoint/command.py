@@ -22,6 +22,10 @@ usage: shardtrain checkpoint VERB ...
   verify  DIR               read every byte of step-N, or of all steps of a folder; exit 5 names each bad file
   diff    A B               compare two checkpoints tensor by tensor; exit 1 where they differ
   weights DIR FILE          write the weights as one safetensors file
+  from-dcp DCP DIR [OPTIONS]
+                            a folder of torch.distributed.checkpoint, such as torchtitan's step-N, as a checkpoint;
+                            OPTIONS name its model: CONFIG.toml, --model.name ..., --model.flavor ...
+  to-dcp  DIR DCP [OPTIONS] the other way, as torchtitan, dcp_to_torch and DCP's own load read it; see --help
   interval --stall TIME --mttf TIME [--restart TIME]
                             how often to save: a save keeps training waiting for stall, a job fails every mttf
 
@@ -31,16 +35,20 @@ one. All may be addresses of an object store, such as s3://bucket/run/step-500; 
 """
 
 
-def main(words: Sequence[str]) -> int:
-    """Run one verb; gives the exit status."""
+def main(words: Sequence[str], dcp: Callable[..., int] | None = None) -> int:
+    """Run one verb; gives the exit status. ``dcp`` runs those of ``shardtrain.dcp``, which knows models."""
     verb, rest = (words[0], words[1:]) if words else ("help", [])
-    if verb in ("help", "--help", "-h") or "--help" in rest or "-h" in rest:
+    if verb in ("help", "--help", "-h") or (verb not in _ELSEWHERE and {"--help", "-h"} & {*rest}):
         print(USAGE, end="")
         return 0
-    if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, 1)
-        fix = (f"did you mean {near[0]}? " if near else "") + f"verbs are {', '.join(VERBS)}"
+    if verb not in VERBS and verb not in _ELSEWHERE:
+        known = [*VERBS, *_ELSEWHERE]
+        near = difflib.get_close_matches(verb, known, 1)
+        fix = (f"did you mean {near[0]}? " if near else "") + f"verbs are {', '.join(known)}"
         raise ConfigError(Problem("shardtrain checkpoint", verb, "is no verb", fix, "command line"))
+    if verb in _ELSEWHERE:
+        assert dcp is not None, "the command line gives it"
+        return dcp([verb, *rest])
     function, number = VERBS[verb]
     if verb == "interval":
         return _interval(rest)
@@ -215,3 +223,4 @@ VERBS: dict[str, tuple[Callable[..., int], int]] = {
     "weights": (_weights, 2),
     "interval": (_interval, 0),
 }
+_ELSEWHERE = ("from-dcp", "to-dcp")

@@ -24,11 +24,14 @@ def write(
     read: Callable[[str], Tensor],
     facts: Mapping[str, Any],
     beside: Mapping[str, bytes] | None = None,
+    step: int = 0,
+    with_optimizer: bool = False,
 ) -> None:
-    """Write a checkpoint of step 0 that holds ``shapes``; ``read`` gives each tensor when it is its turn.
+    """Write a checkpoint that holds ``shapes``; ``read`` gives each tensor when it is its turn.
 
     ``dtype`` is the type of all tensors, or of each by name. ``beside`` are further files by name, which the manifest
-    knows and no tensor lies in.
+    knows and no tensor lies in. ``with_optimizer`` says that its state is among
+    the tensors.
 
     Raises:
         ConfigError: when ``folder`` exists.
@@ -54,13 +57,13 @@ def write(
         stored = files.write_hashed(temporary / "rank-00000.bin", blocks())
         more = [files.write_hashed(temporary / name, [memoryview(data)]) for name, data in (beside or {}).items()]
         whole = Manifest(
-            step=0,
+            step=step,
             world_size=1,
             run=secrets.token_hex(6),
             created_by=f"shardtrain {__version__}, torch {torch.__version__}",
             files=(stored, *more),
             tensors=tensors,
-            facts={**facts, "weights_only": True},
+            facts={**facts, "weights_only": not with_optimizer},
         )
         text = whole.to_bytes()
         manifest.parse(text, temporary)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from shardtrain.config.availability import unavailable
 from shardtrain.config.check import check, notes
 from shardtrain.config.check_safety import code_of_a_run
-from shardtrain.config.load import Loaded, load
+from shardtrain.config.load import Loaded, load, load_settings, read_settings
 from shardtrain.config.machine import machine_notes
 from shardtrain.config.model_file import ModelFacts, model_names, read_model_file, shape
 from shardtrain.config.options import help_text
 from shardtrain.config.schema import Config
-from shardtrain.config.show import check_report, resolved_toml, show
+from shardtrain.config.show import check_report, resolved_toml, set_toml, show
 from shardtrain.errors import ConfigError
 
 __all__ = [
@@ -26,12 +26,15 @@ __all__ = [
     "code_of_a_run",
     "help_text",
     "load",
+    "load_settings",
     "machine_notes",
     "model_names",
     "notes",
     "read_model_file",
+    "read_settings",
     "require",
     "resolved_toml",
+    "set_toml",
     "shape",
     "show",
     "unavailable",

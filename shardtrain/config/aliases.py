@@ -1,6 +1,7 @@
 """Names of older files: one table from old options to today's, and the few rules that need more than a name.
 
-Covers torchtrain of February 2024, torchtitan of April 2024, of early and of mid 2025. Each use gives one notice.
+Covers torchtrain of February 2024 and torchtitan from then to v0.2.2, its unreleased states included. Each use gives
+one notice; what their program dropped without a word is named and left out here too.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from types import MappingProxyType
 from typing import Any
 
 from shardtrain.config.coerce import Unfit, coerce, from_texts
+from shardtrain.config.model_file import read_model_file, shape
+from shardtrain.config.schema import Model
 from shardtrain.config.settings import Setting, Value
-from shardtrain.errors import Problem
+from shardtrain.errors import ConfigError, Problem
 
 FLOAT8_CONVERTER = "quantize.linear.float8"
 
@@ -47,9 +50,30 @@ def _names(value: str | list[str]) -> list[str]:
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
-def _nothing_split(value: list[str]) -> None:
-    if value:
-        raise Unfit("named the layers at which to cut", "list each stage in parallelism.module_fqns_per_model_part")
+class _Cuts(list[str]):
+    """Layers at which pipeline stages begin, until ``_cuts`` knows the model's layers."""
+
+
+def _without_path(value: str) -> str | None:
+    """An empty custom_model_path meant the model of model.name."""
+    return value or None
+
+
+def _mask(value: str) -> str:
+    masks = {"causal": "off", "block_causal": "on"}
+    if value not in masks:
+        raise Unfit('was "causal" or "block_causal"', 'set data.document_mask = "on" or "off"')
+    return masks[value]
+
+
+def _dynamic(value: str) -> None:
+    if value != "dynamic":
+        raise Unfit("asked for scales that torchao no longer has", 'remove it: scales are "dynamic"')
+
+
+def _recompute(value: bool) -> str:
+    """Torchtrain of February 2024 recomputed every layer, or with this switch all but its expensive operations."""
+    return "selective" if value else "full"
 
 
 def _only_fsdp(value: str) -> None:
@@ -84,12 +108,18 @@ _FLOAT8 = {
     "emulate": bool,
 }
 _GONE_AUTOGRAD = Alias(None, bool, why="compiled autograd was an experiment that is not needed for any of this")
-_GONE_SPLIT = Alias(None, list[str], _nothing_split, why="no cut was named")
+_CUTS = Alias(
+    "parallelism.module_fqns_per_model_part", list[str], _Cuts, why="each cut begins a stage, whose modules are listed"
+)
+_DROPPED = "torchtitan had no such option and left it out without a word"
+_MX = {"recipe_name": str, "mxfp8_dim1_cast_kernel_choice": str, "filter_fqns": list[str]}
 
 ALIASES: Mapping[str, Alias] = MappingProxyType(
     {
+        "global.dump_folder": Alias("job.dump_folder", str),
         "job.print_args": Alias("job.print_config", bool),
         "job.use_for_integration_test": Alias(None, bool, why="it marked the files of torchtitan's own tests"),
+        "metrics.use_for_integration_test": Alias(None, bool, why="it marked the files of torchtitan's own tests"),
         "profiling.run_profiler": Alias("profiling.enable_profiling", bool),
         "profiling.profile_every_x_iter": Alias("profiling.profile_freq", int),
         "metrics.enable_color_printing": Alias("metrics.disable_color_printing", bool, _inverted),
@@ -105,10 +135,29 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "training.compile": Alias("compile.enable", bool),
         "training.seed": Alias("debug.seed", int),
         "training.deterministic": Alias("debug.deterministic", bool),
-        "training.fp8_linear": Alias("model.converters", str, _converter_list),
+        "training.fp8_linear": Alias("model.converters", bool | str, _converter_list),
         "training.enable_fp8_linear": Alias("model.converters", bool, _converter_list),
         "training.enable_float8_linear": Alias("model.converters", bool, _converter_list),
         "float8.enable_float8_linear": Alias("model.converters", bool, _converter_list),
+        **{
+            f"training.{old}": Alias(f"quantize.linear.float8.{new}", bool)
+            for old, new in (
+                ("enable_fsdp_fp8_all_gather", "enable_fsdp_float8_all_gather"),
+                ("enable_fsdp_float8_all_gather", "enable_fsdp_float8_all_gather"),
+                ("precompute_float8_dynamic_scale_for_fsdp", "precompute_float8_dynamic_scale_for_fsdp"),
+            )
+        },
+        **{
+            f"{start}scaling_type_{part}": Alias(None, str, _dynamic, why="scales are dynamic")
+            for start in ("float8.", "training.float8_")
+            for part in ("input", "weight", "grad_output")
+        },
+        "training.enable_selective_ac": Alias(
+            "activation_checkpoint.mode", bool, _recompute, why="every layer was recomputed, or all but its matmuls"
+        ),
+        "training.debug_moe_force_load_balance": Alias("debug.moe_force_load_balance", bool),
+        "model.use_flex_attn": Alias(None, bool, why="the attention kernel is chosen by what the mask needs"),
+        "model.attn_mask_type": Alias("data.document_mask", str, _mask),
         "training.data_parallel_degree": Alias("parallelism.data_parallel_shard_degree", int),
         "training.data_parallel_type": Alias(None, str, _only_fsdp, why="data parallel ranks shard the parameters"),
         "training.sequence_parallel_degree": Alias("parallelism.tensor_parallel_degree", int),
@@ -119,9 +168,11 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         **_same("training", "parallelism", _MOVED),
         **_same("experimental", "parallelism", _MOVED),
         "experimental.enable_loss_parallel": Alias("parallelism.disable_loss_parallel", bool, _inverted),
-        "experimental.custom_model_path": Alias("model.name", str, why="a path in model.name is a model file of yours"),
+        "experimental.custom_model_path": Alias(
+            "model.name", str, _without_path, why="a path in model.name is a model file of yours"
+        ),
         **{f"{s}.enable_compiled_autograd": _GONE_AUTOGRAD for s in ("experimental", "parallelism", "training")},
-        **{f"{s}.pipeline_parallel_split_points": _GONE_SPLIT for s in ("experimental", "parallelism")},
+        **{f"{s}.pipeline_parallel_split_points": _CUTS for s in ("experimental", "parallelism")},
         **{
             f"{s}.pipeline_parallel_microbatches": Alias(
                 "parallelism.pipeline_parallel_microbatch_size", int, why="it becomes local_batch_size / microbatches"
@@ -137,18 +188,53 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "validation.enabled": Alias("validation.enable", bool),
         **_same("float8", "quantize.linear.float8", _FLOAT8),
         "float8.filter_fqns": Alias("quantize.linear.float8.filter_fqns", list[str]),
+        "hf_transformers.model": Alias(
+            None, str, why='model.name = "transformers" runs from a folder, named in model.hf_assets_path'
+        ),
         "float8.moe_fqns_prototype": Alias("quantize.grouped_mm.float8.fqns", list[str]),
+        "float8.moe_fqns": Alias(
+            None, list[str], why=f"{_DROPPED}; experts compute in float8 with quantize.grouped_mm.float8.fqns"
+        ),
         "float8.force_recompute_fp8_weight_in_bwd": Alias(None, bool, why="torchao decides this by itself now"),
-        "mx.recipe_name": Alias("quantize.linear.mx.recipe_name", str),
-        "mx.mxfp8_dim1_cast_kernel_choice": Alias("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", str),
-        "mx.filter_fqns": Alias("quantize.linear.mx.filter_fqns", list[str]),
+        **_same("mx", "quantize.linear.mx", _MX),
+        **_same("quantize.dense.float8", "quantize.linear.float8", {**_FLOAT8, "filter_fqns": list[str]}),
+        **_same("quantize.dense.mx", "quantize.linear.mx", _MX),
+        **_same("quantize.moe.float8", "quantize.grouped_mm.float8", {"fqns": list[str]}),
+        **_same("quantize.moe.mx", "quantize.grouped_mm.mx", {"recipe_name": str, "fqns": list[str]}),
         "mx.moe_fqns_prototype": Alias("quantize.grouped_mm.mx.fqns", list[str]),
     }
 )
 
 # Options that keep their name: values which older files spell otherwise.
-_VALUES: Mapping[tuple[str, str], str] = MappingProxyType({("model.name", "llama"): "llama2"})
-_CONVERTERS: Mapping[str, str] = MappingProxyType({"float8": FLOAT8_CONVERTER, "mx": "quantize.linear.mx"})
+_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("model.name", "llama"): "llama2",
+        ("model.norm_type", "compiled_rmsnorm"): "rmsnorm",
+        **{
+            (f"{section}.pipeline_parallel_schedule", old): "Interleaved1F1B"
+            for section in ("experimental", "parallelism")
+            for old in (
+                "interleaved_1f1b",
+                "flexible_interleaved_1f1b",
+                "FlexibleInterleaved1F1B",
+                "flexibleinterleaved1f1b",
+            )
+        },
+    }
+)
+_CONVERTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "float8": FLOAT8_CONVERTER,
+        "mx": "quantize.linear.mx",
+        "quantize.dense.float8": FLOAT8_CONVERTER,
+        "quantize.dense.mx": "quantize.linear.mx",
+        "quantize.moe.float8": "quantize.grouped_mm.float8",
+        "quantize.moe.mx": "quantize.grouped_mm.mx",
+    }
+)
+# torchtitan's flavors that named a kernel for masks of documents: the model is that of the flavor without the ending.
+_MASKED_FLAVORS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
+_C4 = ("c4", "c4_mini", "c4_test")
 # torchtitan's flavors of qwen3 that have experts, whose file here is qwen3_moe.
 _QWEN3_MOE = ("debugmodel_moe", "30B-A3B", "235B-A22B")
 # Lists that used to be one comma-separated text.
@@ -176,12 +262,13 @@ def rewrite(settings: list[Setting]) -> Rewritten:
     converters: list[Setting] = []
     for setting in settings:
         alias = ALIASES.get(setting.option)
-        new = _rename(setting, alias, done) if alias else _respell(setting, done)
+        new = _rename(setting, alias, done) if alias else setting
         if new is not None and alias and new.option == "model.converters":
             converters.append(new)
         elif new is not None:
-            done.settings.append(new)
+            done.settings.append(_respell(new, done))
     _merge_converters(done, converters)
+    _superseded(done, settings)
     _finish(done, settings)
     return done
 
@@ -200,8 +287,8 @@ def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
     except Unfit as unfit:
         done.problems.append(Problem(old, setting.shown, unfit.rule, unfit.fix, where))
         return None
-    if alias.new is None:
-        done.notices.append(f"{where}: {old} is ignored: {alias.why}")
+    if alias.new is None or value is None:
+        done.notices.append(f"{where}: {old} is ignored: {alias.why if alias.new is None else 'it is empty'}")
         return None
     why = f": {alias.why}" if alias.why else (" (its opposite)" if alias.translate is _inverted else "")
     done.notices.append(f"{where}: {old} is called {alias.new} now{why}")
@@ -241,6 +328,15 @@ def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
         done.settings.append(Setting("model.converters", [*have, *dict.fromkeys(extra)], added[-1].where))
 
 
+def _superseded(done: Rewritten, given: list[Setting]) -> None:
+    """Leave out what [training] says of compile beside [compile], as torchtitan did from when it had that section."""
+    old = next((s for s in given if s.option == "training.compile" and not s.is_text), None)
+    new = next((s for s in given if s.option == "compile.enable" and not s.is_text), None)
+    if old and new:
+        done.settings = [s for s in done.settings if s.option != "compile.enable" or s.where != old.where]
+        done.notices.append(f"{old.where}: training.compile is ignored: compile.enable at {new.where} decides")
+
+
 def _finish(done: Rewritten, old: list[Setting]) -> None:
     """Apply the rules of older files that take more than one option."""
     given = {setting.option: setting for setting in old}
@@ -249,7 +345,11 @@ def _finish(done: Rewritten, old: list[Setting]) -> None:
     _folder(done, given, new)
     _microbatches(done, given, new)
     _one_implementation(done, given)
+    _flavor(done, new)
     _experts_of_qwen3(done, new)
+    _cuts(done)
+    _dataset_of_path(done, new)
+    _validation_set(done, given, new)
 
 
 def _add(done: Rewritten, option: str, value: Value, where: str, why: str) -> None:
@@ -340,3 +440,87 @@ def _experts_of_qwen3(done: Rewritten, new: Mapping[str, Setting]) -> None:
     if name and flavor and name.shown == "qwen3" and flavor.shown in _QWEN3_MOE:
         done.settings.remove(name)
         _add(done, "model.name", "qwen3_moe", name.where, f"the flavor {flavor.shown} has experts")
+
+
+def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
+    """Find flavors that only a name tells apart: torchtrain's 40B, and those of torchtitan that chose a kernel."""
+    name, flavor = new.get("model.name"), new.get("model.flavor")
+    if flavor is None or not isinstance(flavor.shown, str):
+        return
+    model, word = str(name.shown) if name else Model.name, flavor.shown
+    if model == "llama2" and word == "40B":
+        done.settings.remove(flavor)
+        _add(done, "model.flavor", "26B", flavor.where, 'torchtrain called these 26 billion parameters "40B"')
+    plain = next((word.removesuffix(end) for end in _MASKED_FLAVORS if word.endswith(end)), None)
+    flavors = _flavors(model)
+    if plain is None or word in flavors or plain not in flavors:
+        return
+    done.settings.remove(flavor)
+    _add(done, "model.flavor", plain, flavor.where, f'"{word}" is this flavor with a mask between documents')
+    if "data.document_mask" not in new:
+        why = f'"{word}" let no document attend to another; here positions begin anew in each, too'
+        _add(done, "data.document_mask", "on", flavor.where, why)
+
+
+def _flavors(model: str) -> Mapping[str, Mapping[str, Any]]:
+    """The flavors of a model, or none where its file cannot be read, which the check of the model reports."""
+    try:
+        return read_model_file(model).flavors
+    except ConfigError:
+        return {}
+
+
+def _cuts(done: Rewritten) -> None:
+    """Turn the layers at which stages begin into the modules of each stage."""
+    option = "parallelism.module_fqns_per_model_part"
+    for setting in [s for s in done.settings if s.option == option and isinstance(s.value, _Cuts)]:
+        points = list(setting.value)
+        done.settings.remove(setting)
+        if not points:
+            done.notices.append(f"{setting.where}: it names no cut, and is left out")
+            continue
+        layers = _num_layers({s.option: s for s in done.settings})
+        begins = [int(point[7:]) if point[7:].isdecimal() and point.startswith("layers.") else -1 for point in points]
+        if layers is None or begins != sorted(set(begins)) or not 0 < begins[0] <= begins[-1] < layers:
+            fix = f"list the modules of each stage in {option}"
+            rule = f"must name layers of the model in order{f', layers.1 to layers.{layers - 1}' if layers else ''}"
+            done.problems.append(Problem("pipeline_parallel_split_points", points, rule, fix, setting.where))
+            continue
+        ends = zip([0, *begins], [*begins, layers], strict=True)
+        parts = [[f"layers.{layer}" for layer in range(first, last)] for first, last in ends]
+        parts[0].insert(0, "tok_embeddings")
+        parts[-1] += ["norm", "output"]
+        done.settings.append(Setting(option, parts, setting.where))
+
+
+def _num_layers(new: Mapping[str, Setting]) -> int | None:
+    """Layers of the model that these settings name, None where they name none that is known."""
+    given = new.get("model.overrides.num_layers")
+    name, flavor = new.get("model.name"), new.get("model.flavor")
+    try:
+        facts = read_model_file(str(name.shown) if name else Model.name)
+        overrides = {} if given is None else {"num_layers": _integer(given)}
+        layers = shape(facts, str(flavor.shown) if flavor else Model.flavor, overrides).get("num_layers")
+    except (ConfigError, KeyError, Unfit):
+        return None
+    return layers if isinstance(layers, int) and layers > 0 else None
+
+
+def _dataset_of_path(done: Rewritten, new: Mapping[str, Setting]) -> None:
+    """Read an empty dataset beside a path as the folder that ``datasets`` saved there, as torchtitan of 2024 did."""
+    dataset, path = new.get("training.dataset"), new.get("training.dataset_path")
+    if dataset is None or path is None or dataset.shown != "" or not path.shown:
+        return
+    done.settings.remove(dataset)
+    _add(done, "training.dataset", "huggingface", dataset.where, "training.dataset_path alone named the data")
+
+
+def _validation_set(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
+    """Name torchtitan's own held-out set where a file of torchtitan's turns validation on without one."""
+    switch, training = new.get("validation.enable"), new.get("training.dataset")
+    if switch is None or {"validation.dataset", "validation.dataset_path"} & new.keys():
+        return
+    if switch.shown not in (True, "true", "True"):
+        return
+    if "validation.enabled" in given or (training is not None and training.shown in _C4):
+        _add(done, "validation.dataset", "c4_validation", switch.where, "torchtitan validated on this set")

@@ -110,6 +110,7 @@ _SWITCHES: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.pipeline_", "pipeline_parallel_degree > 1"),
     (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.module_fqns", "pipeline_parallel_degree > 1"),
     (lambda c: c.parallelism.context_parallel_degree == 1, "parallelism.context_", "context_parallel_degree > 1"),
+    (lambda c: c.parallelism.tensor_parallel_degree == 1, "parallelism.enable_async", "tensor_parallel_degree > 1"),
     (
         lambda c: c.parallelism.context_parallel_method == "ulysses",
         "parallelism.context_parallel_rotate",

@@ -37,6 +37,10 @@ def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "checkpoint.create_seed_checkpoint", rule, "remove one of them")
     if options.enable:
         yield from _check_hub(loaded)
+    elif options.initial_load_path and not loaded.is_set("checkpoint.enable"):
+        # whoever wrote down that checkpoints are off, as torchtitan's files do, gets a note
+        rule = "loads nothing while checkpoints are off"
+        yield problem(loaded, "checkpoint.initial_load_path", rule, "set checkpoint.enable = true, or remove it")
     if options.interval_type == "automatic" and options.enable and loaded.is_set("checkpoint.interval"):
         rule = 'is not used with checkpoint.interval_type = "automatic"'
         yield problem(loaded, "checkpoint.interval", rule, "remove it")

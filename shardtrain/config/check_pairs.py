@@ -59,13 +59,11 @@ PAIRS: tuple[Rule, ...] = (
     ),
     (
         "parallelism.enable_async_tensor_parallel",
-        lambda c: c.parallelism.enable_async_tensor_parallel and c.parallelism.tensor_parallel_degree == 1,
-        "needs tensor parallelism",
-        "set tensor_parallel_degree above 1, or remove it",
-    ),
-    (
-        "parallelism.enable_async_tensor_parallel",
-        lambda c: c.parallelism.enable_async_tensor_parallel and not _compiles_model(c),
+        lambda c: (
+            c.parallelism.enable_async_tensor_parallel
+            and c.parallelism.tensor_parallel_degree > 1
+            and not _compiles_model(c)
+        ),
         "is a pass of the compiler",
         'set compile.enable = true with "model" in compile.components, or remove it',
     ),
@@ -100,12 +98,6 @@ PAIRS: tuple[Rule, ...] = (
     (
         "checkpoint.load_step",
         lambda c: c.checkpoint.load_step >= 0 and not c.checkpoint.enable,
-        "loads nothing while checkpoints are off",
-        "set checkpoint.enable = true, or remove it",
-    ),
-    (
-        "checkpoint.initial_load_path",
-        lambda c: bool(c.checkpoint.initial_load_path) and not c.checkpoint.enable,
         "loads nothing while checkpoints are off",
         "set checkpoint.enable = true, or remove it",
     ),
@@ -212,6 +204,7 @@ _SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "warmup_stable_decay": ("warmup_steps", "total_steps", "decay_ratio", "decay_type", "min_lr_factor"),
     "linear_linear": ("warmup_steps", "total_steps"),
     "linear_by_proportion": ("warmup_proportion", "total_steps"),
+    "transformers": ("warmup_steps", "warmup_proportion", "total_steps", "decay_type", "min_lr_factor"),
     "deepspeed_warmup": ("warmup_steps", "warmup_type", "total_steps", "min_lr_factor"),
 }
 

@@ -70,6 +70,11 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
     if split and "tensor_parallel_degree" in facts.degrees:
         rule = "leaves each rank a part of the outputs, and a task of rows needs them whole"
         yield problem(loaded, "parallelism.disable_loss_parallel", rule, "set it to true")
+    compiled = c.compile.enable and "model" in c.compile.components
+    if compiled and c.parallelism.tensor_parallel_degree > 1 and "tensor_parallel_degree" in facts.degrees:
+        # DTensor under dynamic shapes: torch 2.13's compiler recurses until Python ends it, in backward
+        rule = "cannot compile split layers for rows of every length, as this task has them"
+        yield problem(loaded, "compile.enable", rule, "set it to false, or tensor_parallel_degree to 1")
     if c.data.sources:
         rule = "mixes documents, and a task of rows reads one dataset"
         yield Problem("data.sources", None, rule, "use training.dataset and dataset_path", loaded.where("data.sources"))

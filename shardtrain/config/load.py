@@ -12,7 +12,7 @@ from shardtrain.config import nested
 from shardtrain.config.aliases import ALIASES, old_kinds, rewrite
 from shardtrain.config.arguments import CONFIG_FILE, read_arguments
 from shardtrain.config.coerce import Unfit, coerce, from_texts, plain
-from shardtrain.config.folder_model import with_folder
+from shardtrain.config.folder_model import Followed, with_folder
 from shardtrain.config.options import nearest, options, sections, suggestion
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import COMMAND_LINE, DEFAULT, Setting, Value
@@ -75,7 +75,33 @@ def load(path: str | Path | None, arguments: Sequence[str] = ()) -> Loaded:
     return _resolve(settings, line.settings, problems, file)
 
 
-def _resolve(from_file: list[Setting], from_line: list[Setting], problems: list[Problem], file: Path | None) -> Loaded:
+def load_settings(
+    settings: Sequence[Setting], arguments: Sequence[str] = (), path: Path | None = None, follow: bool = True
+) -> Loaded:
+    """As ``load``, from settings that were read from a file of another kind.
+
+    Without ``follow`` the model stays as the settings name it, and no folder is looked into.
+    """
+    line = read_arguments(arguments, old_kinds())
+    return _resolve(list(settings), line.settings, list(line.problems), path, follow)
+
+
+def read_settings(path: Path) -> list[Setting]:
+    """The settings of a TOML file as they stand in it, older names too; raises ConfigError."""
+    problems: list[Problem] = []
+    settings = _read_file(path, problems)
+    if problems:
+        raise ConfigError(problems)
+    return settings
+
+
+def _resolve(
+    from_file: list[Setting],
+    from_line: list[Setting],
+    problems: list[Problem],
+    file: Path | None,
+    follow: bool = True,
+) -> Loaded:
     """Rename, type and merge the settings of the file and of the command line, or raise all problems."""
     both = [_in_force(from_file, from_line), [one for setting in from_line for one in nested.spread_text(setting)]]
     values: dict[str, Any] = {}
@@ -85,6 +111,9 @@ def _resolve(from_file: list[Setting], from_line: list[Setting], problems: list[
     seen: dict[tuple[str, bool], Setting] = {}
     for setting in sorted(rewritten.settings, key=lambda s: s.where == COMMAND_LINE):
         place = (setting.option, setting.where == COMMAND_LINE)
+        if place in seen and seen[place].value == setting.value and seen[place].is_text == setting.is_text:
+            rewritten.notices.append(f"{setting.where}: {setting.option} is given at {seen[place].where} too, as here")
+            continue
         if place in seen:
             rule = f"is given twice, also at {seen[place].where} under another name"
             problems.append(Problem(setting.option, setting.shown, rule, "keep one", setting.where))
@@ -96,7 +125,8 @@ def _resolve(from_file: list[Setting], from_line: list[Setting], problems: list[
             break
     if problems:
         raise ConfigError(problems)
-    followed = with_folder(_build("", values), origins)
+    config = _build("", values)
+    followed = with_folder(config, origins) if follow else Followed(config)
     if isinstance(followed, Problem):
         raise ConfigError(followed)
     notices = (*rewritten.notices, *followed.notices)

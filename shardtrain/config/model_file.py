@@ -20,6 +20,15 @@ from shardtrain.errors import ConfigError, Problem
 MODELS_FOLDER = Path(__file__).parent.parent / "models"
 _PACKAGE = "shardtrain.models."
 _HAS_FLAVORS = re.compile(r"^(FLAVORS\b|from .* import .*\bFLAVORS\b)", re.MULTILINE)
+_AS_IT_IS = (
+    'with transformers it runs from its Hugging Face folder: model.name = "transformers", hf_assets_path = FOLDER'
+)
+# Models of torchtitan's that have no file here, and the nearest way.
+_ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("llama4", "gpt_oss", "deepseek_v2", "qwen3_5", "kimi_k2"), _AS_IT_IS),
+    **dict.fromkeys(("transformers_backend", "transformers_modeling_backend"), _AS_IT_IS),
+    **dict.fromkeys(("vlm", "flux"), "images are not trained on here; write a model file and a task of yours"),
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,8 @@ def shape(facts: ModelFacts, flavor: str, overrides: Mapping[str, Any]) -> dict[
 def _no_file(name: str) -> Problem:
     if name.endswith(".py"):
         return Problem("model.name", name, "is not a file", "give the path of a model file")
+    if name in _ELSEWHERE:
+        return Problem("model.name", name, "is a model of torchtitan's that is not among these", _ELSEWHERE[name])
     names = model_names()
     near = nearest(name, names)
     known = f"models are {', '.join(names)}" if names else "the models folder is empty"

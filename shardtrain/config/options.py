@@ -137,19 +137,20 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
         if rest and nearest(".".join(beginning), [tables], 0.85):
             return f"did you mean {'.'.join([tables, *rest])}?"
     within = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
-    match = nearest(key, within)
+    match = nearest(key, within, 0.75)
     if match:
         return f"did you mean {within[match]}?"
     same_key = [other for other in options() if other.rpartition(".")[2] == key]
     if same_key:
         return f"did you mean {same_key[0]}?"
-    other_section = nearest(section, [s for s in sections() if s])
-    if other_section and section not in sections():
+    known_sections = {other.rpartition(".")[0] for other in known} | {s for s in sections() if s}
+    other_section = nearest(section, known_sections)
+    if other_section and section not in known_sections:
         if f"{other_section}.{key}" in options():
             return f"did you mean {other_section}.{key}?"
         return f"did you mean a key of [{other_section}]?"
     match = nearest(name, known, 0.75)
-    if match:
+    if match and nearest(key, [match.rpartition(".")[2]], 0.75):  # a common section alone is no likeness
         return f"did you mean {match}?"
     where = section if section in sections() and section else ""
     return f"`shardtrain config show` lists the options{f' of [{where}]' if where else ''}"

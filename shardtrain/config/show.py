@@ -53,16 +53,21 @@ def resolved_toml(config: Config) -> str:
     return _render(config, lambda name, value: "")
 
 
+def set_toml(loaded: Loaded) -> str:
+    """Return the options that are set, and no others, as TOML that loads to an equal config."""
+    return _render(loaded.config, lambda name, value: "", loaded.is_set)
+
+
 def show(loaded: Loaded) -> str:
     """Return every option as TOML, each with its origin: ``steps = 50  # run.toml:3``."""
     return _render(loaded.config, lambda name, value: f"  # {loaded.origins.get(name, 'default')}")
 
 
-def _render(config: Config, comment: Callable[[str, Any], str]) -> str:
-    """Write all sections that have options; tables of free keys come last in theirs, as TOML wants."""
+def _render(config: Config, comment: Callable[[str, Any], str], wanted: Callable[[str], bool] | None = None) -> str:
+    """Write all sections that have (wanted) options; tables of free keys come last in theirs, as TOML wants."""
     blocks = []
     for section in sections():
-        names = [name for name in options() if name.rpartition(".")[0] == section]
+        names = [name for name in options() if name.rpartition(".")[0] == section and (not wanted or wanted(name))]
         if not names:
             continue
         lines: list[str] = [f"[{section}]"]

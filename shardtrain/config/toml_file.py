@@ -50,7 +50,9 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
         match = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
         line = match[1] if match else len(text.rstrip().splitlines())  # without a line it is "at end of document"
         rule = "is not valid TOML: " + re.sub(r" \(at .*\)$", "", str(error))
-        problems.append(Problem("the file", None, rule, "correct this line", f"{file.name}:{line}"))
+        foreign = file.suffix.lower() in (".json", ".yml", ".yaml")
+        fix = f"write it as TOML: shardtrain config migrate {file} -o new.toml" if foreign else "correct this line"
+        problems.append(Problem("the file", None, rule, fix, f"{file.name}:{line}"))
         return {}, ""
     except ValueError as error:  # a number of more than 4300 digits
         problems.append(Problem(CONFIG_FILE, str(file), f"cannot be read ({error})", "correct the number"))

@@ -116,7 +116,7 @@ def _export(found: Any, path: Path) -> int:
     from shardtrain.lora.spec import FACT
 
     checkpoint = step_of(path, found.config)
-    options = _model_options(checkpoint, found.config)
+    options = model_options(checkpoint, found.config)
     module = models.find(options["name"])
     config = models.shape_of(module, options["flavor"], options["overrides"], options.get("norm_type", "rmsnorm"))
     if found.adapter:
@@ -186,7 +186,7 @@ def _check_logits(wanted: Export, must: bool, reason: str = "") -> None:
     print(f"transformers gives the same logits: largest error {error:.2e}, where logits are up to {scale:.2g}")
 
 
-def _model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
+def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
     """The model of a checkpoint: by the configuration given, by what an import noted, or by the run beside it."""
     run = checkpoint.resolve().parent.parent / RESOLVED_CONFIG
     if config is None and not run.is_file():

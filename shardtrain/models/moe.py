@@ -152,6 +152,8 @@ class Balance(nn.Module):
         super().__init__()
         self.routing = routing
         self.loss_weight: Tensor | None = None
+        self.counts = True
+        """False while a batch is computed that is filler as a whole: it has no loss and no load."""
         self.count_E: Tensor | None = None
         self.loss_sum: Tensor | None = None
 
@@ -167,7 +169,7 @@ class Balance(nn.Module):
 
         Tokens whose number in ``documents_BT`` is FILLER_DOCUMENT are filler: they count in no loss and in no load.
         """
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and self.counts):
             return weights_BTK
         expert_BR = expert_BTK.flatten(1)
         is_text_BT1 = None

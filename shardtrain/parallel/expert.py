@@ -102,6 +102,15 @@ def before_step(parts: Sequence[nn.Module], weight: Tensor) -> None:
         moe.balance.loss_weight = weight
 
 
+def count(parts: Sequence[nn.Module], whether: bool) -> None:
+    """Say whether the batch that comes next counts: one that is there for the collectives alone has no loss, no load.
+
+    It holds until its backward is over, since recomputation runs the same forward again.
+    """
+    for moe in _all_blocks(parts):
+        moe.balance.counts = whether
+
+
 def load(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, Tensor]:
     """Tokens of each expert over all ranks since ``before_step``, int64 (E,), by block name (a collective).
 

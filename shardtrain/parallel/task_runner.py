@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardtrain.parallel import expert
 from shardtrain.parallel.runner import Parts, PlainRunner, Runner
 
 
@@ -61,6 +62,7 @@ class TaskRunner(PlainRunner):
             return loss.float(), self.task.predictions(outputs, batch)
 
     def _loss(self, batch: Any, weight: Tensor) -> Tensor:
+        expert.count(self.parts, bool(batch.num_rows))
         outputs = self.task.forward(self.parts[0], batch)
         return self.task.loss_sum(outputs, batch, _weight(batch, weight)).float()
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config import Loaded, check, load, read_model_file, resolved_toml, shape
+from shardtrain.config import Loaded, check, load, notes, read_model_file, resolved_toml, shape
 from shardtrain.config.aliases import ALIASES
 from shardtrain.config.options import options
+from shardtrain.errors import ConfigError
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "configs"
 FILES = sorted(FIXTURES.rglob("*.toml"))
@@ -206,3 +207,120 @@ def test_what_had_no_counterpart_is_said_to_be_ignored(tmp_path: Path) -> None:
     loaded = read(tmp_path, "[job]\nuse_for_integration_test = true\n[experimental]\nenable_compiled_autograd = true\n")
     assert len(loaded.notices) == 2
     assert all(" is ignored: " in notice for notice in loaded.notices)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[global]\ndump_folder = "./o"', {"job.dump_folder": "./o"}),
+        ("[training]\nfp8_linear = false", {"model.converters": []}),
+        ("[training]\nfp8_linear = true", {"model.converters": ["quantize.linear.float8"]}),
+        ("[training]\nenable_selective_ac = false", {"activation_checkpoint.mode": "full"}),
+        ("[training]\nenable_selective_ac = true", {"activation_checkpoint.mode": "selective"}),
+        ("[training]\ndebug_moe_force_load_balance = true", {"debug.moe_force_load_balance": True}),
+        ("[model]\nuse_flex_attn = false\nattn_mask_type = 'causal'", {"data.document_mask": "off"}),
+        ("[model]\nuse_flex_attn = true\nattn_mask_type = 'block_causal'", {"data.document_mask": "on"}),
+        ("[model]\nnorm_type = 'compiled_rmsnorm'", {"model.norm_type": "rmsnorm"}),
+        ("[model]\nname = 'llama'\nflavor = '40B'", {"model.name": "llama2", "model.flavor": "26B"}),
+        ("[model]\nflavor = '8B_flex'", {"model.flavor": "8B", "data.document_mask": "on"}),
+        ("[model]\nflavor = 'debugmodel_varlen_attn'", {"model.flavor": "debugmodel", "data.document_mask": "on"}),
+        ("[float8]\nmoe_fqns = ['experts']", {"quantize.grouped_mm.float8.fqns": []}),
+        ("[float8]\nscaling_type_input = 'dynamic'", {"quantize.linear.float8.recipe_name": None}),
+        (
+            "[training]\nenable_fsdp_fp8_all_gather = true",
+            {"quantize.linear.float8.enable_fsdp_float8_all_gather": True},
+        ),
+        ("[quantize.dense.float8]\nfilter_fqns = ['output']", {"quantize.linear.float8.filter_fqns": ["output"]}),
+        ("[quantize.moe.mx]\nfqns = ['experts']", {"quantize.grouped_mm.mx.fqns": ["experts"]}),
+        ("[model]\nconverters = ['quantize.dense.mx']", {"model.converters": ["quantize.linear.mx"]}),
+        (
+            "[experimental]\npipeline_parallel_schedule = 'flexible_interleaved_1f1b'",
+            {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"},
+        ),
+        ("[experimental]\ncustom_model_path = ''", {"model.name": "llama3"}),
+        (
+            "[training]\ndataset = ''\ndataset_path = './d'",
+            {"training.dataset": "huggingface", "training.dataset_path": "./d"},
+        ),
+        ("[training]\ncompile = false\n[compile]\nenable = true", {"compile.enable": True}),
+        ("[validation]\nenabled = true", {"validation.enable": True, "validation.dataset": "c4_validation"}),
+        (
+            "[training]\ndataset = 'c4'\n[validation]\nenable = true",
+            {"validation.dataset": "c4_validation"},
+        ),
+        ("[metrics]\nuse_for_integration_test = true", {}),
+    ],
+    ids=lambda case: case.splitlines()[1].split(" ")[0] if isinstance(case, str) else "",
+)
+def test_what_torchtitan_of_its_day_took_is_taken_with_a_notice(
+    tmp_path: Path, text: str, expected: dict[str, object]
+) -> None:
+    """Each was in a published file; the older name, or the older value, is told with its line."""
+    loaded = read(tmp_path, text)
+    assert {name: loaded.value(name) for name in expected} == expected
+    assert any("old.toml:" in notice for notice in loaded.notices)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("[float8]\nscaling_type_weight = 'delayed'", "scaling_type_weight"),
+        ("[experimental]\npipeline_parallel_split_points = ['layers.4', 'layers.2']", "split_points"),
+        ("[experimental]\npipeline_parallel_split_points = 'layers.99'", r"layers\.1 to layers\.5"),
+        ("[model]\nattn_mask_type = 'sliding'", "block_causal"),
+    ],
+)
+def test_an_older_value_that_cannot_be_kept_is_refused_by_name(tmp_path: Path, text: str, names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        read(tmp_path, text)
+
+
+def test_split_points_become_the_modules_of_each_stage(tmp_path: Path) -> None:
+    text = "[experimental]\npipeline_parallel_degree = 3\npipeline_parallel_split_points = 'layers.2,layers.4'"
+    loaded = read(tmp_path, text)
+    assert loaded.value("parallelism.module_fqns_per_model_part") == [
+        ["tok_embeddings", "layers.0", "layers.1"],
+        ["layers.2", "layers.3"],
+        ["layers.4", "layers.5", "norm", "output"],
+    ]
+    assert check(loaded) == []
+
+
+def test_one_option_given_alike_under_two_names_is_no_mistake(tmp_path: Path) -> None:
+    loaded = read(tmp_path, "[checkpoint]\nenable = true\nenable_checkpoint = true")
+    assert loaded.value("checkpoint.enable") is True
+    assert any("old.toml:3" in notice for notice in loaded.notices)
+    with pytest.raises(ConfigError, match="given twice"):
+        read(tmp_path, "[checkpoint]\nenable = true\nenable_checkpoint = false")
+
+
+def test_what_is_off_or_alone_has_no_effect_and_says_so(tmp_path: Path) -> None:
+    alone = "[parallelism]\nenable_async_tensor_parallel = true"
+    off = "[checkpoint]\nenable = false\ninitial_load_path = 'x'"
+    for text, option in ((alone, "enable_async_tensor_parallel"), (off, "initial_load_path")):
+        loaded = read(tmp_path, text)
+        assert check(loaded) == []
+        assert any(option in note and "without effect" in note for note in notes(loaded))
+    forgotten = read(tmp_path, "[checkpoint]\ninitial_load_path = 'x'")
+    assert [problem.option for problem in check(forgotten)] == ["checkpoint.initial_load_path"]
+
+
+@pytest.mark.parametrize("name", ["llama4", "gpt_oss", "deepseek_v2"])
+def test_a_model_of_torchtitans_that_is_not_here_names_the_nearest_way(tmp_path: Path, name: str) -> None:
+    problems = check(read(tmp_path, f"[model]\nname = '{name}'"))
+    assert any('model.name = "transformers"' in str(problem) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "misleading"),
+    [
+        ("[model]\nhead = 'linear'", "model.check"),
+        ("[training]\nvocab_size = 3", "local_batch_size"),
+        ("[optimizer]\nunembed_lr = 0.1", "optimizer.name"),
+        ("[float8]\nunheard_of = 1", "lora"),
+    ],
+)
+def test_a_strange_key_is_not_taken_for_another(tmp_path: Path, text: str, misleading: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, text)
+    assert misleading not in str(raised.value)

@@ -45,6 +45,11 @@ def problems(tmp_path: Path, text: str) -> list[str]:
             "does not divide the 3 labels",
         ),
         (
+            CLASSIFICATION + "num_labels = 2\n[parallelism]\ntensor_parallel_degree = 2\ndisable_loss_parallel = true\n"
+            "[compile]\nenable = true",
+            "compile.enable=true cannot compile split layers for rows of every length",
+        ),
+        (
             CLASSIFICATION + HELD_OUT + '[checkpoint]\nenable = true\nkeep_best = "validation.acuracy"',
             'did you mean "validation.accuracy"?',
         ),

@@ -61,7 +61,7 @@ READING = [
     ("plain copies", '[training]\ndata_parallel_type = "ddp"', [], ["data_parallel_type", "replicate_degree"]),
     (
         "split points",
-        '[experimental]\npipeline_parallel_split_points = ["layers.4"]',
+        '[experimental]\npipeline_parallel_split_points = ["layers.9"]',
         [],
         ["split_points", "parallelism.module_fqns_per_model_part"],
     ),
@@ -206,12 +206,6 @@ CHECKING = [
         '[activation_checkpoint]\nmode = "none"\ncpu_offload = true',
         [],
         ["activation_checkpoint.cpu_offload", "recomputed"],
-    ),
-    (
-        "async without tensor parallelism",
-        "[parallelism]\nenable_async_tensor_parallel = true\n[compile]\nenable = true",
-        [],
-        ["enable_async_tensor_parallel", "needs tensor parallelism"],
     ),
     (
         "async without the compiler",

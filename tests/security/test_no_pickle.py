@@ -35,6 +35,7 @@ ALLOWED = {
     ("tests/checkpoint/test_folder.py", "torch.load"): "reads what it wrote, as users of exported weights do",
     ("tests/test_init.py", "all_gather_object"): "compares what its own ranks drew",
     ("tests/hostile_files.py", "pickle"): "writes the attacks",
+    ("tests/dcp_folders.py", "dcp.load"): "PyTorch's own load is the reference, of files that the tests have written",
 }
 """Every use that there is, and why: there is no other."""
 
@@ -86,4 +87,20 @@ def test_checkpoints_of_other_programs_have_one_reader_that_no_load_reaches() ->
     assert [name for name in texts if "legacy_child" in texts[name] and name != child] == ["shardtrain/hub/legacy.py"]
     assert [name for name in texts if "legacy.as_safetensors" in texts[name]] == ["shardtrain/hub/command.py"]
     text = "".join(text for name, text in texts.items() if name != child)
-    assert "weights_only=" not in text and "distributed.checkpoint" not in text and "FileSystemReader" not in text
+    assert "weights_only=" not in text and "FileSystemReader" not in text
+    # PyTorch's writer is used, and never its reader: what torch.distributed.checkpoint wrote is read as data
+    writer = ast.parse(texts["shardtrain/dcp/writing.py"])
+    imported = [ast.unparse(node) for node in ast.walk(writer) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert [line for line in imported if "distributed.checkpoint" in line] == [
+        "import torch.distributed.checkpoint as dcp",
+        "from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter",
+        "from torch.distributed.checkpoint.planner import WriteItem, WriteItemType",
+    ]
+    assert {
+        ast.unparse(n) for n in ast.walk(writer) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "dcp"
+    } == {
+        "dcp.save",
+        "dcp.api",
+    }
+    others = [name for name, text in texts.items() if "import torch.distributed.checkpoint" in text]
+    assert others == ["shardtrain/dcp/writing.py"]

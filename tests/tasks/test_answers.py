@@ -16,7 +16,7 @@ from tiny import assert_same_numbers, run_tiny, tiny_config, train_whole
 
 from shardtrain.config import Loaded
 from shardtrain.config.check import check
-from shardtrain.config.schema import Config, Task
+from shardtrain.config.schema import Config, Model, Task
 from shardtrain.data_tools import show
 from shardtrain.errors import DataError
 from shardtrain.tasks.kto import KTO, _groups
@@ -33,6 +33,10 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp_shard 2": (2, {"data_parallel_shard_degree": 2}, {"local_batch_size": 1}),
     "tp 2": (2, {"tensor_parallel_degree": 2, "disable_loss_parallel": True}, {}),
 }
+MIXTURE = {
+    "vocab_size": 512, "dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "moe_ffn_dim": 24,
+    "num_experts": 4, "balance_loss_coeff": 0.1,
+}  # fmt: skip
 CASES = [(task, mesh) for task in TASKS for mesh in MESHES if (task, mesh) != ("reward_model", "tp 2")]
 FIRST = [("kto", "accumulation 2"), ("kto", "dp_shard 2"), ("orpo", "tp 2"), ("reward_model", "dp_shard 2")]
 
@@ -59,6 +63,22 @@ def test_meshes_change_no_number(task: str, mesh: str, file: Path) -> None:
     alone = run_tiny(1, config(file, task), 4)[0]
     assert alone.losses[-1] != alone.losses[0]
     for result in run_tiny(ranks, config(file, task, parallelism=parallelism, training=training), 4):
+        assert_same_numbers(result, alone)
+
+
+@pytest.mark.parametrize("task", ["simpo", "kto"])
+def test_a_batch_without_a_row_adds_nothing_to_the_load_of_experts(task: str, tmp_path: Path) -> None:
+    """The last step of the data has a batch for the first rank, and for the second one that is there for it alone."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs()[: 9 if task == "kto" else 3]))
+
+    def of(local: int, ranks: int) -> Config:
+        training = {"on_data_end": "stop", "local_batch_size": local, "steps": 2}
+        found = config(path, task, training=training, parallelism={"data_parallel_shard_degree": ranks})
+        return dataclasses.replace(found, model=Model(name="mixtral", overrides=MIXTURE))
+
+    alone = run_tiny(1, of(2, 1), 2)[0]
+    for result in (*run_tiny(1, of(1, 1), 2), *run_tiny(2, of(1, 2), 2)):
         assert_same_numbers(result, alone)
 
 

@@ -155,7 +155,9 @@ def test_every_worker_process_sees_all_rows_of_a_shard(saved):
     assert [int(count) for count in loader] == [50] * 4
 
 
-@pytest.mark.parametrize("name", ["huggingface", "c4", "c4_mini", "c4_test", "alpaca", "openwebtext", "c4_validation"])
+@pytest.mark.parametrize(
+    "name", ["huggingface", "c4", "c4_mini", "c4_test", "alpaca", "openwebtext", "minipile", "c4_validation"]
+)
 def test_every_name_reads_a_local_copy_in_each_form(tmp_path, saved, name):
     save_jsonl(tmp_path / "lines" / "data.json")
     (tmp_path / "array.json").write_text(json.dumps(ROWS, indent=1))

@@ -1,0 +1,13 @@
+"""MiniPile: 1 million documents of The Pile, 3 GiB of parquet, downloaded unless data.streaming is set."""
+
+from __future__ import annotations
+
+from shardtrain.data.sources import Request, Shards, Table, huggingface
+from shardtrain.data.sources._hub import HubSet
+
+HUB = HubSet("JeanKaddour/minipile")
+
+
+def open_source(request: Request) -> Table | Shards:
+    """Open it from the hub, or a local copy where ``request.path`` is set; see huggingface.open_source."""
+    return huggingface.open_preset(request, HUB)

@@ -1,0 +1,292 @@
+"""A folder of torch.distributed.checkpoint, read as data: what its ``.metadata`` says, and its tensors, box by box."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain.checkpoint.manifest import ITEM_BYTES
+from shardtrain.checkpoint.tiling import check_tiling
+from shardtrain.dcp.pickled import MAX_BYTES, Made, Name, parse
+from shardtrain.errors import CheckpointError
+
+METADATA = ".metadata"
+_DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_TYPES = {f"torch.{name}" for name in ITEM_BYTES}
+_NAMES = {
+    *_TYPES,
+    *("torch.Size", "torch.device", "torch.serialization._get_layout", "collections.OrderedDict"),
+    *("pathlib.PosixPath", "pathlib._local.PosixPath"),
+    *(f"{_DCP}.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
+    *(f"{_DCP}.{kind}" for kind in ("Metadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex")),
+    *(f"{_DCP}.StorageMeta", f"{_FILES}._StorageInfo", f"{_FILES}._StoragePrefix"),
+}
+_STORAGES = {
+    f"torch.{kind}Storage": dtype
+    for kind, dtype in {
+        "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
+        "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
+    }.items()
+}  # fmt: skip
+_REBUILD = "torch._utils._rebuild_tensor_v2"
+_REBUILD_V3, _UNTYPED = "torch._utils._rebuild_tensor_v3", "torch.storage.UntypedStorage"
+_ITEM_NAMES = {*_STORAGES, *_TYPES, _REBUILD, _REBUILD_V3, _UNTYPED, "collections.OrderedDict"}
+_FILE = re.compile(r"[A-Za-z0-9_.=-]{1,200}")
+_MAX_DIMS, _MAX_SIZE, _MAX_NAME, _MAX_OBJECT = 16, 2**48, 1000, 2**24
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes of a file that hold one item, as torch.save writes it."""
+
+    file: str
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and where it lies."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """A tensor of the folder: its type, its whole shape, and boxes that cover it exactly once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class DcpFolder:
+    """See the module. ``tensors`` and ``objects`` are by the name that the state dict gave them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read and check the metadata of a folder.
+
+        Raises:
+            CheckpointError: when it has none, or they cannot be trusted, or a file is missing or shorter than they say.
+        """
+        self.folder, self._where = folder, f"{folder / METADATA}"
+        self.tensors: dict[str, DcpTensor] = {}
+        self.objects: dict[str, Place] = {}
+        self._read(parse(self._bytes(), _NAMES, self._where))
+        self._check_files()
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, whole, on the CPU; raises CheckpointError where a byte is not the one that was written."""
+        found = self.tensors[name]
+        whole = torch.empty(found.shape, dtype=getattr(torch, found.dtype))
+        for chunk in found.chunks:
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[box] = self._item(chunk.place, name, found.dtype, chunk.sizes)
+        return whole
+
+    def value(self, name: str) -> Any:
+        """A number, text, or tuple or list of them, that the state dict had beside its tensors; None for others."""
+        place = self.objects[name]
+        if place.length > _MAX_OBJECT:
+            return None
+        try:
+            described, _ = self._open(place, name)
+            return described if _is_plain(described) else None
+        except CheckpointError:
+            return None  # such as the state of another program's data loader, which nothing here needs
+
+    def _bytes(self) -> bytes:
+        path = self.folder / METADATA
+        try:
+            if path.stat().st_size > MAX_BYTES or not path.is_file():
+                raise CheckpointError(f"{path} is not a file of less than {MAX_BYTES} bytes; use another checkpoint")
+            return path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error.strerror}): a folder that torch.distributed.checkpoint has finished "
+                "has this file; name that folder, such as outputs/checkpoint/step-1000"
+            ) from None
+
+    def _read(self, whole: Any) -> None:
+        table = _state(whole, f"{_DCP}.Metadata", self._where)
+        described = _dict(table.get("state_dict_metadata"), self._where)
+        places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+        for index, info in _dict(table.get("storage_data"), self._where).items():
+            at = _state(index, f"{_DCP}.MetadataIndex", self._where)
+            offset = at.get("offset")
+            key = (at.get("fqn"), None if offset is None else _size(offset, self._where))
+            places[key] = self._place(info)  # type: ignore[index]
+        budget = 10_000_000  # of boxes: tables in a pickle may be shared, and few bytes describe many
+        for name, one in described.items():
+            if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+                raise self._bad("has a name of a tensor that is none")
+            kind = one.name if isinstance(one, Made) else None
+            if kind == Name(_DCP, "BytesStorageMetadata"):
+                if (name, None) not in places:
+                    raise self._bad(f"says nothing of where {name} lies")
+                self.objects[name] = places[name, None]
+                continue
+            facts = _state(one, f"{_DCP}.TensorStorageMetadata", self._where)
+            shape, dtype = _size(facts.get("size"), self._where), self._dtype(facts.get("properties"))
+            if math.prod(shape) * ITEM_BYTES[dtype] > _MAX_SIZE:
+                raise self._bad(f"has a shape of {name} that is too large")
+            chunks = []
+            for chunk in _list(facts.get("chunks"), self._where):
+                budget -= 1
+                box = _state(chunk, f"{_DCP}.ChunkStorageMetadata", self._where)
+                offsets, sizes = (_size(box.get(key), self._where) for key in ("offsets", "sizes"))
+                place = places.get((name, offsets))
+                if budget < 0 or place is None:
+                    raise self._bad(f"says nothing of where a part of {name} lies")
+                if math.prod(sizes):  # a rank without a part of a tensor may have written an empty one
+                    chunks.append(Chunk(offsets, sizes, place))
+            problem = (
+                check_tiling(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]) if math.prod(shape) else ""
+            )
+            if problem:
+                raise self._bad(f"has parts of {name} that {problem}")
+            self.tensors[name] = DcpTensor(dtype, shape, tuple(chunks))
+
+    def _dtype(self, properties: Any) -> str:
+        state = properties.state if isinstance(properties, Made) else None
+        first = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) else None
+        if not isinstance(first, Name) or first.module != "torch" or first.name not in ITEM_BYTES:
+            raise self._bad(f"has a tensor of a type that is none of {', '.join(ITEM_BYTES)}")
+        return first.name
+
+    def _place(self, info: Any) -> Place:
+        facts = _state(info, f"{_FILES}._StorageInfo", self._where)
+        file, begin, length = (facts.get(key) for key in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or not _FILE.fullmatch(file) or set(file) == {"."}:
+            raise self._bad(f"names the file {str(file)[:100]!r}, which is none beside it")
+        if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in (begin, length)):
+            raise self._bad("has a place in a file that is none")
+        if facts.get("transform_descriptors"):
+            raise self._bad("has tensors that were changed as they were written (extensions of its writer)")
+        return Place(file, begin, length)  # type: ignore[arg-type]
+
+    def _check_files(self) -> None:
+        every = [c.place for tensor in self.tensors.values() for c in tensor.chunks] + [*self.objects.values()]
+        ends: dict[str, int] = {}
+        for place in every:
+            ends[place.file] = max(ends.get(place.file, 0), place.begin + place.length)
+        for file, end in sorted(ends.items()):
+            path = self.folder / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; {METADATA} names it: copy the whole folder")
+            if path.stat().st_size < end:
+                raise CheckpointError(
+                    f"{path} has {path.stat().st_size} bytes, and {METADATA} speaks of {end}: it is cut"
+                )
+
+    def _item(self, place: Place, name: str, dtype: str, sizes: tuple[int, ...]) -> Tensor:
+        described, read = self._open(place, name)
+        where = self._part(place, name)
+        if not isinstance(described, Made) or str(described.name) not in (_REBUILD, _REBUILD_V3):
+            raise CheckpointError(f"{where} holds no tensor; use another checkpoint")
+        storage, offset, shape, strides = described.arguments[:4]
+        key, stored = storage if isinstance(storage, tuple) else ("", "")
+        if stored == "":  # of type uint8, and the tensor's type is told at its end
+            last = described.arguments[6] if len(described.arguments) > 6 else None
+            stored = last.name if isinstance(last, Name) and last.module == "torch" else ""
+        counts = [*shape, *strides, offset] if isinstance(shape, tuple) and isinstance(strides, tuple) else [-1]
+        if stored != dtype or shape != sizes or len(strides) != len(shape) or not all(_is_count(n) for n in counts):
+            raise CheckpointError(f"{where} is another tensor than {METADATA} describes; use another checkpoint")
+        data = read(key)
+        last_element = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        if (last_element + 1) * ITEM_BYTES[dtype] > len(data):
+            raise CheckpointError(f"{where} is shorter than its tensor; use another checkpoint")
+        flat = torch.frombuffer(data, dtype=getattr(torch, dtype))
+        return flat.as_strided(shape, strides, offset)
+
+    def _open(self, place: Place, name: str) -> tuple[Any, Any]:
+        """What one item describes, and a function that reads the storages that it speaks of."""
+        where = self._part(place, name)
+        try:
+            with open(self.folder / place.file, "rb") as file:
+                file.seek(place.begin)
+                archive = zipfile.ZipFile(io.BytesIO(file.read(place.length)))
+            members = {m.filename: m for m in archive.infolist()}
+            if any(m.compress_type != zipfile.ZIP_STORED or m.file_size > place.length for m in members.values()):
+                raise CheckpointError(f"{where} is compressed, which torch.save does not do; use another checkpoint")
+            (top,) = {n.partition("/")[0] for n in members}
+            order = archive.read(f"{top}/byteorder") if f"{top}/byteorder" in members else b"little"
+            if order != b"little":
+                raise CheckpointError(f"{where} was written big-endian; convert it on the machine that wrote it")
+
+            def storage(said: Any) -> tuple[str, str]:
+                kind, key = (said[1], said[2]) if isinstance(said, tuple) and len(said) == 5 else (None, None)
+                known = str(kind) in _STORAGES or str(kind) == _UNTYPED
+                if not isinstance(kind, Name) or not isinstance(key, str) or said[0] != "storage" or not known:
+                    raise ValueError("a storage is none")
+                return key, _STORAGES.get(str(kind), "")
+
+            def read(key: str) -> bytearray:
+                try:
+                    return bytearray(archive.read(f"{top}/data/{key}"))  # compares its CRC-32
+                except (zipfile.BadZipFile, KeyError, OSError, EOFError) as error:
+                    raise CheckpointError(f"{where} is damaged: {str(error)[:150]}; use another checkpoint") from None
+
+            return parse(archive.read(f"{top}/data.pkl"), _ITEM_NAMES, where, storage), read
+        except (zipfile.BadZipFile, KeyError, OSError, EOFError, ValueError, NotImplementedError) as error:
+            raise CheckpointError(f"{where} is damaged: {str(error)[:150]}; use another checkpoint") from None
+
+    def _part(self, place: Place, name: str) -> str:
+        return f"{self.folder / place.file}, bytes {place.begin} to {place.begin + place.length}, {name}:"
+
+    def _bad(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._where} {what}; use another checkpoint")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_SIZE
+
+
+def _is_plain(value: Any, depth: int = 4) -> bool:
+    if isinstance(value, list | tuple):
+        return depth > 0 and len(value) < 1000 and all(_is_plain(one, depth - 1) for one in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _state(value: Any, name: str, where: str) -> Mapping[str, Any]:
+    """The fields of a dataclass that a pickle would make."""
+    if not isinstance(value, Made) or str(value.name) != name:
+        raise CheckpointError(f"{where} has something else where a {name.rpartition('.')[2]} stands; use another one")
+    state = value.state
+    # a frozen dataclass with slots is set by a pair: its dict, and its slots
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+        state = state[1]
+    return state if isinstance(state, dict) else {}
+
+
+def _dict(value: Any, where: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} has no table of tensors; use another one")
+    return value
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise CheckpointError(f"{where} has a tensor without a list of its parts; use another one")
+    return value
+
+
+def _size(value: Any, where: str) -> tuple[int, ...]:
+    """A torch.Size, which is made of one tuple."""
+    if not isinstance(value, Made) or str(value.name) != "torch.Size":
+        raise CheckpointError(f"{where} has something else where a shape stands; use another one")
+    (counts,) = value.arguments if len(value.arguments) == 1 else ((-1,),)
+    if not isinstance(counts, tuple | list) or len(counts) > _MAX_DIMS or not all(_is_count(n) for n in counts):
+        raise CheckpointError(f"{where} has a shape that is none; use another one")
+    return tuple(counts)

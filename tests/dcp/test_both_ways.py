@@ -1,0 +1,157 @@
+"""Folders of torch.distributed.checkpoint in and out: bit for bit what PyTorch's own save wrote and load reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dcp_folders import GROUP, OVERRIDES, STEP, TOKENS, load, rows, save, saved_one, words
+from ranks import run_ranks
+from tiers import cases
+from tiny import tiny_config, train_whole
+from torch import Tensor
+
+from shardtrain import cli
+from shardtrain.checkpoint import manifest, weights_file
+from shardtrain.dcp import naming
+from shardtrain.dcp.stored import DcpFolder
+from shardtrain.models.layers import RotaryAngles, rotate, rotate_pairs
+
+OURS = {"tok_embeddings": "embed", "output": "head", "attention_norm": "attn_norm", "attention": "attn"}
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    stored = manifest.read(folder)
+    return {
+        name: torch.frombuffer(weights_file.whole_bytes(stored, folder, t), dtype=getattr(torch, t.dtype)).view(t.shape)
+        for name, t in stored.tensors.items()
+    }
+
+
+def our_name(theirs: str) -> str:
+    prefix = "optimizer." if theirs.startswith("optimizer.state.") else "model."
+    parts = theirs.removeprefix("optimizer.state.").replace("feed_forward", "ffn").split(".")
+    return prefix + ".".join(OURS.get(part, part) for part in parts)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert {name: t.dtype for name, t in one.items()} == {name: t.dtype for name, t in other.items()}
+
+
+@pytest.mark.parametrize("ranks", cases([2], nightly=[1, 4]))
+def test_what_pytorch_has_saved_comes_in_to_the_bit(ranks: int, tmp_path: Path) -> None:
+    expected = run_ranks(ranks, save, str(tmp_path / "step-3"))[0]
+    assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "step-3"), str(tmp_path / "ours"), *words()]) == 0
+    ours = {our_name(name): rows(name, tensor) for name, tensor in expected.items()}
+    same(tensors_of(tmp_path / "ours"), ours)
+    stored = manifest.read(tmp_path / "ours")
+    state = stored.facts["state"]
+    assert (stored.step, state["updates"], state["tokens_seen"], stored.facts["weights_only"]) == (
+        STEP,
+        STEP,
+        TOKENS,
+        False,
+    )
+
+
+@pytest.mark.parametrize("ranks", cases([2], nightly=[1, 4]))
+def test_what_comes_out_is_loaded_by_pytorch_to_the_bit(ranks: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": {"overrides": OVERRIDES}, "job": {"dump_folder": str(tmp_path / "run")}}
+    options["training"] = {"steps": 2, "local_batch_size": 1, "global_batch_size": 4}
+    options["checkpoint"] = {"enable": True, "interval": 2}
+    options["parallelism"] = {"data_parallel_shard_degree": ranks}
+    assert run_ranks(ranks, train_whole, tiny_config(**options))[0].error is None
+    step = tmp_path / "run/checkpoint/step-2"
+    assert cli.main(["checkpoint", "to-dcp", str(step), str(tmp_path / "theirs")]) == 0
+    found, counters, group = run_ranks(ranks, load, str(tmp_path / "theirs"))[0]
+    same({our_name(name): rows(name, tensor) for name, tensor in found.items()}, tensors_of(step))
+    assert counters == {"step": 2, "ntokens_seen": manifest.read(step).facts["state"]["tokens_seen"]}
+    assert {**group, "betas": tuple(group["betas"])} == {
+        **GROUP,
+        "eps": tiny_config().optimizer.eps,
+        "lr": tiny_config().optimizer.lr,
+    }
+
+
+def test_there_and_back_changes_nothing_but_what_a_folder_cannot_hold(tmp_path: Path) -> None:
+    folder = saved_one(tmp_path / "step-3")
+    main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]
+    assert cli.main(main) == 0
+    config = tmp_path / "run.toml"
+    config.write_text("".join(f"{word[2:].replace('=', ' = ')}\n" for word in words()))
+    assert cli.main(["checkpoint", "to-dcp", str(tmp_path / "ours"), str(tmp_path / "b"), f"--config={config}"]) == 0
+    before, after = DcpFolder(folder), DcpFolder(tmp_path / "b")
+    same({n: before.tensor(n) for n in before.tensors}, {n: after.tensor(n) for n in after.tensors})
+    assert {name: after.value(name) for name in after.objects if name.startswith("train_state")} == {
+        "train_state.step": STEP,
+        "train_state.ntokens_seen": TOKENS,
+    }
+
+
+@pytest.mark.parametrize("kind", naming.NAMINGS)
+def test_weights_alone_go_out_under_either_naming_and_come_back(kind: str, tmp_path: Path, capsys: Any) -> None:
+    folder = saved_one(tmp_path / "step-3")
+    ours = str(tmp_path / "ours")
+    assert cli.main(["checkpoint", "from-dcp", str(folder), ours, "--optimizer=false", *words()]) == 0
+    assert cli.main(["checkpoint", "to-dcp", ours, str(tmp_path / "out"), f"--names={kind}"]) == 0
+    assert "without the optimizer's state" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "out"), str(tmp_path / "back"), *words()]) == 0
+    assert cli.main(["checkpoint", "diff", ours, str(tmp_path / "back")]) in (0, 1)  # the name of the step differs
+    same(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "ours"))
+    assert f"named as by {kind}" in capsys.readouterr().out
+
+
+def test_rows_of_queries_and_keys_give_the_scores_of_pairs_that_lie_together() -> None:
+    """torchtitan turns (x_2i, x_2i+1), as complex numbers; after the reordering our turn gives the same products."""
+    torch.manual_seed(0)
+    heads, head_dim, positions = 2, 8, torch.arange(5).unsqueeze(0)
+    config = type("Config", (), {"head_dim": head_dim})()
+    names = naming.Naming(naming.TORCHTITAN, "llama3", config)
+    theirs = {w: torch.randn(heads * head_dim, 16, dtype=torch.float64) for w in ("wq", "wk")}
+    x_BTD = torch.randn(1, 5, 16, dtype=torch.float64)
+    angles = RotaryAngles(head_dim, 10000.0)(positions)
+
+    def scores(turn: Any, weights: dict[str, Tensor]) -> Tensor:
+        q, k = (turn((x_BTD @ weights[w].T).unflatten(-1, (heads, head_dim)), angles) for w in ("wq", "wk"))
+        return torch.einsum("btnh,bsnh->bnts", q, k)
+
+    ours = {w: names.to_ours(f"layers.0.attn.{w}.weight", tensor) for w, tensor in theirs.items()}
+    # the turn itself is computed in float32
+    torch.testing.assert_close(scores(rotate, ours), scores(rotate_pairs, theirs), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(names.to_theirs(f"layers.0.attn.{w}.weight", ours[w]), theirs[w]) for w in theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (words(num_layers=3), "9 missing: layers.2.attention_norm.weight"),
+        (words(num_layers=1), "has tensors that llama3 debugmodel has not: layers.1.attention"),
+        (words(ffn_dim=64), "layers.0.feed_forward.w1.weight [48, 32] in place of [64, 32]"),
+        (["--model.name=neox"], "is not neox debugmodel"),
+        ([*words(), "--optimizer=maybe"], "--optimizer=maybe: it is true or false"),
+    ],
+)
+def test_a_folder_of_another_model_is_refused_and_nothing_is_written(
+    options: list[str], told: str, tmp_path: Path, capfd: Any
+) -> None:
+    folder = saved_one(tmp_path / "step-3")
+    assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *options]) in (2, 5)
+    error = capfd.readouterr().err
+    assert told in error and len(error.strip().splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def test_a_folder_without_the_optimizer_gives_weights_and_says_so(tmp_path: Path, capfd: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+    from dcp_folders import TitanLlama
+
+    dcp.save({"model": TitanLlama().state_dict()}, checkpoint_id=tmp_path / "old", no_dist=True)  # as in v0.1
+    main = ["checkpoint", "from-dcp", str(tmp_path / "old")]
+    assert cli.main([*main, str(tmp_path / "a"), *words(), "--optimizer", "true"]) == 5
+    assert "no state of the optimizer: it holds none" in capfd.readouterr().err
+    assert cli.main([*main, str(tmp_path / "b"), *words()]) == 0
+    assert manifest.read(tmp_path / "b").facts["weights_only"] is True

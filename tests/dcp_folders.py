@@ -1,0 +1,144 @@
+"""A Llama under torchtitan's names, trained a little by PyTorch alone, and saved as torchtitan saves it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+OVERRIDES = {
+    "vocab_size": 260, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 48,
+}  # fmt: skip
+GROUP = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+STEP, TOKENS = 3, 1234
+
+
+class Block(nn.Module):
+    """The modules of a layer by their names; what it computes does not matter here, as long as all take part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        d, f = OVERRIDES["dim"], OVERRIDES["ffn_dim"]
+        kv = OVERRIDES["num_kv_heads"] * OVERRIDES["head_dim"]
+        linear = {"wq": (d, d), "wk": (d, kv), "wv": (d, kv), "wo": (d, d)}
+        self.attention = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in linear.items()})
+        linear = {"w1": (d, f), "w2": (f, d), "w3": (d, f)}
+        self.feed_forward = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in linear.items()})
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(d), nn.RMSNorm(d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, f = self.attention, self.feed_forward
+        y = self.attention_norm(x)
+        x = x + a["wo"](a["wq"](y) + (a["wk"](y) * a["wv"](y)).repeat(1, 2))
+        y = self.ffn_norm(x)
+        return x + f["w2"](f["w1"](y) * f["w3"](y))
+
+
+class TitanLlama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        d, v = OVERRIDES["dim"], OVERRIDES["vocab_size"]
+        self.tok_embeddings, self.norm = nn.Embedding(v, d), nn.RMSNorm(d)
+        self.layers = nn.ModuleDict({str(i): Block() for i in range(OVERRIDES["num_layers"])})
+        self.output = nn.Linear(d, v, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+def trained(seed: int, steps: int) -> tuple[TitanLlama, torch.optim.AdamW]:
+    """The model over all ranks, after some steps."""
+    torch.manual_seed(seed)
+    model = TitanLlama()
+    if dist.get_world_size() > 1:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), **GROUP)
+    for _ in range(steps):
+        model(torch.arange(50)).logsumexp(-1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As torchtitan v0.2 puts it together."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    return {
+        **get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=flat),
+        "train_state": {"step": STEP, "ntokens_seen": TOKENS},
+        "dataloader": {"dp_rank_0": b"\x80\x04N."},
+    }
+
+
+def save(rank: int, folder: str) -> dict[str, Tensor]:
+    """Save the state of all ranks; gives it whole."""
+    model, optimizer = trained(seed=0, steps=2)
+    dcp.save(state_dict(model, optimizer), checkpoint_id=folder)
+    return whole(model, optimizer)
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All tensors under the names that a folder has for them."""
+    full = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    states = get_optimizer_state_dict(model, optimizer, options=full)
+    found = {**get_model_state_dict(model, options=full), **{f"optimizer.{name}": t for name, t in states.items()}}
+    return {name: tensor.clone() for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+def load(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
+    """Load a folder with PyTorch's own load into other weights; gives the state, counters and a group."""
+    model, optimizer = trained(seed=1, steps=1)
+    state = state_dict(model, optimizer)
+    del state["dataloader"]
+    dcp.load(state, checkpoint_id=folder)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_model_state_dict(model, {k: v for k, v in state.items() if k not in ("optimizer", "train_state")})
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=flat)
+    group = {name: optimizer.param_groups[0][name] for name in GROUP}
+    return whole(model, optimizer), state["train_state"], group
+
+
+def words(**others: int) -> list[str]:
+    """The options that name this model to us, or one with other sizes."""
+    return [f"--model.overrides.{name}={json.dumps(value)}" for name, value in {**OVERRIDES, **others}.items()]
+
+
+def rows(name: str, tensor: Tensor) -> Tensor:
+    """Our order of the rows of wq and wk, written out: row i of a half is row 2i of theirs, of the other 2i + 1."""
+    if not tensor.dim() or not any(f".{w}.weight" in name for w in ("wq", "wk")):
+        return tensor
+    heads = []
+    for head in tensor.split(OVERRIDES["head_dim"]):
+        heads += [head[0::2], head[1::2]]
+    return torch.cat(heads)
+
+
+def saved_one(folder: Path) -> Path:
+    """The folder that one process saves, made in this one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        save(0, str(folder))
+    finally:
+        dist.destroy_process_group()
+    return folder
