@@ -13,10 +13,12 @@ from shardtrain.lora import lowbit
 from shardtrain.lora import spec as adapters
 from shardtrain.metrics.flops import count_model
 from shardtrain.parallel import BATCH_AXES, Mesh, Runner, world
+from shardtrain.parallel.distillation_runner import DistillationRunner
 from shardtrain.parallel.task_runner import with_loss
 from shardtrain.parallel.world import World
 from shardtrain.run import Run
 from shardtrain.state import TrainState
+from shardtrain.tasks.distillation import Distillation
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,11 @@ def build_model(config: Config, mesh: Mesh) -> Built:
     own = [name for name in names if name not in added]
     draws = init.plan(own, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers))) | added
     lowbit.take_out(model, module.LAYOUT, config.lora.base_dtype)
-    runner = with_loss(parallel.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape)), task.loss)
+    runner = parallel.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
+    if isinstance(task, Distillation):
+        runner = DistillationRunner(runner, task.mix, task.num_outputs(shape))
+    else:
+        runner = with_loss(runner, task.loss)
     runner.materialize(draws, config.debug.seed)
     return Built(task, module, shape, runner, names, num_params, flops, spec)
 
@@ -64,7 +70,7 @@ def build(config: Config, here: World) -> Run:
         accumulation=derived.accumulation_steps(config, here.size),
     )
     task.check(stream, built.module, built.shape)
-    reference.hold(task, config, mesh)
+    reference.hold(task, runner, config, mesh)
     world.check_agreement(stream.fingerprint, "the training data differ between ranks", mesh.device)
     total_steps = training.steps
     if training.epochs is not None and stream.steps_left is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain import data, init, models, optim, parallel, tasks
+from shardtrain import data, init, models, optim, parallel, reference, tasks
 from shardtrain.config import Loaded, derived, stages
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
@@ -25,6 +25,16 @@ from shardtrain.parallel import fake
 from shardtrain.run_folder import describe_model, describe_precision, versions
 from shardtrain.shards import local_tensor
 from shardtrain.units import format_bytes, format_count, format_seconds
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A model beside the one that learns: the bytes of its weights on this rank, and its forward pass."""
+
+    name: str
+    dtype: str
+    weight_bytes: int
+    traced: fake.Traced
 
 
 @dataclass(frozen=True)
@@ -45,12 +55,15 @@ class DryRun:
     gradient_bytes: int
     optimizer_bytes: int
     traced: fake.Traced
+    frozen: tuple[Frozen, ...] = ()
 
     @property
     def total_bytes(self) -> int:
         """Sum of all: an upper bound, because not all of them are largest at once."""
         states = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-        return states + self.traced.activations_bytes + self.traced.gathered_bytes
+        states += sum(one.weight_bytes for one in self.frozen)
+        passes = (self.traced, *(one.traced for one in self.frozen))
+        return states + sum(one.activations_bytes + one.gathered_bytes for one in passes)
 
 
 def main(loaded: Loaded, rank: int, size: int, notices: Sequence[str] = ()) -> Iterator[str]:
@@ -95,11 +108,29 @@ def build(config: Config, here: parallel.world.World) -> DryRun:
         bytes_of_parameters, bytes_of_states = _local_bytes(parameters), _local_bytes(states.values())
         bytes_of_gradients = _local_bytes(p for p in parameters if p.requires_grad)
         del optimizer, states
-        traced = fake.trace(runner, layout, mesh, config, _micro_batch(config), hidden)
+        traced = fake.trace(runner, layout, mesh, config, _micro_batch(config, task.sequences_per_row), hidden)
+    frozen = tuple(
+        _frozen(name, one, mesh, _micro_batch(config, task.sequences_per_row))
+        for name, one in reference.frozen_configs(task, config).items()
+    )
     place = {axis: mesh.rank(axis) for axis in mesh.sizes}
     batch = tuple(describe_model(config, mesh, num_params))
     states_bytes = (bytes_of_parameters, bytes_of_gradients, bytes_of_states)
-    return DryRun(mesh.sizes, place, batch, num_params, flops, held, *states_bytes, traced)
+    return DryRun(mesh.sizes, place, batch, num_params, flops, held, *states_bytes, traced, frozen)
+
+
+def _frozen(name: str, config: Config, mesh: parallel.Mesh, batch: data.Batch) -> Frozen:
+    task, module = tasks.open_task(config), models.find(config.model.name)
+    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    model = task.adapt(models.build(module, shape), module.LAYOUT)
+    runner = parallel.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
+    with fake.materialized(runner):
+        weight_bytes = _local_bytes(runner.parameters().values())
+        (part,) = runner.parts
+        part.eval().requires_grad_(False)
+        return Frozen(
+            name, config.training.dtype, weight_bytes, fake.trace_frozen(part, module.LAYOUT, mesh, config, batch)
+        )
 
 
 def report(run: DryRun, config: Config) -> list[str]:
@@ -158,6 +189,13 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
             ("FSDP buffers", traced.gathered_bytes, "most at once; parameters gathered, gradients on their way"),
         ]
         end = []
+    for one in run.frozen:
+        rows.append((one.name, one.weight_bytes, f"{one.dtype}, frozen; counted over the rank's shards"))
+        if one.traced.not_traced:
+            end.append(f"  pass of the {one.name}: not traced ({one.traced.not_traced}); the sum is without it")
+        else:
+            size = one.traced.activations_bytes + one.traced.gathered_bytes
+            rows.append(("its pass", size, "most at once; forward alone, with its logits and FSDP buffers"))
     rows.append(("sum", run.total_bytes, "upper bound; the allocator and the update need some more"))
     table = [f"  {name:<16}{format_bytes(size):>11}  {remark}" for name, size, remark in rows]
     return ["  memory of this rank", *table, *end]
@@ -186,10 +224,11 @@ def _local_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(local_tensor(tensor).nbytes for tensor in tensors)
 
 
-def _micro_batch(config: Config) -> data.Batch:
+def _micro_batch(config: Config, sequences_per_row: int = 1) -> data.Batch:
     """One forward and backward pass of this rank, before it is cut over context-parallel ranks; shapes alone count."""
     p, training = config.parallelism, config.training
     rows = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
+    rows *= sequences_per_row
     column = torch.zeros(rows, training.seq_len, dtype=torch.int64)
     return data.Batch(column, column, column, column[:, 0])
 

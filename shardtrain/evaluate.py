@@ -19,6 +19,7 @@ from torch import Tensor
 from shardtrain import data, moving, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, Validation
+from shardtrain.config.task_schema import OF_NEXT_TOKENS
 from shardtrain.errors import ConfigError, DataError, Problem
 from shardtrain.log import logger
 from shardtrain.parallel import BATCH_AXES, LOSS_AXES, Mesh, Runner, world
@@ -213,7 +214,7 @@ def open_stream(config: Config, mesh: Mesh) -> data.Stream:
     world.check_agreement(stream.fingerprint, "the validation data differ between ranks", mesh.device)
     v = config.validation
     when = f"{v.per_epoch} times an epoch" if v.per_epoch else f"every {v.freq} steps"
-    of = f"of {v.seq_len} tokens" if config.task.name == "language_model" else f"of up to {v.seq_len} tokens"
+    of = f"of {v.seq_len} tokens" if config.task.name in OF_NEXT_TOKENS else f"of up to {v.seq_len} tokens"
     logger.info(f"validation: {stream.num_samples} sequences {of}, {when} and at the last")
     return stream
 

@@ -35,9 +35,15 @@ def identity(config: Config) -> str:
         return f"seed {config.debug.seed}"
     if not config.checkpoint.initial_load_in_hf:
         return hashlib.sha256(manifest.read_bytes(start)).hexdigest()
-    folder, digest = Path(str(start)), hashlib.sha256()
+    folder = Path(str(start))
     if not is_hub_folder(folder):
         raise CheckpointError(f"{folder} holds no config.json; the run's first weights, its reference, are needed")
+    return of_folder(folder)
+
+
+def of_folder(folder: Path) -> str:
+    """What a Hugging Face folder is known by: names, sizes and both ends of its files of weights and of JSON."""
+    digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
         size = path.stat().st_size
         with open(path, "rb") as file:

@@ -1,15 +1,20 @@
-"""The weights that a run began with, frozen beside those that learn: what a task of preferences compares with.
+"""Frozen models beside the one that learns: the weights that a run began with, with which a task of preferences
+compares, and the teacher of a distillation.
 
-They are read again at every start, from ``checkpoint.initial_load_path``, or drawn again from the seed, and sharded as
-the model is. So they are no part of a checkpoint, and any mesh can continue a run. What ``first_weights.identity`` says
-is part of what the data are known by, so that a run continues with no other reference than its own.
+The first weights are read again at every start, from ``checkpoint.initial_load_path``, or drawn again from the seed; a
+teacher's are read from its folder. They are sharded as the model is. So they are no part of a checkpoint, and any mesh
+can continue a run. What ``first_weights`` says of them is part of what the data are known by, so that a run continues
+with no others than its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint import tensors as tensor_files
@@ -21,36 +26,62 @@ from shardtrain.errors import CheckpointError
 from shardtrain.first_weights import start_of
 from shardtrain.hub import importing
 from shardtrain.log import logger
-from shardtrain.parallel import Mesh
+from shardtrain.parallel import Mesh, Runner
+from shardtrain.parallel.distillation_runner import DistillationRunner
+from shardtrain.tasks.distillation import Distillation
+from shardtrain.units import format_count
 
 if TYPE_CHECKING:
     from shardtrain.building import Built
 
 
-def hold(task: Any, config: Config, mesh: Mesh) -> None:
-    """Give a task that needs it the frozen model (a collective); does nothing for others.
+def frozen_configs(task: Any, config: Config) -> dict[str, Config]:
+    """The frozen models that a task needs beside the one that learns, by what they are called; empty for most."""
+    if isinstance(task, Distillation):
+        return {"teacher": task.teacher()}
+    if getattr(task, "needs_reference", False):
+        # adapters begin by adding nothing, so what they are beside is what the run began with
+        parallelism = replace(config.parallelism, shard_optimizer_states=False)
+        return {"reference": replace(config, lora=replace(config.lora, enable=False), parallelism=parallelism)}
+    return {}
+
+
+def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
+    """Give a task that needs one its frozen model (a collective); does nothing for others.
 
     Raises:
-        CheckpointError: when the first weights are damaged, or of another model.
+        ConfigError: when a teacher's folder holds another model than it says.
+        CheckpointError: when the first weights or a teacher's are damaged, or of another model.
     """
-    if not getattr(task, "needs_reference", False):
-        return
     from shardtrain.building import build_model  # which holds one for every run that needs it
 
-    # adapters begin by adding nothing, so what they are beside is what the run began with
-    built = build_model(replace(config, lora=replace(config.lora, enable=False)), mesh)
-    start = start_of(config)
-    if start is not None:
-        _fill(built, config, start)
-    for part in built.runner.parts:
-        part.eval().requires_grad_(False)
-    task.reference = built.runner.parts[0]
-    logger.info(f"reference: {start or f'the weights drawn from debug.seed={config.debug.seed}'}, frozen")
+    for name, frozen in frozen_configs(task, config).items():
+        built = build_model(frozen, mesh)
+        for part in built.runner.parts:
+            part.eval().requires_grad_(False)
+        if name == "teacher":
+            assert isinstance(runner, DistillationRunner)
+            folder = Path(config.task.teacher_path)
+            together(partial(importing.fill, _tensors(built), folder, built.module, built.shape))
+            runner.teacher = built.runner.parts[0]
+            logger.info(
+                f"teacher: {folder}, {frozen.model.name} of {format_count(built.num_params)} parameters, frozen"
+            )
+            continue
+        start = start_of(config)
+        if start is not None:
+            _fill(built, config, start)
+        task.reference = built.runner.parts[0]
+        logger.info(f"reference: {start or f'the weights drawn from debug.seed={config.debug.seed}'}, frozen")
+
+
+def _tensors(built: Built) -> dict[str, Tensor]:
+    named = {**built.runner.parameters(), **built.runner.buffers()}
+    return {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in named.items()}
 
 
 def _fill(built: Built, config: Config, start: Place) -> None:
-    named = {**built.runner.parameters(), **built.runner.buffers()}
-    weights = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in named.items()}
+    weights = _tensors(built)
     if config.checkpoint.initial_load_in_hf:
         quantized = config.checkpoint.initial_load_in_hf_quantized
         resize = config.checkpoint.initial_load_resize_embeddings

@@ -13,6 +13,7 @@ from shardtrain import __version__, whole_file
 from shardtrain import config as configs
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
+from shardtrain.config.task_schema import OF_NEXT_TOKENS
 from shardtrain.errors import StorageError
 from shardtrain.masking import redact
 from shardtrain.parallel.mesh import BATCH_AXES, Mesh
@@ -73,7 +74,7 @@ def _describe_data(config: Config) -> str:
     )
     if staged:
         names += f", weights of {len(config.data.stages)} stages"
-    rows = f"packed by {_packing(config)}" if config.task.name == "language_model" else config.task.name
+    rows = f"packed by {_packing(config)}" if config.task.name in OF_NEXT_TOKENS else config.task.name
     return f"{names or config.training.dataset or 'rows of the task'}, {rows}"
 
 

@@ -34,6 +34,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM2-135M": ("llama2", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
     "Llama-3.2-1B": ("llama3-tied", WIDE),
     "Qwen3-0.6B": ("qwen3", {}),
+    "Qwen3-1.7B": ("qwen3", {"num_hidden_layers": 3}),
     "Qwen2.5-0.5B": ("qwen2", {}),
     "Mistral-7B-v0.1": ("mistral", WIDE),
 }
@@ -62,14 +63,19 @@ def rows_of(recipe: str) -> list[str]:
     return found[0].splitlines()
 
 
+def models_of(content: dict[str, Any]) -> list[str]:
+    """The folders of the hub that a recipe names."""
+    teacher = content.get("task", {}).get("teacher_path")
+    return [content["model"]["hf_assets_path"], *([teacher] if teacher else [])]
+
+
 def prepare(folder: Path, recipe: str) -> dict[str, Any]:
     """A working directory with what the recipe names: a model of the hub, and files of the rows of its page."""
     (folder / "data").mkdir(exist_ok=True)
     if not (folder / "recipes").exists():
         (folder / "recipes").symlink_to(ROOT / "recipes")
     content = tomllib.loads((ROOT / f"recipes/{recipe}.toml").read_text())
-    assets = folder / content["model"]["hf_assets_path"]
-    if not assets.exists():
+    for assets in (folder / path for path in models_of(content) if not (folder / path).exists()):
         family, fields = FOLDERS["SmolLM2-135M" if recipe in BEFORE else assets.name]
         save(build(family, vocab_size=352, **fields), assets)
         bpe_folder(assets, SPECIAL, bos_token="<s>", eos_token="</s>", chat_template=_template(assets.name))
@@ -116,7 +122,7 @@ def run_page(folder: Path, recipe: str) -> None:
     content = prepare(folder, recipe)
     for line in lines_of(recipe):
         if line.startswith("shardtrain data download"):  # stood in for by prepare
-            assert f"/{Path(content['model']['hf_assets_path']).name} " in line
+            assert any(f"/{Path(path).name} " in line for path in models_of(content))
         elif line.startswith("pip install"):  # tests do not change the environment that they run in
             continue
         else:

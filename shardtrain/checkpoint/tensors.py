@@ -175,6 +175,8 @@ def read_part(manifest: Manifest, folder: Place, name: str, wanted: Sequence[sli
         if shared is None:
             continue
         with contextlib.closing(files.open_stored(folder / manifest.files[chunk.file].name)) as reader:
+            if shared == box and chunk.sizes[1:] == box[1][1:]:  # whole rows of one piece: nothing to put together
+                return read_box(reader, chunk, stored.dtype, shared)
             part(tensor, shared, offsets).copy_(read_box(reader, chunk, stored.dtype, shared))
     return tensor
 
@@ -207,10 +209,10 @@ def read_box(reader: files.Reader, chunk: Chunk, dtype: str, wanted: Box) -> Ten
     if shape:
         first, rows = wanted[0][0] - chunk.offsets[0], wanted[1][0]
     row_bytes = item * torch.Size(shape[1:]).numel()
-    data = bytearray(rows * row_bytes)
-    if reader.read_into(memoryview(data), chunk.begin + first * row_bytes) != len(data):
+    data = torch.empty(rows * row_bytes, dtype=torch.uint8)  # filled at once, and not with zeros before
+    if reader.read_into(memoryview(data.numpy().data), chunk.begin + first * row_bytes) != len(data):
         raise CheckpointError("a file of the checkpoint became shorter while it was read; start again")
-    read_rows = torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape((rows, *shape[1:]) if shape else ())
+    read_rows = data.view(getattr(torch, dtype)).reshape((rows, *shape[1:]) if shape else ())
     begin = (wanted[0][0], *chunk.offsets[1:]) if shape else ()
     return part(read_rows, wanted, begin)
 

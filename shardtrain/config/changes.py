@@ -122,6 +122,11 @@ OPTIONS: dict[str, Class] = {
     "task.desirable_weight": "course",
     "task.undesirable_weight": "course",
     "task.group_size": "data",
+    "task.teacher_path": "free",  # what lies there has a fingerprint
+    "task.kd_ratio": "course",
+    "task.temperature": "course",
+    "task.divergence": "course",
+    "task.jsd_beta": "course",
     "task.chosen_field": "data",
     "task.rejected_field": "data",
     "task.test_dataset_path": "free",

@@ -41,6 +41,7 @@ from shardtrain.config.check_values import check_forms, check_ranges, check_step
 from shardtrain.config.load import MAX_PROBLEMS, Loaded
 from shardtrain.config.options import options
 from shardtrain.config.schema import Config
+from shardtrain.config.teacher import check_distillation
 from shardtrain.errors import Problem
 
 CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
@@ -64,6 +65,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_templates,
     check_validation,
     check_task,
+    check_distillation,
     check_tensor_parallel,
     check_sequence,
     check_layers,

@@ -13,6 +13,7 @@ from shardtrain.config.data_schema import DataSource
 from shardtrain.config.derived import packing_kind
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest, options
+from shardtrain.config.task_schema import OF_NEXT_TOKENS
 from shardtrain.errors import Problem
 
 SOURCES_FOLDER = Path(__file__).parent.parent / "data" / "sources"
@@ -217,7 +218,7 @@ def check_templates(loaded: Loaded) -> Iterator[Problem]:
             continue
         where = loaded.where(f"{option}.template")
         yield from _check_jinja(f"{option}.template", entries, where)
-        if task.name == "language_model" and form == "chat":
+        if task.name in OF_NEXT_TOKENS and form == "chat":
             known = ("system", "user", "assistant")
             unknown = [name for name in entries if name not in known]
             if unknown:
@@ -228,7 +229,7 @@ def check_templates(loaded: Loaded) -> Iterator[Problem]:
                 yield Problem(f"{option}.template", None, rule, "give both", where)
             continue
         read = {"text": (text_field,), "prompt_completion": (data.prompt_field, data.completion_field)}.get(form, ())
-        if task.name == "language_model" and not set(read) & set(entries):
+        if task.name in OF_NEXT_TOKENS and not set(read) & set(entries):
             rule = f"makes {', '.join(entries)}, and data.format {form} reads {' and '.join(read)}"
             yield Problem(f"{option}.template", None, rule, "name its entries as the columns that are read", where)
 

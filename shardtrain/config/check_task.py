@@ -13,11 +13,12 @@ from shardtrain.errors import ConfigError, Problem
 
 LANGUAGE_MODEL, CLASSIFICATION, PREFERENCE = "language_model", "classification", "preference"
 KTO, ORPO, SIMPO, REWARD_MODEL = "kto", "orpo", "simpo", "reward_model"
+DISTILLATION = "distillation"
 OF_PAIRS = (PREFERENCE, ORPO, SIMPO, REWARD_MODEL)
 WITH_REFERENCE = (PREFERENCE, KTO)
 NEW_HEAD = (CLASSIFICATION, REWARD_MODEL)
 """Tasks whose head takes the place of that to the vocabulary."""
-OF_TEXT = (LANGUAGE_MODEL, PREFERENCE, KTO, ORPO, SIMPO)
+OF_TEXT = (LANGUAGE_MODEL, DISTILLATION, PREFERENCE, KTO, ORPO, SIMPO)
 """Tasks whose model gives the next token."""
 _DEGREES = {
     "pipeline_parallel_degree": "cuts the model, and the loss of this task is computed on a whole one",
@@ -42,6 +43,7 @@ _OPTIONS = {
     ORPO: ("beta", "chosen_field", "rejected_field"),
     SIMPO: ("beta", "gamma", "chosen_field", "rejected_field"),
     REWARD_MODEL: ("chosen_field", "rejected_field"),
+    DISTILLATION: ("teacher_path", "kd_ratio", "temperature", "divergence", "jsd_beta"),
     KTO: ("beta", "label_field", "desirable_weight", "undesirable_weight", "group_size"),
 }
 
@@ -66,16 +68,17 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
         if degree not in facts.degrees and getattr(c.parallelism, degree) > 1:
             fix = "set it to 1: data-parallel axes shard any model"
             yield problem(loaded, f"parallelism.{degree}", f"{rule} ({c.task.name})", fix)
+    of_rows = c.task.name != DISTILLATION
     split = c.parallelism.tensor_parallel_degree > 1 and not c.parallelism.disable_loss_parallel
-    if split and "tensor_parallel_degree" in facts.degrees:
+    if of_rows and split and "tensor_parallel_degree" in facts.degrees:
         rule = "leaves each rank a part of the outputs, and a task of rows needs them whole"
         yield problem(loaded, "parallelism.disable_loss_parallel", rule, "set it to true")
     compiled = c.compile.enable and "model" in c.compile.components
-    if compiled and c.parallelism.tensor_parallel_degree > 1 and "tensor_parallel_degree" in facts.degrees:
+    if of_rows and compiled and c.parallelism.tensor_parallel_degree > 1 and "tensor_parallel_degree" in facts.degrees:
         # DTensor under dynamic shapes: torch 2.13's compiler recurses until Python ends it, in backward
         rule = "cannot compile split layers for rows of every length, as this task has them"
         yield problem(loaded, "compile.enable", rule, "set it to false, or tensor_parallel_degree to 1")
-    if c.data.sources:
+    if of_rows and c.data.sources:
         rule = "mixes documents, and a task of rows reads one dataset"
         yield Problem("data.sources", None, rule, "use training.dataset and dataset_path", loaded.where("data.sources"))
     own = _OPTIONS.get(c.task.name)

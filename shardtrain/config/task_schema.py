@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+OF_NEXT_TOKENS = ("language_model", "distillation")
+"""Tasks whose rows are documents, as [data] makes them; those of all others are read by the task."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,20 @@ class Task:
     """Column of the answer that was preferred, beside data.prompt_field (shardtrain)."""
     rejected_field: str = "rejected"
     """Column of the other one (shardtrain)."""
+    teacher_path: str = ""
+    """With distillation, the teacher: a Hugging Face folder whose vocabulary is the model's (shardtrain)."""
+    kd_ratio: float = 0.5
+    """With distillation, the teacher's share of the loss, above 0 and up to 1; the rest is cross-entropy with the data,
+    as torchtune's option of this name (shardtrain)."""
+    temperature: float = 1.0
+    """With distillation, what logits of both are divided by for the divergence, whose share of the loss is multiplied
+    by its square (shardtrain)."""
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """With distillation: KL of the student from the teacher, of the teacher from the student, or the generalised
+    Jensen-Shannon divergence (shardtrain)."""
+    jsd_beta: float = 0.5
+    """With distillation and jsd, the teacher's weight in the mixture that both are compared with: beta of GKD
+    (shardtrain)."""
     test_dataset_path: str | None = None
     """File or folder of the test set, read as validation.dataset (shardtrain)."""
     test_split: str = "test"

@@ -390,14 +390,14 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _refuse_token(words: Sequence[str]) -> None:
+def _refuse_token(words: Sequence[str], program: str = PROGRAM) -> None:
     if any(word.partition("=")[0].replace("-", "_") in ("__hf_token", "__token") for word in words):
         rule = "would show the token to everyone on this machine, and leave it in the shell's history"
         fix = "set the environment variable HF_TOKEN, or log in once with hf auth login"
         raise ConfigError(Problem("--hf_token", None, rule, fix))
     if any(word.startswith("hf_") for word in words):
         rule = "has a word that looks like a token"
-        raise ConfigError(Problem(PROGRAM, None, rule, "set the environment variable HF_TOKEN in its place"))
+        raise ConfigError(Problem(program, None, rule, "set the environment variable HF_TOKEN in its place"))
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from shardtrain import config as configs
 from shardtrain import data, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
+from shardtrain.config.task_schema import OF_NEXT_TOKENS
 from shardtrain.data.batch import Batch
 from shardtrain.data.loader import SOURCE_BITS
 from shardtrain.data.opening import tokenizer_of
@@ -94,7 +95,7 @@ def main(words: list[str]) -> int:
     first = (taken.own.get("--step", 1) - 1) * batch_size
     color = sys.stdout.isatty() and not config.metrics.disable_color_printing
     found, count = False, min(taken.own.get("--rows", 3), batch_size)
-    if config.task.name != "language_model":
+    if config.task.name not in OF_NEXT_TOKENS:
         for row, tokenizer in task_rows(config, first, count):
             found = True
             print(json.dumps(asdict(row)) if "--json" in taken.own else render_row(row, tokenizer, color))

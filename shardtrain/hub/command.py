@@ -72,28 +72,69 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def export_main(words: Sequence[str]) -> int:
-    """``shardtrain export FROM --to HF_DIR``; gives the exit status."""
+    """``shardtrain export FROM --to HF_DIR [--push ORG/NAME]``; gives the exit status."""
     parser = Arguments("shardtrain export", "Write the weights of a checkpoint as a Hugging Face folder, and check it.")
     where = "a step-N folder, a run's folder (its newest good step), or a Hugging Face folder"
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
-    parser.add_argument("--to", type=Path, required=True, metavar="HF_DIR", help="a new folder")
+    parser.add_argument("--to", type=Path, metavar="HF_DIR", help="a new folder")
     types = "type of all weights (default: what each has where the model came from)"
     parser.add_argument("--dtype", choices=DTYPES, default="", help=types)
     parser.add_argument("--shard_gigabytes", type=float, default=5.0, help="largest file, in 10^9 bytes")
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied (default: the run's)")
     parser.add_argument("--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)")
     parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as PEFT opens them")
-    parser.add_argument("--base_model", default="", help="what adapter_config.json names as the model (the run's own)")
+    base = "what adapter_config.json and the card name as the model (the run's own)"
+    parser.add_argument("--base_model", default="", help=base)
     parser.add_argument("--check", choices=CHECKS, default="auto", help="see docs/hub.md")
+    parser.add_argument("--card", action="store_true", help="write README.md, a model card of the run")
+    hub = "upload the folder, with a card, to this repository of the Hugging Face Hub (token: HF_TOKEN)"
+    parser.add_argument("--push", default="", metavar="ORG/NAME", help=hub)
+    parser.add_argument("--private", action="store_true", help="with --push, create a private repository")
+    overwrite = "with --push, replace a card in the repository that somebody wrote or changed"
+    parser.add_argument("--overwrite_card", action="store_true", help=overwrite)
+    _refuse_token(words)
     found = parser.read(list(words))
     if found is None:
+        return 0
+    for option in ("private", "overwrite_card"):
+        if getattr(found, option) and not found.push:
+            raise ConfigError(Problem(f"--{option}", True, "has no effect without --push", "name the repository there"))
+    push = None
+    if found.push:
+        from shardtrain.hub.pushing import Push
+
+        push = Push(found.push, found.private, found.overwrite_card)
+    status = _to_folder(found, push)
+    if push is not None and status == 0:
+        address = push.send(found.to or found.checkpoint)
+        print(f"{address} holds them; every file was compared with its hash there")
+    return status
+
+
+def _refuse_token(words: Sequence[str]) -> None:
+    from shardtrain.data_tools.download import _refuse_token as refuse
+
+    refuse(words, "shardtrain export")
+
+
+def _to_folder(found: Any, push: Any) -> int:
+    """Write the folder, unless FROM is one that is sent as it is; gives the exit status."""
+    from shardtrain.hub import card
+    from shardtrain.hub.opening import is_hub_folder
+
+    is_folder = is_hub_folder(found.checkpoint) or (found.checkpoint / "adapter_config.json").is_file()
+    if found.to is None:
+        if push is None or not is_folder:
+            raise ConfigError(Problem("--to", None, "is needed: the folder that is written", "name a new one"))
         return 0
     if not 0.001 <= found.shard_gigabytes <= 1000:
         raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must lie between 0.001 and 1000; use 5")
     if found.to.exists():
+        of = "" if is_folder else _identity(found, step_of(found.checkpoint, found.config))
+        if push is not None and of and card.exported(found.to) == of:
+            print(f"{found.to} holds this checkpoint already")
+            return 0
         raise ConfigError(f"{found.to} exists; give a new folder")
-    from shardtrain.hub.opening import is_hub_folder
-
     if not is_hub_folder(found.checkpoint):
         return _export(found, found.checkpoint)
     from shardtrain.hub import importing
@@ -106,6 +147,25 @@ def export_main(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=found.to.parent, prefix=f"{found.to.name}.tmp-") as folder:
         importing.to_checkpoint(found.checkpoint, Path(folder) / "step-0")
         return _export(found, Path(folder) / "step-0")
+
+
+def _identity(found: Any, checkpoint: Path) -> str:
+    from shardtrain.hub import card
+
+    return card.identity(checkpoint, found.dtype, found.shard_gigabytes, found.adapter, str(found.tokenizer or ""))
+
+
+def _write_card(found: Any, checkpoint: Path, source: Any) -> None:
+    """Put README.md into the new folder, where it is asked for and none came with the model."""
+    from shardtrain.checkpoint import files
+    from shardtrain.hub import card
+
+    if not (found.card or found.push) or (found.to / card.CARD).exists():
+        return
+    name = found.push.rpartition("/")[2] or found.to.resolve().name
+    made = card.of_checkpoint(checkpoint, name, source, found.base_model, found.adapter)
+    files.write_whole(found.to / card.CARD, made.text(_identity(found, checkpoint)).encode())
+    print(f"{found.to / card.CARD}: a model card of what is known; add what it is for")
 
 
 def _export(found: Any, path: Path) -> int:
@@ -123,7 +183,9 @@ def _export(found: Any, path: Path) -> int:
         from shardtrain.lora.command import export_adapter
 
         base = found.base_model or str(options.get("base") or "")
-        return export_adapter(checkpoint, found.to, module, config, base, found.dtype or "float32")
+        status = export_adapter(checkpoint, found.to, module, config, base, found.dtype or "float32")
+        _write_card(found, checkpoint, None)
+        return status
     if FACT in manifest.read(checkpoint).facts:
         rule = "holds adapters and no model"
         raise ConfigError(f"{checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)")
@@ -150,6 +212,7 @@ def _export(found: Any, path: Path) -> int:
         print(f"no tokenizer is among them: {why}; copy it there, or give --tokenizer")
     if found.check != "weights":
         _check_logits(wanted, found.check == "logits")
+    _write_card(found, checkpoint, begun)
     return 0
 
 

@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,10 @@ class Writer:
         if not box:
             return self.read_part(self._made_of[name][0][0], ())
         rows, rest = box[0], box[1:]
+        ours, piece = self._made_of[name][0]
+        whole = piece.theirs[0]
+        if len(self._made_of[name]) == 1 and piece.ours == piece.theirs and whole.start == 0 == piece.ours[0].start:
+            return self.read_part(ours, box)  # the same tensor under another name
         block = torch.empty([part.stop - part.start for part in box], dtype=self.dtype_of(self._made_of[name][0][0]))
         for ours, piece in self._made_of[name]:
             whole, experts = piece.theirs[0], len(piece.ours) - len(piece.theirs)
@@ -187,7 +192,8 @@ class Writer:
 def export(wanted: Export) -> list[str]:
     """Write the folder, read it back, and give its files; when this returns every weight in it was compared.
 
-    A block of rows is in memory at a time. What is written is renamed into place when it is whole and equal.
+    A block of rows is in memory at a time. The checkpoint's own hashes are checked meanwhile, in a thread. What is
+    written is renamed into place when it is whole and equal.
 
     Raises:
         ConfigError: when ``output`` exists, or the model has no form in this format.
@@ -197,14 +203,18 @@ def export(wanted: Export) -> list[str]:
     if wanted.output.exists():
         raise ConfigError(f"{wanted.output} exists; give a new folder")
     writer = Writer(wanted)
-    writer.check_source()
     temporary = wanted.output.with_name(f"{wanted.output.name}.tmp-{secrets.token_hex(6)}")
     try:
         temporary.mkdir(parents=True)
-        for file in writer.files:
-            writer.write_weights(temporary, file)
-        writer.write_rest(temporary)
-        _compare(temporary, writer)
+        with ThreadPoolExecutor(1, "export-check") as pool:
+            checked = pool.submit(writer.check_source)
+            try:
+                for file in writer.files:
+                    writer.write_weights(temporary, file, lambda: _stop_if_damaged(checked))
+                writer.write_rest(temporary)
+                _compare(temporary, writer)
+            finally:
+                checked.result()  # a damaged checkpoint is the cause of whatever else went wrong
         files.sync_folder(temporary)
         files.rename(temporary, wanted.output)
     except OSError as error:
@@ -212,6 +222,11 @@ def export(wanted: Export) -> list[str]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(path.name for path in wanted.output.iterdir())
+
+
+def _stop_if_damaged(checked: Future[None]) -> None:
+    if checked.done():
+        checked.result()
 
 
 def config_fields(wanted: Export) -> dict[str, Any]:

@@ -124,6 +124,12 @@ def read_part(
     name: str, box: tuple[slice, ...], translation: Translation, weights: HubWeights, dtype: torch.dtype
 ) -> Tensor:
     """A box of one of our tensors, on the CPU."""
+    found = [(piece, both) for piece in translation.pieces_of(name) if (both := _overlap(piece, box)) is not None]
+    if len(found) == 1:
+        piece, (theirs, place) = found[0]
+        sizes = [part.stop - part.start for part in box]
+        if [part.stop - part.start for part in place if isinstance(part, slice)] == sizes:  # all of it is there
+            return weights.read(piece.name, theirs).reshape(sizes).to(dtype)
     tensor = torch.zeros([part.stop - part.start for part in box], dtype=dtype)
     _fill(tensor, name, box, translation, weights)
     return tensor

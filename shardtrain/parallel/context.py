@@ -19,6 +19,7 @@ from shardtrain.attention import mixing
 from shardtrain.attention.scores import Scores, scores_of
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
+from shardtrain.config.task_schema import OF_NEXT_TOKENS
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches
 from shardtrain.parallel.attention import gathered_attention, ring_attention, ulysses_attention
@@ -102,7 +103,7 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
     broken, axis, option = None, AXIS, "parallelism.context_parallel_degree"
     if split and layout.context:
         broken = mixing.outside_of_cores(model, layout)
-    if broken is None and dealt and config.task.name == "language_model":  # other tasks may take the first token
+    if broken is None and dealt and config.task.name in OF_NEXT_TOKENS:  # other tasks may take the first token
         broken, axis, option = mixing.outside_of_gathered(model, layout), "tp", "parallelism.tensor_parallel_degree"
     if broken:
         rule = f"splits sequences, and the model {broken.rule}"

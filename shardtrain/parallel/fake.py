@@ -148,6 +148,17 @@ def trace(runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: Bat
         return Traced(not_traced=f"shapes depend on data, in {getattr(error, 'func', error)}")
 
 
+def trace_frozen(part: nn.Module, layout: Layout, mesh: Mesh, config: Config, batch: Batch) -> Traced:
+    """The forward pass alone of a whole model that learns nothing: as ``trace``, without gradients."""
+    try:
+        tokens_Bt, _, positions_Bt = context.cut(batch, mesh, config)
+        with _watched(part, layout) as (_, done), torch.no_grad():
+            part(tokens_Bt, positions_Bt)
+        return Traced(done.most, done.gathered, done.layers_traced, done.layers)
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        return Traced(not_traced=f"shapes depend on data, in {getattr(error, 'func', error)}")
+
+
 def _trace_stages(
     runner: pipeline.PipelineRunner, layout: Layout, mesh: Mesh, config: Config, batch: Batch, hidden: int
 ) -> Traced:

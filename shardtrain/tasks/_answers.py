@@ -110,6 +110,8 @@ class AnswerTask(TextTask):
 class PairTask(AnswerTask):
     """A task of pairs of answers; outputs are rewards (B, 2), of the chosen one first, and what else a loss needs."""
 
+    sequences_per_row = 2
+
     def read_rows(self, split: str) -> _files.FileRows[Pair]:
         """Read the files of a split; raises what ``_files.read`` does."""
         section, _ = _files.section_of(self.config, split)

@@ -61,6 +61,7 @@ class KTO(AnswerTask):
         super().__init__(config)
         task = config.task
         self._size, self._beta = task.group_size, task.beta
+        self.sequences_per_row = task.group_size
         self._weights = (task.undesirable_weight, task.desirable_weight)
 
     def read_rows(self, split: str) -> _files.FileRows[Group]:

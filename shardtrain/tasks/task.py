@@ -96,6 +96,8 @@ class RowTask:
 
     num_labels: int = 0
     """Rows of the model's head, which takes the place of that to the vocabulary; 0 leaves the model as it is."""
+    sequences_per_row: int = 1
+    """Sequences of a row that the model computes with gradients, for a dry run."""
     tokens_per_target: float = 1.0
     """Tokens that the model computes per target, on average, for the count of FLOPs."""
 

@@ -31,7 +31,8 @@ def main(asked: Request) -> None:
         log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console)
         mesh = parallel.build(config, here)
         built = build_model(config, mesh)
-        reference.hold(built.task, config, mesh)
+        if isinstance(built.task, tasks.RowTask):  # a teacher takes no part in what is measured
+            reference.hold(built.task, built.runner, config, mesh)
         logger.info(f"testing the weights of {load(built, config, asked.checkpoint)}")
         files: dict[str, str | None] = {}
         for name in sets_of(config):

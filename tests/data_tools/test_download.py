@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import http.server
 import io
-import json
 import logging
 import os
 import re
@@ -20,133 +17,18 @@ from pathlib import Path
 import huggingface_hub
 import patience
 import pytest
+from hub_server import COMMIT, FILES, LARGE, TOKEN, WEIGHTS, FakeHub, Handler, served
 from huggingface_hub import constants
 
 from shardtrain.data_tools import download
 from shardtrain.errors import ConfigError, DataError, ShardtrainError, StorageError
 
 ROOT = Path(__file__).parents[2]
-TOKEN = "hf_canary0123456789abcdef"
-COMMIT = "c0ffee" + "0" * 34
-WEIGHTS = bytes(range(256)) * 3000
-FILES = {
-    "tokenizer.json": b'{"model": {}}',
-    "tokenizer_config.json": b"{}",
-    "original/tokenizer.model": b"AA== 0\n",
-    "config.json": b'{"hidden_size": 8}',
-    "model.safetensors": WEIGHTS,
-    "README.md": b"# readme",
-}
-LARGE = ("model.safetensors", "original/tokenizer.model")
-
-
-class FakeHub(http.server.ThreadingHTTPServer):
-    """A hub on loopback; ``fault(handler, path)`` may answer in its place and give True."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files = dict(FILES)
-        self.requests: list[tuple[str, str, dict[str, str]]] = []
-        self.fault = lambda handler, path: False
-        self.cdn: str | None = None
-        self.closing = False
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def fetched(self) -> list[str]:
-        """Files of which the content was asked for."""
-        return [path.rpartition("/")[2] for method, path, _ in self.requests if method == "GET" and "/resolve/" in path]
-
-    def close(self) -> None:
-        self.closing = True
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that leave early are part of the tests."""
-
-    def facts(self) -> list[dict[str, object]]:
-        found = []
-        for name, content in self.files.items():
-            one = {"rfilename": name, "size": len(content), "blobId": blob(content)}
-            if name in LARGE:
-                digest = hashlib.sha256(content).hexdigest()
-                one["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}
-            found.append(one)
-        return found
-
-
-def blob(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: FakeHub
-
-    def log_message(self, *arguments: object) -> None:
-        """Nothing."""
-
-    def do_GET(self) -> None:
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        self.server.requests.append((self.command, self.path, headers))
-        if self.server.fault(self, self.path):
-            return
-        if self.path.startswith("/api/models/"):
-            facts = {"id": "org/name", "sha": COMMIT, "siblings": self.server.facts()}
-            return self.give(json.dumps(facts).encode())
-        name = self.path.partition("?")[0].split("/resolve/", 1)[1].split("/", 1)[1]
-        content = self.server.files[name]
-        etag = hashlib.sha256(content).hexdigest() if name in LARGE else blob(content)
-        if self.server.cdn:
-            size = {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{etag}"'}
-            location = f"{self.server.cdn}/x/resolve/y/{name}?signature=secretsignature"
-            return self.refuse(302, Location=location, X_Repo_Commit=COMMIT, **size)
-        self.give(content, X_Repo_Commit=COMMIT, ETag=f'"{etag}"')
-
-    do_HEAD = do_GET
-
-    def give(self, content: bytes, told: int | None = None, **headers: str) -> bool:
-        start = int(self.headers.get("Range", "bytes=0-")[6:-1])
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str((told or len(content)) - start))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content[start:])
-        return True
-
-    def refuse(self, status: int, **headers: str) -> bool:
-        self.send_response(status)
-        for name, value in {"Content-Length": "0", **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        return True
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    server = FakeHub()
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setenv("NO_PROXY", "*")
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
-        monkeypatch.delenv(name, raising=False)
-    # the library has read its environment when it was imported
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "home" / "token"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
-    # no test waits out a pause of the library's, between tries
-    pause = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: pause(min(seconds, 0.01)))
-    getattr(huggingface_hub, "close_session", lambda: None)()  # it has the proxies of when it was opened
-    yield server
-    server.close()
+    yield from served(monkeypatch, tmp_path)
 
 
 def run(folder: Path, *words: str) -> int:

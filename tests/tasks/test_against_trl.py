@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from against import BATCH, SEQ_LEN, assert_close, in_order, options, ours, pairs, theirs
+from against import BATCH, SEQ_LEN, assert_close, folder, in_order, options, ours, pairs, theirs
+from hub_folders import build, save
 from tiers import cases
 from tiny import Ended
 
@@ -26,6 +32,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import trl  # noqa: E402
 from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer  # noqa: E402
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
+from trl.experimental.gkd import GKDTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
 
 BETA = 0.3
@@ -142,6 +149,47 @@ def of_conversations() -> Both:
     return found, theirs(lambda model, tokenizer: sft(model, tokenizer, data))
 
 
+@functools.cache
+def teacher() -> Path:
+    """Another Llama with the tokenizer of the one that learns."""
+    place = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "teacher"
+    shutil.copytree(folder(), place, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    rows = json.loads((folder() / "config.json").read_text())["vocab_size"]
+    return save(build("llama3-tied", seed=7, vocab_size=rows, hidden_size=48), place)
+
+
+def of_distillation() -> Both:
+    """Cross-entropy and the divergence of their GKD, mixed; T^2 is ours."""
+    rows, place = pairs(), teacher()
+    task = {"teacher_path": str(place), "kd_ratio": 0.7, "temperature": 2.0, "divergence": "jsd", "jsd_beta": 0.3}
+    packing = {"format": "prompt_completion", "packing": "padded"}
+    found = ours(rows, task={"name": "distillation", **task}, data=packing)
+    data = in_order(rows, found, ("prompt", "completion"))
+
+    def make(model: Any, tokenizer: Any) -> Any:
+        import torch
+        import transformers
+        from torch.nn import functional as F
+
+        other = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+
+        class Distilled(SFTTrainer):
+            def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+                labels = inputs["labels"][:, 1:]
+                given = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+                student = model(**given).logits[:, :-1]
+                with torch.no_grad():
+                    theirs = other(**given).logits[:, :-1]
+                loss = F.cross_entropy(student.flatten(0, 1), labels.flatten())
+                divergence = GKDTrainer.generalized_jsd_loss(student, theirs, labels, beta=0.3, temperature=2.0)
+                return 0.3 * loss + 0.7 * 2.0**2 * divergence
+
+        args = options(trl.SFTConfig, max_length=None, per_device_train_batch_size=BATCH, completion_only_loss=True)
+        return Distilled(model, args=args, train_dataset=data, processing_class=tokenizer)
+
+    return found, theirs(make)
+
+
 CASES: dict[str, Callable[[], Both]] = {
     "dpo": of_dpo,
     "kto": of_kto,
@@ -152,6 +200,7 @@ CASES: dict[str, Callable[[], Both]] = {
     "reward model": of_a_reward_model,
     "packed rows": of_packed_rows,
     "conversations": of_conversations,
+    "distillation": of_distillation,
 }
 
 

@@ -1,0 +1,149 @@
+"""Speed and memory of ``shardtrain import`` and ``export`` beside ``from_pretrained`` and ``save_pretrained``.
+
+    python benchmarks/hub_transfer.py [--rounds 3] [--out benchmarks/results/hub_transfer.json]
+
+A Llama of 2 GiB in bfloat16, random weights in files of 500 MB, is taken by four commands in turn, ``--rounds`` times
+interleaved: import and export of ours, and of transformers a process that opens the folder (``load``) and one that
+opens it and saves it (``load_save``), so that theirs too ends with a folder on the disk. Each is a process of its own.
+``seconds`` count it all; ``anonymous_mib`` is the largest RssAnon, sampled 50 times a second. Ours hash every byte,
+flush files to the disk and, in an export, read back and compare each weight; theirs do none of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+LAYERS, DIM, FFN, VOCAB, KEYS, SHARD_BYTES = 16, 2048, 8192, 49152, 512, 500 * 10**6
+LOAD = """
+import sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+assert all(not p.is_meta for p in model.parameters())
+if len(sys.argv) > 2:
+    model.save_pretrained(sys.argv[2], max_shard_size="500MB")
+"""
+
+
+def write_model(folder: Path) -> tuple[int, int]:
+    """A folder as they are published; gives the bytes of all tensors and those of the largest file."""
+    folder.mkdir()
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, DIM)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        shapes |= {f"{prefix}.self_attn.{name}_proj.weight": (DIM, DIM) for name in "qo"}
+        shapes |= {f"{prefix}.self_attn.{name}_proj.weight": (KEYS, DIM) for name in "kv"}
+        shapes |= {f"{prefix}.mlp.{name}_proj.weight": (FFN, DIM) for name in ("gate", "up")}
+        shapes |= {f"{prefix}.mlp.down_proj.weight": (DIM, FFN), f"{prefix}.input_layernorm.weight": (DIM,)}
+        shapes |= {f"{prefix}.post_attention_layernorm.weight": (DIM,)}
+    shapes |= {"model.norm.weight": (DIM,)}
+    shares: list[list[str]] = [[]]
+    size, sizes = 0, []
+    for name, shape in shapes.items():
+        count = 2 * torch.Size(shape).numel()
+        if size + count > SHARD_BYTES:
+            sizes.append(size)
+            shares.append([])
+            size = 0
+        shares[-1].append(name)
+        size += count
+    sizes.append(size)
+    generator, index = torch.Generator().manual_seed(0), {}
+    for number, share in enumerate(shares, 1):
+        file = f"model-{number:05d}-of-{len(shares):05d}.safetensors"
+        tensors = {name: torch.randn(shapes[name], generator=generator).mul_(0.02).bfloat16() for name in share}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(share, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": DIM,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 32, "num_key_value_heads": KEYS // 64,
+        "intermediate_size": FFN, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return sum(sizes), max(sizes)
+
+
+def measure(words: list[str]) -> tuple[float, int]:
+    """Run a command; its seconds and its largest RssAnon in MiB."""
+    started, peak = time.monotonic(), 0
+    with open(os.devnull, "w") as nothing:
+        process = subprocess.Popen([sys.executable, *words], stdout=nothing, stderr=subprocess.PIPE)
+    while process.poll() is None:
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+        except OSError:
+            break
+        peak = max([peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))])
+        time.sleep(0.02)
+    assert process.stderr is not None
+    if process.wait(timeout=60):
+        raise SystemExit(f"{' '.join(words)} failed\n{process.stderr.read().decode()[-2000:]}")
+    return time.monotonic() - started, round(peak / 1024)
+
+
+def processor() -> str:
+    """What the system calls its processor."""
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0].partition(':')[2].strip()}, {os.cpu_count()} threads" if names else platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found: dict[str, dict[str, list[Any]]] = {}
+    loads = []
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        total, largest = write_model(root / "hf")
+        os.sync()
+        cli, bound = ["-m", "shardtrain"], ["--shard_gigabytes", "0.5", "--check", "weights"]
+        commands = {
+            "import": [*cli, "import", str(root / "hf"), "--to", str(root / "checkpoint"), "--check", "weights"],
+            "load": ["-c", LOAD, str(root / "hf")],
+            "export": [*cli, "export", str(root / "checkpoint"), "--to", str(root / "back"), *bound],
+            "load_save": ["-c", LOAD, str(root / "hf"), str(root / "saved")],
+        }
+        for _ in range(options.rounds):
+            for word, command in commands.items():
+                loads.append(round(os.getloadavg()[0], 2))
+                seconds, anonymous = measure(command)
+                kept = found.setdefault(word, {"seconds": [], "anonymous_mib": []})
+                kept["seconds"].append(round(seconds, 1))
+                kept["anonymous_mib"].append(anonymous)
+                print(word, round(seconds, 1), "s", anonymous, "MiB", "load", loads[-1], flush=True)
+            for made in ("checkpoint", "back", "saved"):
+                shutil.rmtree(root / made)
+    result = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "processor": processor(),
+        "threads_of_torch": os.environ.get("OMP_NUM_THREADS", "default"),
+        "load_averages": loads,
+        "model_mib": round(total / 2**20),
+        "largest_file_mib": round(largest / 2**20),
+        **{word: {**kept, "median_seconds": statistics.median(kept["seconds"])} for word, kept in found.items()},
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The next token of each token, learned from data and from a teacher: a frozen, usually larger model on the same mesh.
+
+The loss is a mix of cross-entropy and of the divergence of the teacher's distribution and the model's, at each target
+token, summed over tokens and divided once by those of the whole step (``distillation_loss.py`` has the formulas). The
+teacher reads the rows as they are: it writes none of its own (GKD with ``lmbda`` 0, Agarwal et al. 2023). It costs the
+memory of its weights, sharded as the model is (``reference.py``), and of its logits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardtrain import data, first_weights, models
+from shardtrain.config.schema import Config
+from shardtrain.config.teacher import OPTION, teacher_config
+from shardtrain.data.feed import digest
+from shardtrain.distillation_loss import Mix
+from shardtrain.errors import ConfigError, Problem
+from shardtrain.log import logger
+from shardtrain.tasks.language_model import LanguageModel
+
+METRICS = {"loss": "min", "perplexity": "min"}
+DEGREES = ("tensor_parallel_degree", "context_parallel_degree")
+
+
+class Distillation(LanguageModel):
+    """See the module."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        task = config.task
+        self.mix = Mix(task.kd_ratio, task.temperature, task.divergence, task.jsd_beta)
+
+    def teacher(self) -> Config:
+        """The configuration of the teacher's model; raises ConfigError where its folder holds none."""
+        found = teacher_config(self.config)
+        if isinstance(found, Problem):
+            raise ConfigError(found)
+        return found
+
+    def open_stream(self, **options: Any) -> data.Stream:
+        """See ``data.open_stream``; a run continues with no other teacher than its own."""
+        stream = super().open_stream(**options)
+        known = first_weights.of_folder(Path(self.config.task.teacher_path))
+        stream.files = {**stream.files, "teacher": known}
+        stream.fingerprint = digest(stream.fingerprint, known)
+        return stream
+
+    def check(self, stream: data.Stream, module: ModuleType, shape: Any) -> None:
+        """Refuse data, a model and a teacher that do not fit together; raises ConfigError."""
+        super().check(stream, module, shape)
+        teacher, path = self.teacher(), self.config.task.teacher_path
+        its = models.find(teacher.model.name)
+        its_shape = models.shape_of(its, teacher.model.flavor, teacher.model.overrides, teacher.model.norm_type)
+        if stream.masks_documents:
+            try:
+                models.check_documents(its, teacher.model.name)
+            except ConfigError as error:
+                rule = "holds a model that cannot keep packed documents apart"
+                fix = 'set data.packing = "padded", or data.document_mask = "off"'
+                raise ConfigError(Problem(OPTION, path, rule, fix)) from error
+        rows, theirs = (int(getattr(one, "vocab_size", 0) or 0) for one in (shape, its_shape))
+        if 0 < theirs < stream.vocab:
+            rule = f"has rows for {theirs} ids, and the tokenizer {stream.vocab}"
+            raise ConfigError(Problem(OPTION, path, rule, "use a teacher with the model's own tokenizer"))
+        if rows and theirs and rows != theirs:
+            logger.info(
+                f"teacher: {theirs} rows of vocabulary, and the model {rows}: compared over the first "
+                f"{min(rows, theirs)}, among which are the tokenizer's {stream.vocab} ids"
+            )
+
+
+Task = Distillation

@@ -1,0 +1,275 @@
+"""Distillation: one loss on every mesh, a teacher that never moves, and folders that cannot teach refused early."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_folders import build, save
+from ranks import run_ranks
+from tiers import cases
+from tiny import Ended, assert_bitwise, assert_same_numbers, run_tiny, tiny_config, train_whole
+from tiny_tokenizers import bpe_folder
+
+from shardtrain.config import Loaded
+from shardtrain.config.check import check
+from shardtrain.config.schema import Config, Parallelism, Task
+from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.tasks.distillation import Distillation
+
+pytest.importorskip("transformers")
+
+
+@functools.cache
+def teacher(family: str = "qwen3", seed: int = 0, **fields: Any) -> Path:
+    """A folder of a teacher with 512 rows of vocabulary, as many as the student has, unless said otherwise."""
+    place = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / family
+    return save(build(family, seed, **{"vocab_size": 512, **fields}), place)
+
+
+def config(folder: Path | None = None, task: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    found = tiny_config(
+        **({"job": {"dump_folder": str(folder)}} if folder is not None else {}),
+        model={"overrides": {"num_layers": 2}},
+        **sections,
+    )
+    given = {"name": "distillation", "teacher_path": str(teacher()), "temperature": 2.0, **(task or {})}
+    return dataclasses.replace(found, task=Task(**given))
+
+
+MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "tp 2": (2, {"tensor_parallel_degree": 2}, {}),
+    "dp_shard 2": (2, {"data_parallel_shard_degree": 2}, {}),
+    "cp 2": (2, {"context_parallel_degree": 2}, {}),
+    "tp 2, whole logits": (2, {"tensor_parallel_degree": 2, "disable_loss_parallel": True}, {}),
+    "dp_replicate 2, split states": (2, {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True}, {}),
+    "dp_shard 2 x tp 2": (4, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}, {}),
+}
+
+
+@functools.cache
+def alone() -> Any:
+    return run_tiny(1, config(training={"local_batch_size": 8}), 4)[0]
+
+
+@pytest.mark.parametrize("mesh", cases(list(MESHES)[:3], nightly=list(MESHES)[3:]))
+def test_meshes_change_no_number(mesh: str) -> None:
+    ranks, parallelism, training = MESHES[mesh]
+    for result in run_tiny(ranks, config(parallelism=parallelism, training=training), 4):
+        assert_same_numbers(result, alone())
+
+
+SMALL = {"vocab_size": 512, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+         "num_experts": 4, "top_k": 2, "moe_ffn_dim": 16}  # fmt: skip
+
+
+@pytest.mark.nightly(by="tests/tasks/test_distillation.py::test_meshes_change_no_number")
+@pytest.mark.parametrize(
+    ("model", "folder", "parallelism"),
+    [
+        ({"name": "qwen3_moe", "flavor": "debugmodel_moe"}, "qwen3", {"expert_parallel_degree": 2}),
+        ({"name": "qwen3_moe", "flavor": "debugmodel_moe"}, "mixtral", {"expert_parallel_degree": 2}),
+        ({}, "deepseek_v3", {"tensor_parallel_degree": 2}),
+    ],
+)
+def test_experts_on_either_side_change_no_number(
+    model: dict[str, Any], folder: str, parallelism: dict[str, Any]
+) -> None:
+    found = config(task={"teacher_path": str(teacher(folder))})
+    if model:
+        found = dataclasses.replace(found, model=dataclasses.replace(found.model, **model, overrides=SMALL))
+    expected = run_tiny(1, found, 2)[0]
+    on_ranks = dataclasses.replace(found, parallelism=dataclasses.replace(found.parallelism, **parallelism))
+    assert not check(Loaded(on_ranks)), check(Loaded(on_ranks))
+    for result in run_tiny(2, on_ranks, 2):
+        assert_same_numbers(result, expected)
+
+
+def train(config: Config, ranks: int = 1, stop_after: int | None = None) -> Ended:
+    ended: Ended = run_ranks(ranks, train_whole, config, stop_after)[0]
+    return ended
+
+
+def test_a_continued_run_has_the_teacher_that_it_began_with(tmp_path: Path) -> None:
+    moved = save(build("qwen3", vocab_size=512), tmp_path / "copy")
+    checkpoint, steps = {"enable": True, "interval": 2}, {"steps": 4}
+    whole = train(config(tmp_path / "whole", checkpoint=checkpoint, training=steps))
+    parted = config(tmp_path / "parted", checkpoint=checkpoint, training=steps)
+    train(parted, stop_after=2)
+    same = dataclasses.replace(parted, task=dataclasses.replace(parted.task, teacher_path=str(moved)))
+    rest = train(same)  # the same bytes elsewhere
+    assert rest.error is None, rest.error
+    assert rest.losses == whole.losses[2:]
+    assert_bitwise(rest.weights, whole.weights)
+    other = config(
+        tmp_path / "parted", {"teacher_path": str(teacher(seed=1))}, checkpoint=checkpoint, training={"steps": 6}
+    )
+    refused = train(other)
+    assert isinstance(refused.error, ConfigError) and "teacher differ" in str(refused.error)
+
+
+def test_a_teacher_held_in_bfloat16_gives_the_numbers_of_one_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is the type of the arithmetic: what is cast once is what would be cast in each pass."""
+    found = config(training={"mixed_precision_param": "bfloat16"})
+    half = run_tiny(1, found, 2)[0]
+    whole_config = Distillation.teacher
+
+    def in_float32(task: Distillation) -> Config:
+        teacher = whole_config(task)
+        assert teacher.training.dtype == "bfloat16"
+        return dataclasses.replace(teacher, training=dataclasses.replace(teacher.training, dtype="float32"))
+
+    monkeypatch.setattr(Distillation, "teacher", in_float32)
+    assert run_tiny(1, found, 2)[0].losses == half.losses
+
+
+def test_validation_is_of_the_student_alone_and_a_step_tells_both_parts(tmp_path: Path) -> None:
+    from tiny import text_file
+
+    validation = {
+        "enable": True, "freq": 2, "dataset": "text", "dataset_path": text_file(), "seq_len": 64, "steps": 2,
+        "local_batch_size": 2,
+    }  # fmt: skip
+    one = config(tmp_path, {"kd_ratio": 0.25}, training={"steps": 2}, validation=validation)
+    assert train(one, ranks=2).error is None
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for step in steps:
+        mixed = 0.75 * step["cross_entropy"] + 0.25 * 4 * step["divergence"]
+        assert step["loss"] == pytest.approx(mixed, rel=1e-5) and step["divergence"] > 0.01
+    found = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
+    # a random byte in 512: near log 512 = 6.24 at first, where the mix is another number
+    assert found["loss"] == pytest.approx(steps[-1]["cross_entropy"], abs=1.0)
+    assert abs(found["loss"] - steps[-1]["loss"]) > abs(found["loss"] - steps[-1]["cross_entropy"])
+    assert found["perplexity"] == pytest.approx(torch.tensor(found["loss"]).exp().item(), rel=1e-4)
+
+
+def test_a_student_learns_what_its_teacher_knows(tmp_path: Path) -> None:
+    """From the teacher alone, on rows that say nothing of it: the divergence falls, which cross-entropy need not."""
+    one = config(tmp_path, {"kd_ratio": 1.0, "temperature": 1.0}, training={"steps": 12})
+    assert train(one).error is None
+    divergences = [json.loads(line)["divergence"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert divergences[-1] < 0.75 * divergences[0]
+
+
+def test_a_teacher_of_an_architecture_that_only_transformers_has(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    ended = train(config(tmp_path / "run", {"teacher_path": str(tmp_path / "gpt2")}, training={"steps": 2}))
+    assert ended.error is None, ended.error
+    assert ended.losses[-1] < ended.losses[0]
+
+
+def test_adapters_learn_from_a_teacher(tmp_path: Path) -> None:
+    one = config(
+        tmp_path,
+        training={"steps": 4},
+        lora={"enable": True, "rank": 4, "random_base": True},
+        checkpoint={"enable": True},
+    )
+    ended = train(one)
+    assert ended.error is None, ended.error
+    assert ended.losses[-1] < ended.losses[0]
+
+
+def told(broken: Config) -> list[str]:
+    return [str(problem) for problem in check(Loaded(broken))]
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    one = config()
+    assert not told(one)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/config.json").write_text('{"model_type": "martian"}')
+    cases = [
+        ({"teacher_path": ""}, {}, "must name the teacher's Hugging Face folder"),
+        ({"teacher_path": str(tmp_path / "empty")}, {}, "has no config.json"),
+        ({"teacher_path": str(tmp_path / "odd")}, {}, "neither this package nor transformers has"),
+        ({"kd_ratio": 0.0}, {}, "task.kd_ratio=0.0 must be above 0 and at most 1"),
+        ({"temperature": 0.0}, {}, "task.temperature=0.0 must be above 0"),
+        ({"divergence": "jsd", "jsd_beta": 1.0}, {}, "must lie between 0 and 1"),
+        ({"jsd_beta": 0.2}, {}, 'has no effect with task.divergence = "forward_kl"'),
+        ({}, {"pipeline_parallel_degree": 2}, "cuts the model"),
+        ({"teacher_path": str(teacher(num_attention_heads=2, num_key_value_heads=1))}, {"tensor_parallel_degree": 2},
+         "KV heads of model qwen3"),
+        ({"teacher_path": str(teacher(vocab_size=640))}, {"tensor_parallel_degree": 2},
+         "has 640 rows of its vocabulary and the model 512"),
+    ]  # fmt: skip
+    for task, parallelism, expected in cases:
+        broken = dataclasses.replace(
+            one, task=dataclasses.replace(one.task, **task), parallelism=Parallelism(**parallelism)
+        )
+        found = told(broken)
+        assert any(expected in line for line in found), (expected, found)
+        assert all("\n" not in line for line in found)
+    plain = dataclasses.replace(one, task=Task(name="preference", teacher_path=str(teacher())))
+    found = [str(one) for one in check(Loaded(plain, {"task.teacher_path": "command line"}))]
+    assert any('is read by task.name = "distillation" alone' in line for line in found), found
+
+
+def test_tokenizers_that_give_an_id_to_another_token_are_refused(tmp_path: Path) -> None:
+    """Each token of the model's must be the teacher's; that may have more, and another file for the same."""
+    names = ("<s>", "</s>", "<pad>")
+    for name in ("own", "same", "more", "other"):
+        bpe_folder(tmp_path / name, names, bos_token="<s>")
+    file = tmp_path / "more/tokenizer.json"
+    more = json.loads(file.read_text())
+    more["added_tokens"].append({**more["added_tokens"][0], "id": len(more["model"]["vocab"]), "content": "<extra>"})
+    file.write_text(json.dumps(more))
+    file = tmp_path / "same/tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=1))
+    file = tmp_path / "other/tokenizer.json"
+    changed = json.loads(file.read_text())
+    vocab = changed["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.get)[40:42]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(changed))
+    for name in ("own", "same", "more", "other"):
+        save(build("qwen3", vocab_size=512), tmp_path / name)
+
+    def lines(own: str, its: str) -> list[str]:
+        one = config(task={"teacher_path": str(tmp_path / its)})
+        assets = own if own == "bytes" else str(tmp_path / own)
+        return told(dataclasses.replace(one, model=dataclasses.replace(one.model, hf_assets_path=assets)))
+
+    assert not lines("own", "own") and not lines("own", "same") and not lines("own", "more")
+    (line,) = lines("own", "other")
+    assert "has another vocabulary than" in line and "id 40 is" in line
+    (line,) = lines("more", "own")
+    assert "'<extra>' here and nothing there" in line
+    (line,) = lines("bytes", "own")
+    assert "ids are bytes here" in line
+
+
+def test_a_teacher_with_too_few_rows_or_damaged_weights_is_refused(tmp_path: Path) -> None:
+    few = train(config(tmp_path / "few", {"teacher_path": str(teacher(vocab_size=128))}))
+    assert isinstance(few.error, ConfigError) and "has rows for 128 ids" in str(few.error)
+    place = save(build("qwen3", vocab_size=512), tmp_path / "cut")
+    file = place / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    cut = train(config(tmp_path / "run", {"teacher_path": str(place)}))
+    assert isinstance(cut.error, CheckpointError) and "is cut short" in str(cut.error)
+
+
+def test_packed_documents_are_kept_apart_in_both_or_refused(tmp_path: Path) -> None:
+    import transformers
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "a b", "completion": f" {i}"}) + "\n" for i in range(40)))
+    data = {"format": "prompt_completion", "packing": "first_fit"}
+    training = {"dataset": "jsonl", "dataset_path": str(rows), "steps": 2, "on_data_end": "repeat"}
+    assert train(config(tmp_path / "apart", data=data, training=training)).error is None
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    broken = config(tmp_path / "run", {"teacher_path": str(tmp_path / "gpt2")}, data=data, training=training)
+    assert any("keeps documents in one row apart" in line for line in told(broken)), told(broken)
+    ended = train(broken)
+    assert isinstance(ended.error, ConfigError) and "cannot keep packed documents apart" in str(ended.error)
