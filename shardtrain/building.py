@@ -32,6 +32,7 @@ class Built:
     names: list[str]
     num_params: int
     flops_per_token: int
+    adapters: adapters.Spec | None = None
 
 
 def build_model(config: Config, mesh: Mesh) -> Built:
@@ -39,7 +40,7 @@ def build_model(config: Config, mesh: Mesh) -> Built:
     task, module = tasks.open_task(config), models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
-    added = adapters.adapt(model, module, shape, config.lora)
+    spec, added = adapters.adapt(model, module, shape, config.lora, bool(task.num_labels))
     num_params, flops = count_model(model, module.LAYOUT, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
     own = [name for name in names if name not in added]
@@ -51,7 +52,7 @@ def build_model(config: Config, mesh: Mesh) -> Built:
     else:
         runner = with_loss(runner, task.loss)
     runner.materialize(draws, config.debug.seed)
-    return Built(task, module, shape, runner, names, num_params, flops)
+    return Built(task, module, shape, runner, names, num_params, flops, spec)
 
 
 def build(config: Config, here: World) -> Run:
@@ -76,5 +77,5 @@ def build(config: Config, here: World) -> Run:
         total_steps = stream.steps_left
     flops = built.flops_per_token * task.tokens_per_target
     run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, built.num_params, flops)
-    run.names = tuple(built.names)
+    run.names, run.adapters = tuple(built.names), built.adapters
     return run

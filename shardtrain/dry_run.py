@@ -93,7 +93,7 @@ def build(config: Config, here: parallel.world.World) -> DryRun:
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     model, layout = task.adapt(models.build(module, shape), module.LAYOUT), module.LAYOUT
-    added = adapters.adapt(model, module, shape, config.lora)
+    _, added = adapters.adapt(model, module, shape, config.lora, bool(task.num_labels))
     num_params, flops = count_model(model, layout, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
     own = [name for name in names if name not in added]

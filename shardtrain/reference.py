@@ -84,7 +84,8 @@ def _fill(built: Built, config: Config, start: Place) -> None:
     weights = _tensors(built)
     if config.checkpoint.initial_load_in_hf:
         quantized = config.checkpoint.initial_load_in_hf_quantized
-        together(lambda: importing.fill(weights, Path(str(start)), built.module, built.shape, quantized))
+        resize = config.checkpoint.initial_load_resize_embeddings
+        together(lambda: importing.fill(weights, Path(str(start)), built.module, built.shape, quantized, resize))
         return
 
     def verify() -> None:

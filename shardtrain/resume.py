@@ -20,8 +20,7 @@ from shardtrain.errors import CheckpointError
 from shardtrain.hub import importing
 from shardtrain.log import logger
 from shardtrain.lora import base, peft
-from shardtrain.lora.linear import is_adapter
-from shardtrain.lora.spec import FACT
+from shardtrain.lora.spec import FACT, Spec
 from shardtrain.parallel import BATCH_AXES, Runner
 
 if TYPE_CHECKING:
@@ -58,7 +57,8 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     options = run.config.checkpoint
     path, start, lora = checkpoints.to_continue(), derived.initial_weights(run.config), run.config.lora
     if lora.enable:
-        base.load(run, checkpoints)
+        assert run.adapters is not None
+        run.lora = base.load(run.config, run.runner, run.adapters, run.mesh.device, checkpoints)
         start = lora.initial_load_path
     initial = path is None and options.enable and start is not None
     if initial:
@@ -119,19 +119,25 @@ def _load_hub(run: Run, folder: Place) -> None:
     model, quantized = run.config.model, run.config.checkpoint.initial_load_in_hf_quantized
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    tensors = weights(run)
+    tensors, resize = weights(run), run.config.checkpoint.initial_load_resize_embeddings
     if tasks.open_task(run.config).num_labels:
         head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
         logger.info(f"the head of {run.config.task.name} is not in the folder, and starts anew")
-    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized))
+    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized, resize))
     logger.info(f"starting from the weights of {folder}")
 
 
 def weights(run: Run) -> dict[str, Tensor]:
     """Everything of a model that a checkpoint holds: parameters and buffers by name, or the adapters alone."""
-    whole = everything(run)
-    return {name: whole[name] for name in whole if is_adapter(name)} if run.config.lora.enable else whole
+    return held_by(run.adapters, everything(run))
+
+
+def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of the tensors of a model, with the prefix of checkpoints, those that one of such adapters holds."""
+    if adapters is None:
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if adapters.holds(name.removeprefix(WEIGHTS_PREFIX))}
 
 
 def everything(run: Run) -> dict[str, Tensor]:

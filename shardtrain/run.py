@@ -13,6 +13,7 @@ from shardtrain.checkpoint.background import Saving
 from shardtrain.config.schema import Config
 from shardtrain.goodput.ledger import Ledger
 from shardtrain.guards.guard import Guard
+from shardtrain.lora.spec import Spec
 from shardtrain.parallel import Mesh, Runner
 from shardtrain.phases import Phases
 from shardtrain.state import TrainState
@@ -39,6 +40,7 @@ class Run:
     guard: Guard = field(default_factory=Guard)
     names: tuple[str, ...] = ()
     """Of all parameters of the whole model, in its order."""
+    adapters: Spec | None = None
     lora: dict[str, Any] = field(default_factory=dict)  # what checkpoints say of adapters, see lora/base.py
     stop_word: float = 0.0
     """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""

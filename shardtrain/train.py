@@ -17,7 +17,20 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from shardtrain import agreement, data, ending, heartbeat, log, model_check, moving, optim, profiling, schedule
+from shardtrain import (
+    agreement,
+    data,
+    documents_apart,
+    ending,
+    heartbeat,
+    log,
+    model_check,
+    models,
+    moving,
+    optim,
+    profiling,
+    schedule,
+)
 from shardtrain import config as configs
 from shardtrain.building import build
 from shardtrain.checkpoint.folder import Checkpoints
@@ -79,6 +92,11 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
         run = build(config, here)
         run.phases = phases
         resume(run, checkpoints)
+        if run.stream.masks_documents:
+            documents_apart.check(run.runner.parts[0], models.find(config.model.name), run.mesh)
+            teacher = getattr(run.runner, "teacher", None)
+            if hasattr(teacher, "hf"):
+                documents_apart.check(teacher, models.find("transformers"), run.mesh)
         run.ledger = Ledger(None if here.rank else folder, phases, run.state.step, here.size)
         ending.expect(run, checkpoints)
         if config.checkpoint.create_seed_checkpoint:

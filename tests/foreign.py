@@ -66,9 +66,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("MixtralForCausalLM", {**_SMALL, "num_key_value_heads": 2, "num_local_experts": 2}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            **_SMALL,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "attn_implementation": "eager",
+        },
+    ),
 }
 """fused weights and learned positions (gpt2, opt), norms of 1 + w and tied ends (gemma2), biases (phi), norms of heads
-(qwen3), relative positions (t5), experts (mixtral)."""
+(qwen3), relative positions (t5), experts (mixtral), experts with weights (experts, inputs, outputs) (gpt_oss)."""
 
 
 @functools.cache

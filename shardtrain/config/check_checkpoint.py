@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardtrain.config.check_values import any_of, problem
+from shardtrain.config.folder_model import NAME as TRANSFORMERS
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
 from shardtrain.config.task_file import read_task_file
@@ -55,6 +56,8 @@ def _check_hub(loaded: Loaded) -> Iterator[Problem]:
     if options.initial_load_in_hf and options.initial_load_path is None and model.hf_assets_path == "bytes":
         rule = "needs a folder, and neither checkpoint.initial_load_path nor model.hf_assets_path names one"
         yield problem(loaded, begins, rule, "set checkpoint.initial_load_path")
+    if options.initial_load_resize_embeddings:
+        yield from _check_resized(loaded)
     if options.initial_load_in_hf_quantized and not options.initial_load_in_hf:
         rule = "has no effect without checkpoint.initial_load_in_hf"
         yield problem(loaded, "checkpoint.initial_load_in_hf_quantized", rule, f"set {begins} = true, or remove it")
@@ -91,3 +94,23 @@ def checkpoint_notes(loaded: Loaded) -> list[str]:
         for name, (is_off, switch) in waits.items()
         if options.enable and is_off and loaded.is_set(name)
     ]
+
+
+def _check_resized(loaded: Loaded) -> Iterator[Problem]:
+    """New rows are said to be wanted, can be read, and are trained."""
+    c, option = loaded.config, "checkpoint.initial_load_resize_embeddings"
+    if not c.checkpoint.initial_load_in_hf:
+        rule = "is for the weights of a Hugging Face folder"
+        yield problem(loaded, option, rule, "set checkpoint.initial_load_in_hf = true, or remove it")
+    if c.model.name == TRANSFORMERS:
+        rule = f"does not resize a network of model.name={TRANSFORMERS}, whose sizes are those of its folder"
+        fix = "save the folder with resize_token_embeddings of transformers, or use a model file of this package"
+        yield problem(loaded, option, rule, fix)
+    elif "vocab_size" not in c.model.overrides:
+        rule = "needs the number of rows that the model is to have"
+        yield problem(loaded, option, rule, "set model.overrides.vocab_size to the tokenizer's number of ids")
+    saved = {name.rpartition(".")[2] for name in c.lora.modules_to_save}
+    if c.lora.enable and not saved & {"embed", "embed_tokens", "head", "lm_head"}:
+        rule = "adds rows that nothing would train: adapters leave the embedding as it is"
+        fix = 'set lora.modules_to_save = ["embed_tokens", "lm_head"], as PEFT asks for them'
+        yield problem(loaded, option, rule, fix)

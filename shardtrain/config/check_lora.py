@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardtrain.config import derived
 from shardtrain.config.check_model import model_shape
-from shardtrain.config.check_task import NEW_HEAD, WITH_REFERENCE
+from shardtrain.config.check_task import WITH_REFERENCE
 from shardtrain.config.check_values import problem
 from shardtrain.config.load import Loaded
 from shardtrain.errors import Problem
@@ -26,6 +26,7 @@ def check_lora(loaded: Loaded) -> Iterator[Problem]:
         yield from _base(loaded)
         yield from _task(loaded)
         yield from _sizes(loaded)
+        yield from _kinds(loaded)
         yield from _mesh(loaded)
         yield from _low_bits(loaded)
 
@@ -49,15 +50,7 @@ def _base(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _task(loaded: Loaded) -> Iterator[Problem]:
-    lora, task, model = loaded.config.lora, loaded.config.task, loaded.config.model
-    if model.name == "transformers":
-        rule = 'needs the layout of a model file, and model.name="transformers" has none'
-        yield problem(
-            loaded, "lora.enable", rule, "use the file of the family (llama3, qwen3, ...), or train all weights"
-        )
-    if task.name in NEW_HEAD:
-        rule = f'would freeze the head, which starts anew with task.name="{task.name}"'
-        yield problem(loaded, "lora.enable", rule, "train all weights")
+    lora, task = loaded.config.lora, loaded.config.task
     if task.name in WITH_REFERENCE and lora.initial_load_path is not None:
         rule = f'begins with adapters, which the frozen reference of task.name="{task.name}" would not have'
         yield problem(loaded, "lora.initial_load_path", rule, "merge them first (shardtrain merge)")
@@ -71,6 +64,17 @@ def _sizes(loaded: Loaded) -> Iterator[Problem]:
     if isinstance(width, int) and loaded.config.lora.rank > width > 0:
         rule = f"is above the model's width of {width}: no weight of it has a higher rank"
         yield problem(loaded, "lora.rank", rule, f"use at most {width}")
+
+
+def _kinds(loaded: Loaded) -> Iterator[Problem]:
+    """What adapters beside a stack of experts cannot be, here as in PEFT."""
+    lora = loaded.config.lora
+    if lora.target_parameters and lora.dropout > 0:
+        rule = "drops inputs of a module, and a stack of experts (lora.target_parameters) is none"
+        yield problem(loaded, "lora.dropout", rule, "use 0, or leave lora.target_parameters out")
+    if lora.target_parameters and lora.use_dora:
+        rule = "is for linear modules, and lora.target_parameters names stacks of experts' weights"
+        yield problem(loaded, "lora.use_dora", rule, "use one of them")
 
 
 def _mesh(loaded: Loaded) -> Iterator[Problem]:

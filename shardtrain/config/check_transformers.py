@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.config.check_data import formats
 from shardtrain.config.check_values import any_of, problem
 from shardtrain.config.folder_model import NAME
 from shardtrain.config.load import Loaded
@@ -99,10 +98,6 @@ def _check_options(loaded: Loaded) -> Iterator[Problem]:
     if tp > 1 and c.compile.enable and "model" in c.compile.components:
         rule = f"gets gradients wrong where tensor parallelism splits the blocks of model.name={NAME}"
         yield problem(loaded, "compile.enable", rule, "set it to false, or tensor_parallel_degree to 1")
-    masked = c.data.document_mask == "on" or (c.data.document_mask == "auto" and formats(loaded) != {"text"})
-    if (masked or (c.data.packing == "first_fit" and c.data.document_mask == "auto")) and c.data.packing != "padded":
-        rule = f"keeps documents in one row apart, and the attention of model.name={NAME} is not told of them"
-        yield problem(loaded, "data.document_mask", rule, 'set data.packing to "padded", or this to "off"')
     patterns = c.optimizer.muon_adamw_patterns
     if c.optimizer.name == "Muon" and patterns == Config().optimizer.muon_adamw_patterns:
         rule = f"names no parameter of model.name={NAME}, whose names are those of transformers"

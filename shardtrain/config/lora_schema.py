@@ -23,7 +23,16 @@ class Lora:
     """Share of an adapter's inputs that is dropped in training, 0 or above and below 1 (shardtrain)."""
     target_modules: list[str] = field(default_factory=list)
     """Linear modules that get an adapter, as globs of their paths ("layers.*.attn.w[qv]") or names of the Hugging Face
-    format ("q_proj"); empty is each linear of every attention (shardtrain)."""
+    format ("q_proj"), or "all-linear", which leaves out the head; empty is each linear of every attention, and
+    "all-linear" with model.name = "transformers" (shardtrain)."""
+    target_parameters: list[str] = field(default_factory=list)
+    """Stacks of experts' weights that get adapters, as PEFT names them: "experts.gate_up_proj", "experts.down_proj"
+    (shardtrain)."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained whole and saved beside the adapters, by path or name of the Hugging Face format
+    ("embed_tokens", "lm_head"); a head that classifies is one always (shardtrain)."""
+    use_dora: bool = False
+    """Train the length of each weight's rows apart from their direction (DoRA, Liu et al. 2024) (shardtrain)."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """How lora_a starts: uniform within 1 / sqrt(inputs), or normal with standard deviation 1 / rank; lora_b starts at
     zero (shardtrain)."""

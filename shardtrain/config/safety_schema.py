@@ -33,6 +33,9 @@ class Checkpoint:
     """Take the weights alone from initial_load_path."""
     initial_load_in_hf: bool = False
     """initial_load_path is in Hugging Face format; without one the weights are those of model.hf_assets_path."""
+    initial_load_resize_embeddings: bool = False
+    """With initial_load_in_hf, let model.overrides.vocab_size be above the rows of the folder's embedding and head; a
+    new row starts as the mean of those that are there (shardtrain)."""
     initial_load_in_hf_quantized: bool = False
     """They are fp8 with a scale per block of a weight, as DeepSeek-V3 is published."""
     last_save_model_only: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from shardtrain import data
+from shardtrain import data, documents_apart, models
 from shardtrain.config.schema import Validation
 from shardtrain.data import IGNORE
 from shardtrain.errors import ConfigError, DataError, NumericalError, Problem
@@ -39,6 +39,8 @@ def measure(opened: Opened, section: Validation, text_field: str | None = None) 
     stream = data.open_stream(
         config, section=section, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
     )
+    if stream.masks_documents:
+        documents_apart.check(opened.model, models.find(config.model.name))
     device = next(opened.model.parameters()).device
     loss = torch.zeros((), dtype=torch.float64, device=device)
     text, tokens, rows = _Bytes(opened.tokenizer), 0, 0

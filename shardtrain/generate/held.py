@@ -18,7 +18,6 @@ from shardtrain.generate.finding import find_checkpoint
 from shardtrain.hub import importing
 from shardtrain.hub.opening import is_hub_folder
 from shardtrain.lora import frozen, spec
-from shardtrain.lora.linear import is_adapter
 from shardtrain.lora.peft import PeftFolder
 
 
@@ -55,7 +54,8 @@ class Held:
     def fill(self, model: nn.Module) -> None:
         """Read this rank's part of the model's tensors."""
         named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        adapters = {name: tensor for name, tensor in named.items() if is_adapter(name)}
+        wanted = self._peft.spec if self._peft is not None else self._spec
+        adapters = {name: tensor for name, tensor in named.items() if wanted is not None and wanted.holds(name)}
         whole = {name: tensor for name, tensor in named.items() if name not in adapters}
         if self._stored is None:
             importing.fill(_prefixed(whole), self.where, self._module, self._shape)

@@ -17,7 +17,9 @@ from shardtrain.errors import ConfigError, Problem
 from shardtrain.hub import as_is, mapping, source
 from shardtrain.hub.block_fp8 import open_weights
 from shardtrain.hub.model import HubModel, check_same, recognise, translation_of
+from shardtrain.hub.weights import HubWeights
 from shardtrain.log import logger
+from shardtrain.shards import local_slices, local_tensor
 from shardtrain.state import TrainState
 
 
@@ -73,10 +75,18 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
     return found
 
 
-def fill(tensors: Mapping[str, Tensor], folder: Path, module: Any, config: Any, quantized: bool | None = None) -> None:
+def fill(
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    module: Any,
+    config: Any,
+    quantized: bool | None = None,
+    resize: bool = False,
+) -> None:
     """Fill this rank's part of a run's tensors (with the prefix ``model.``) straight from a Hugging Face folder.
 
-    ``quantized`` says whether its weights are to be quantised; None takes either.
+    ``quantized`` says whether its weights are to be quantised; None takes either. With ``resize`` the model may have
+    more rows in its embedding and head than the folder: see ``fill_rows``.
 
     Raises:
         ConfigError: when the folder holds another model than the one configured, or is quantised and should not be.
@@ -87,8 +97,9 @@ def fill(tensors: Mapping[str, Tensor], folder: Path, module: Any, config: Any, 
     if found is None:
         as_is.check_same(config, folder)
     else:
-        check_same(module, config, found, folder)
-        translation, passed_over = translation_of(module, config, str(folder)), found.passed_over
+        own = sized_as(found, config) if resize else config
+        check_same(module, own, found, folder)
+        translation, passed_over = translation_of(module, own, str(folder)), found.passed_over
     block = found.block if found else None
     if quantized is not None and quantized != (block is not None):
         rule = "is for quantised weights, and these are not" if quantized else "is needed: these weights are quantised"
@@ -99,7 +110,46 @@ def fill(tensors: Mapping[str, Tensor], folder: Path, module: Any, config: Any, 
             translation, passed_over = as_is.fit(models.build(module, config), config, weights)
         _tell(mapping.check(translation, weights, passed_over))
         named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}
-        mapping.fill({name: named[name] for name in named.keys() & translation.sources.keys()}, translation, weights)
+        fill_rows({name: named[name] for name in named.keys() & translation.sources.keys()}, translation, weights)
+
+
+def sized_as(found: HubModel, config: Any) -> Any:
+    """A model's Config with the rows of a folder's vocabulary, where the folder has fewer.
+
+    Raises:
+        ConfigError: where the folder has more.
+    """
+    rows = found.config.vocab_size
+    if config.vocab_size < rows:
+        rule = f"is below the {rows} rows of the folder, and none is ever left out"
+        raise ConfigError(Problem("model.overrides.vocab_size", config.vocab_size, rule, f"use {rows} or more"))
+    return dataclasses.replace(config, vocab_size=rows)
+
+
+def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, weights: HubWeights) -> None:
+    """Fill our tensors in place; of one with more rows than its file has, each row beyond is the mean of all there.
+
+    The mean is what ``resize_token_embeddings`` of transformers draws around, with a variance of 1e-9 of that of the
+    rows. Here it is added up in float64 in one order, so that it is the same on every mesh.
+    """
+    grown = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if translation.shapes[name] and tensor.ndim and tensor.shape[0] > translation.shapes[name][0]
+    }
+    mapping.fill({name: tensor for name, tensor in tensors.items() if name not in grown}, translation, weights)
+    for name, tensor in grown.items():
+        rows, *rest = translation.shapes[name]
+        local, (own, *others) = local_tensor(tensor).detach(), local_slices(tensor)
+        old = slice(min(own.start, rows), min(own.stop, rows))
+        if old.start < old.stop:
+            part = mapping.read_part(name, (old, *others), translation, weights, tensor.dtype)
+            local[: old.stop - own.start].copy_(part)
+        if own.stop > rows:
+            total = torch.zeros(rest, dtype=torch.float64)
+            for box in mapping.row_blocks((rows, *rest)):
+                total += mapping.read_part(name, box, translation, weights, torch.float32).double().sum(0)
+            local[max(0, rows - own.start) :].copy_((total / rows)[tuple(others)].to(tensor.dtype))
 
 
 def _grown(found: HubModel, vocab_size: int) -> HubModel:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardtrain import models
+from shardtrain import models, tasks
 from shardtrain.checkpoint.agree import exchange, together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
@@ -18,40 +19,59 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError, ConfigError, Problem
 from shardtrain.hub import importing
+from shardtrain.hub.as_is import is_as_is
 from shardtrain.log import logger
 from shardtrain.lora import lowbit, spec
 from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import is_adapter
 
 if TYPE_CHECKING:
+    from shardtrain.parallel import Runner
     from shardtrain.run import Run
 
 PATH = "checkpoint.initial_load_path"
 
 
-def load(run: Run, checkpoints: Checkpoints) -> None:
-    """Fill the frozen weights and note whose they are, for the checkpoints to come (a collective).
+def load(
+    config: Config, runner: Runner, adapters: spec.Spec, device: torch.device, checkpoints: Checkpoints
+) -> dict[str, Any]:
+    """Fill the frozen weights, and what is trained whole with what it starts from (a collective).
+
+    Gives what checkpoints say of the adapters, and whose weights they are beside.
 
     Raises:
         ConfigError: when the path holds adapters, or another model than the one configured.
         CheckpointError: when it cannot be used.
     """
-    config = run.config
-    held: dict[str, Tensor] = {**run.runner.parameters(), **run.runner.buffers()}
+    held: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
     tensors = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in held.items() if not is_adapter(name)}
+    if config.checkpoint.initial_load_in_hf:
+        tensors = _without_new_head(config, tensors)
     if config.lora.base_dtype != lowbit.WHOLE:
-        lowbit.load(run, tensors)
+        lowbit.load(config, runner, device, tensors)
         tensors = {}
     if config.lora.random_base:
-        mark: dict[str, Any] = {"path": None, "fingerprint": random_fingerprint(config, run.mesh.device.type)}
+        mark: dict[str, Any] = {"path": None, "fingerprint": random_fingerprint(config, device.type)}
     elif config.checkpoint.initial_load_in_hf:
         mark = _load_hub(config, tensors)
     else:
         mark = _load_checkpoint(place(str(config.checkpoint.initial_load_path)), checkpoints, tensors)
-    run.lora = {**spec.spec_of(run.names, config.lora).facts(), "base": mark}
+    if adapters.use_dora:
+        for part in runner.parts:
+            spec.start_magnitudes(part)
     logger.info(
         f"frozen weights: {mark['path'] or 'as initialised (lora.random_base)'}, {str(mark['fingerprint'])[:20]}"
     )
+    return {**adapters.facts(), "base": mark}
+
+
+def _without_new_head(config: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A head of labels on a model of ours is not in a Hugging Face folder, and starts anew."""
+    module = models.find(config.model.name)
+    if not tasks.open_task(config).num_labels or is_as_is(module):
+        return tensors
+    head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
 
 
 def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
@@ -80,7 +100,8 @@ def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
     folder = Path(str(derived.initial_weights(config)))
     if tensors:
-        together(lambda: importing.fill(tensors, folder, module, shape, quantized))
+        resize = config.checkpoint.initial_load_resize_embeddings
+        together(lambda: importing.fill(tensors, folder, module, shape, quantized, resize))
     shares = together(lambda: fingerprint(folder, True, *_place()))
     return {"path": str(folder), "in_hf": True, "fingerprint": joined({k: v for s in shares for k, v in s.items()})}
 

@@ -52,7 +52,8 @@ def _merge(found: Any) -> None:
     config = load_config(found.adapters, found.config).config
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    with frozen.find(adapters.stored.facts, found.adapters, config, found.base, module, shape) as weights:
+    held = adapters.held()
+    with frozen.find(adapters.stored.facts, found.adapters, config, found.base, module, shape, held) as weights:
         model = _model_facts(config)
         begun = origin.of_path(weights.path, module, shape) if weights.path is not None else None
         merging.merge(weights, adapters.spec, adapters, found.to, found.dtype, model, begun)
@@ -60,8 +61,6 @@ def _merge(found: Any) -> None:
 
 def _merge_peft(found: Any) -> None:
     """A folder of PEFT does not say which bytes it was trained beside: the user does, with --base."""
-    import torch
-
     from shardtrain import models
     from shardtrain.generate.finding import load_config
     from shardtrain.hub import origin
@@ -83,12 +82,7 @@ def _merge_peft(found: Any) -> None:
         model = _model_facts(config)
     adapters = PeftFolder(found.adapters, module, shape)
     with Frozen(found.base, module, shape) as weights:
-        factors = {}
-        for path in adapters.spec.modules:
-            rows, columns = weights.shapes[f"{path}.weight"]
-            factors[f"{path}.lora_a"] = torch.empty(adapters.spec.rank, columns)
-            factors[f"{path}.lora_b"] = torch.empty(rows, adapters.spec.rank)
-        adapters.fill(factors)
+        factors = {name: adapters.read(name) for name in adapters.names.tensors}
         begun = origin.of_path(found.base, module, shape)
         merging.merge(weights, adapters.spec, factors, found.to, found.dtype, model, begun)
 

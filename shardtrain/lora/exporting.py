@@ -16,7 +16,9 @@ from shardtrain.checkpoint import files
 from shardtrain.errors import CheckpointError, ConfigError, StorageError
 from shardtrain.lora import peft
 from shardtrain.lora.merging import Adapters
-from shardtrain.lora.targets import their_names
+from shardtrain.lora.spec import CLASSIFIES
+from shardtrain.lora.targets import linears_of, their_names
+from shardtrain.tied import tied_names
 
 
 def export(
@@ -34,22 +36,26 @@ def export(
     if output.exists():
         raise ConfigError(f"{output} exists; give a new folder")
     adapters = Adapters(checkpoint)
-    names = peft.names_of(adapters.spec, module, shape)
+    held = adapters.held()
+    names = peft.names_of(adapters.spec, module, shape, held)
     model = models.build(module, shape)
-    linears = [path for path, m in model.named_modules() if type(m) is torch.nn.Linear]
-    all_theirs = their_names(linears, module, shape)
-    theirs = {path: all_theirs[path] for path in adapters.spec.modules}
-    fields = peft.config_fields(adapters.spec, theirs, list(all_theirs.values()), base)
-    tensors = {their: adapters.read(ours).to(getattr(torch, dtype)).contiguous() for ours, their in names.items()}
+    linears = list(their_names(linears_of(model), module, shape).values())
+    fields = peft.config_fields(adapters.spec, names, linears, base)
+    first = {other: group[0] for group in tied_names(model) for other in group}
+    kind = getattr(torch, dtype)
+    ours = {name: adapters.read(first.get(name, name)).to(kind) for name in names.tensors}
+    tensors = {their: names.theirs(name, ours[name]).contiguous().clone() for name, their in names.tensors.items()}
+    labels = next((size[0] for name, size in held.items() if size and name == f"{module.LAYOUT.last[-1]}.weight"), 0)
+    labels = labels if adapters.spec.task_type == CLASSIFIES else 0
     temporary = output.with_name(f"{output.name}.tmp-{secrets.token_hex(6)}")
     try:
         temporary.mkdir(parents=True)
         files.write_whole(temporary / peft.WEIGHTS, save(tensors, metadata={"format": "pt"}))
         files.write_whole(temporary / peft.CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
-        found = peft.PeftFolder(temporary, module, shape)
-        again = {ours: torch.zeros_like(tensors[their]) for ours, their in names.items()}
+        found = peft.PeftFolder(temporary, module, shape, labels)
+        again = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
         found.fill(again)
-        if not all(torch.equal(again[ours], tensors[their]) for ours, their in names.items()):
+        if not all(torch.equal(again[name], tensor) for name, tensor in ours.items()):
             raise CheckpointError(f"{temporary} was not read back as it was written; nothing was exported")
         files.sync_folder(temporary)
         files.rename(temporary, output)

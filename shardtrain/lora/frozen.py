@@ -18,12 +18,13 @@ from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError, ConfigError, Problem
-from shardtrain.hub import mapping
+from shardtrain.hub import as_is, importing, mapping
 from shardtrain.hub.block_fp8 import open_weights
 from shardtrain.hub.model import check_same, recognise, translation_of
 from shardtrain.hub.source import dtypes_of
-from shardtrain.lora import base, lowbit, spec
+from shardtrain.lora import base, lowbit, spec, stacks
 from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
+from shardtrain.lora.linear import is_transposed
 from shardtrain.shards import local_slices, local_tensor
 
 
@@ -31,11 +32,18 @@ class Frozen:
     """A whole model's weights: of a checkpoint, of a Hugging Face folder, or as initialised. A context manager."""
 
     def __init__(
-        self, path: Path | None, module: ModuleType, shape: Any, config: Config | None = None, kind: str = lowbit.WHOLE
+        self,
+        path: Path | None,
+        module: ModuleType,
+        shape: Any,
+        config: Config | None = None,
+        kind: str = lowbit.WHOLE,
+        held: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """Open ``path``, all bytes of a checkpoint read; without one, ``config`` says how weights start.
 
-        With a ``kind`` of low bits, what is read is what the bits stand for, as a run sees it.
+        With a ``kind`` of low bits, what is read is what the bits stand for, as a run sees it. ``held`` are the shapes
+        of tensors that lie beside the adapters: those of a new head are not the model's own.
 
         Ranks share the reading (a collective), and so does the fingerprint.
 
@@ -45,7 +53,11 @@ class Frozen:
         self.path, self._stack = path, ExitStack()
         model = models.build(module, shape)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        own = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        self.shapes = {**own, **(held or {})}
+        self.transposed = {f"{path}.weight" for path, m in model.named_modules() if is_transposed(m)}
+        """Weights of linear modules that are (I, O)."""
+        self.stacks = stacks.find(model)
         self._kind, self._rounded = kind, set()
         self._packed_from = getattr(torch, config.training.dtype if config is not None else "float32")
         if kind != lowbit.WHOLE:
@@ -63,23 +75,32 @@ class Frozen:
             if spec.FACT in self._stored.facts:
                 raise CheckpointError(f"checkpoint {path} holds adapters, and not the weights beside which they are")
             _refuse_damage(path, self._stored)
-            whole = {WEIGHTS_PREFIX + name: tensor for name, tensor in named.items()}
+            whole = {WEIGHTS_PREFIX + name: torch.empty(size, device="meta") for name, size in self.shapes.items()}
             tensor_files.check_names(whole, self._stored, path)
             self.dtype = next(
                 (t.dtype for n, t in self._stored.tensors.items() if n.startswith(WEIGHTS_PREFIX)), "float32"
             )
+        elif as_is.is_as_is(module):
+            as_is.check_same(shape, path)
+            self._weights = self._stack.enter_context(open_weights(path, None))
+            self._translation, passed = as_is.fit(model, shape, self._weights)
+            mapping.check(self._translation, self._weights, passed)
+            self.dtype = str(self._weights.dtype(self._weights.names()[0])).removeprefix("torch.")
         else:
-            self._translation = translation_of(module, shape, str(path))
             recognised = recognise(path)
-            check_same(module, shape, recognised, path)
+            resized = config is not None and config.checkpoint.initial_load_resize_embeddings
+            own_sizes = importing.sized_as(recognised, shape) if resized else shape
+            self._translation = translation_of(module, own_sizes, str(path))
+            check_same(module, own_sizes, recognised, path)
             self._weights = self._stack.enter_context(open_weights(path, recognised.block))
-            mapping.check(self._translation, self._weights)
+            mapping.check(self._translation, self._weights, recognised.passed_over)
             first = self._weights.dtype(next(iter(self._translation.their_shapes())))
             self.dtype = str(first).removeprefix("torch.")
         self.dtypes = dict.fromkeys(self.shapes, self.dtype)
         """Type of each tensor where it lies."""
         if path is not None:
-            self.dtypes |= dtypes_of(path, translation_of(module, shape, str(path)))
+            noted = self._translation if self._weights is not None else translation_of(module, shape, str(path))
+            self.dtypes |= dtypes_of(path, noted)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill this rank's part of our tensors, by their names in the model, in place."""
@@ -93,7 +114,9 @@ class Frozen:
             held = {WEIGHTS_PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
             tensor_files.read(held, self._stored, self.path)  # type: ignore[arg-type]
         elif self._weights is not None:
-            mapping.fill(tensors, self._translation, self._weights)
+            known = self._translation.sources
+            there = {name: tensors[name] for name in tensors if name in known}
+            importing.fill_rows(there, self._translation, self._weights)
         else:
             for name, tensor in tensors.items():
                 init.draw_(tensor, name, self._draws[name], self._seed)
@@ -104,6 +127,8 @@ class Frozen:
         self._fill({name: tensor})
         if name not in self._rounded:
             return tensor
+        if name in self.transposed:
+            return lowbit.Packed(tensor.to(self._packed_from).t().contiguous(), self._kind).restored(torch.float32).t()
         return lowbit.Packed(tensor.to(self._packed_from), self._kind).restored(torch.float32)
 
     def __enter__(self) -> Frozen:
@@ -114,7 +139,13 @@ class Frozen:
 
 
 def find(
-    facts: Mapping[str, Any], where: Path, config: Config, named: Path | None, module: ModuleType, shape: Any
+    facts: Mapping[str, Any],
+    where: Path,
+    config: Config,
+    named: Path | None,
+    module: ModuleType,
+    shape: Any,
+    held: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Frozen:
     """The weights beside which the adapters of a checkpoint were trained: where the run had them, or where ``named``.
 
@@ -136,7 +167,7 @@ def find(
     if found != said:
         rule = f"holds other weights than those beside which the adapters of {where} were trained"
         raise ConfigError(Problem(option, str(path), rule, "name those with --base"))
-    return Frozen(path, module, shape, config, config.lora.base_dtype)
+    return Frozen(path, module, shape, config, config.lora.base_dtype, held)
 
 
 def fingerprint_of(path: Path) -> str:

@@ -1,64 +1,120 @@
 """A linear module with frozen weights and a trained product of two thin matrices beside them (Hu et al. 2021).
 
 Shape suffixes: I inputs, O outputs, R rank. The names of the frozen weights stay as they were, so that a checkpoint of
-the model without adapters loads by name.
+the model without adapters loads by name. GPT-2's ``Conv1D`` of transformers is a linear module whose weight is (I, O).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import functional as F
 
-NAMES = ("lora_a", "lora_b")
-"""Parameters that an adapter adds to a module: (R, I) and (O, R)."""
+NAMES = ("lora_a", "lora_b", "lora_magnitude")
+"""Ends of the names of what adapters add to a module: (R, I) and (O, R), and with DoRA (O,)."""
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module is linear with a weight (I, O): ``Conv1D`` of transformers, which need not be installed."""
+    if isinstance(module, FrozenLinear):
+        return module.transposed
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module can have an adapter; a subclass of nn.Linear may compute something else."""
+    return type(module) is nn.Linear or (is_transposed(module) and not isinstance(module, FrozenLinear))
 
 
 class FrozenLinear(nn.Linear):
     """W x + b, neither of which is trained; ``low_bits`` holds W in their place, see ``lowbit.py``."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    weight: Any
+    bias: Any
+
+    def __init__(self, base: nn.Module) -> None:
         nn.Module.__init__(self)  # not nn.Linear's, which would make weights of its own
-        self.in_features, self.out_features = base.in_features, base.out_features
+        self.transposed = is_transposed(base)
         self.weight, self.bias = base.weight, base.bias
+        rows, columns = self.weight.shape
+        self.out_features, self.in_features = (columns, rows) if self.transposed else (rows, columns)
         self.low_bits: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., I) to (..., O)."""
         if self.low_bits is None:
-            return super().forward(x)
+            return F.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
         product = self.low_bits(x)
         return product if self.bias is None else product + self.bias
 
+    def product(self, x: Tensor) -> Tensor:
+        """W x, of plain tensors."""
+        if self.low_bits is not None:
+            return self.low_bits(x)
+        return F.linear(x, _local(self.weight).t() if self.transposed else _local(self.weight))
+
+    def weight_OI(self, dtype: torch.dtype) -> Tensor:
+        """This rank's part of W, of what its bits stand for where it is held in low ones."""
+        if self.low_bits is not None:
+            return self.low_bits.restored(dtype)  # type: ignore[attr-defined,no-any-return]
+        weight = _local(self.weight).detach()
+        return (weight.t() if self.transposed else weight).to(dtype)
+
 
 class LoraLinear(FrozenLinear):
-    """W x + b + scale * B A dropout(x), of which A (``lora_a``) and B (``lora_b``) are trained."""
+    """W x + b + scale * B A dropout(x), of which A (``lora_a``) and B (``lora_b``) are trained.
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float = 0.0) -> None:
+    With ``use_dora`` (Liu et al. 2024, arXiv 2402.09353) the rows of W + scale * B A are brought to the trained lengths
+    ``lora_magnitude``; the lengths that they have are a constant in backward (section 4.3).
+    """
+
+    def __init__(self, base: nn.Module, rank: int, scale: float, dropout: float = 0.0, use_dora: bool = False) -> None:
         super().__init__(base)
         self.scale, self.dropout = scale, dropout
-        self.lora_a = nn.Parameter(base.weight.new_empty(rank, self.in_features))
-        self.lora_b = nn.Parameter(base.weight.new_empty(self.out_features, rank))
-        for parameter in self.parameters(recurse=False):
-            parameter.requires_grad_(False)
-        self.lora_a.requires_grad_(True)
-        self.lora_b.requires_grad_(True)
+        self.lora_a = nn.Parameter(self.weight.new_empty(rank, self.in_features))
+        self.lora_b = nn.Parameter(self.weight.new_empty(self.out_features, rank))
+        magnitude = nn.Parameter(self.weight.new_empty(self.out_features)) if use_dora else None
+        self.lora_magnitude: nn.Parameter | None
+        self.register_parameter("lora_magnitude", magnitude)
+        for name, parameter in self.named_parameters(recurse=False):
+            parameter.requires_grad_(name in NAMES)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., I) to (..., O)."""
         if isinstance(self.lora_a, DTensor):
-            return super().forward(x) + self._split(x, self.lora_a, self.lora_b)  # type: ignore[arg-type]
-        return super().forward(x) + self._added(x, self.lora_a, self.lora_b)
+            return self._split(x, self.lora_a, self.lora_b, self.lora_magnitude)  # type: ignore[arg-type]
+        if self.lora_magnitude is None:
+            return super().forward(x) + self._added(x, self.lora_a, self.lora_b)
+        out = self._lengthened(x, self.lora_a, self.lora_b, self.lora_magnitude)
+        return out if self.bias is None else out + self.bias
 
     def _added(self, x: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
         x = F.dropout(x, self.dropout, self.training)
         return F.linear(F.linear(x, a_RI), b_OR) * self.scale
 
-    def _split(self, x: Tensor, a_RI: DTensor, b_OR: DTensor) -> DTensor:
-        """This rank's part of what is added, placed as the module's own output is; nothing is sent in forward.
+    def _lengthened(
+        self, x: Tensor, a_RI: Tensor, b_OR: Tensor, magnitude_O: Tensor, group: dist.ProcessGroup | None = None
+    ) -> Tensor:
+        """What DoRA computes, without the bias; ranks of ``group`` hold some of the inputs of each row."""
+        with torch.no_grad():
+            squares_O = merged(self.weight_OI(torch.float32), a_RI, b_OR, self.scale).square().sum(1)
+            if group is not None:
+                dist.all_reduce(squares_O, group=group)
+            length_O = squares_O.sqrt()
+        factor_O = (magnitude_O.float() / length_O).to(x.dtype)
+        if self.dropout and self.training:
+            dropped = F.dropout(x, self.dropout)
+            added = self.product(dropped) * (factor_O - 1)
+            return self.product(x) + added + F.linear(F.linear(dropped, a_RI), b_OR) * (factor_O * self.scale)
+        return (self.product(x) + F.linear(F.linear(x, a_RI), b_OR) * self.scale) * factor_O
+
+    def _split(self, x: Tensor, a_RI: DTensor, b_OR: DTensor, magnitude_O: DTensor | None) -> Tensor:
+        """This rank's part of the output, placed as the module's own is; activations are not sent in forward.
 
         Outputs split: the input is whole, A is whole and B has some rows. Inputs split: A has some columns, B is whole,
         and each rank's result is a share of the sum that the module's own output is too. Where a factor is whole on
@@ -70,13 +126,29 @@ class LoraLinear(FrozenLinear):
         x_local = x.to_local(grad_placements=share if by_outputs else own)
         a_local = a_RI.to_local(grad_placements=share if by_outputs else own)
         b_local = b_OR.to_local(grad_placements=own if by_outputs else share)
-        added = self._added(x_local, a_local, b_local)
-        placed = Shard(added.ndim - 1) if by_outputs else Partial()
-        return DTensor.from_local(added, a_RI.device_mesh, (placed,), run_check=False)
+        mesh = a_RI.device_mesh
+
+        def placed(local: Tensor) -> DTensor:
+            return DTensor.from_local(
+                local, mesh, (Shard(local.ndim - 1) if by_outputs else Partial(),), run_check=False
+            )
+
+        if magnitude_O is None:
+            return super().forward(x) + placed(self._added(x_local, a_local, b_local))
+        lengths = magnitude_O.to_local(grad_placements=own if by_outputs else share)
+        group = None if by_outputs else mesh.get_group()
+        out = self._lengthened(x_local, a_local, b_local, lengths, group)
+        if self.bias is not None and (by_outputs or mesh.get_local_rank() == 0):  # of shares of a sum, in one
+            out = out + _local(self.bias)
+        return placed(out)
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with the rank."""
         return f"{super().extra_repr()}, rank={self.lora_a.shape[0]}"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
@@ -91,11 +163,19 @@ def is_adapter(name: str) -> bool:
 
     >>> is_adapter("layers.0.attn.wq.lora_a"), is_adapter("layers.0.attn.wq.weight")
     (True, False)
+    >>> is_adapter("layers.0.moe.experts.down_proj_lora_b")
+    True
     """
-    return name.rpartition(".")[2] in NAMES
+    return name.rpartition(".")[2].endswith(NAMES)
 
 
 @torch.no_grad()
-def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
-    """W + scale * B A in float32: what the module computes without dropout, as one matrix."""
-    return torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale)
+def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, magnitude_O: Tensor | None = None) -> Tensor:
+    """W + scale * B A in float32: what the module computes without dropout, as one matrix.
+
+    With DoRA its rows are as long as ``magnitude_O`` says.
+    """
+    whole = torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale)
+    if magnitude_O is None:
+        return whole
+    return whole * (magnitude_O.float() / torch.linalg.vector_norm(whole, dim=1)).unsqueeze(1)

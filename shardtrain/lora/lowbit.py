@@ -21,11 +21,12 @@ from shardtrain.config import derived
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, word_of
 from shardtrain.log import logger
-from shardtrain.lora.linear import FrozenLinear
+from shardtrain.lora.linear import FrozenLinear, is_linear
 from shardtrain.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardtrain.run import Run
+    from shardtrain.config.schema import Config
+    from shardtrain.parallel import Runner
 
 OPTION = "lora.base_dtype"
 WHOLE = "training"
@@ -70,8 +71,15 @@ class _Product(torch.autograd.Function):
 
 
 def names(model: nn.Module, layout: Layout) -> list[str]:
-    """Paths of the modules whose weights are held in low bits."""
+    """Paths of the modules whose weights are held in low bits, those that are trained left out."""
     words = ("colwise", "rowwise", "replicate")
+    if hasattr(model, "hf"):
+        return [
+            path
+            for path, module in model.named_modules()
+            if (is_linear(module) or isinstance(module, FrozenLinear))
+            and any(path.startswith(f"{block}.") for block in model.blocks)  # type: ignore[union-attr]
+        ]
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     return [path for path in linears if path.startswith(f"{layout.layers}.") and word_of(layout, path) in words]
 
@@ -86,8 +94,9 @@ def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
         return
     _torchao()
     for path in names(model, layout):
-        linear = model.get_submodule(path)
-        assert isinstance(linear, nn.Linear)
+        linear: Any = model.get_submodule(path)
+        if linear.weight.requires_grad:  # lora.modules_to_save
+            continue
         if kind == "nf4" and linear.weight.numel() % _BLOCK:
             rule = f"keeps blocks of {_BLOCK} weights, of which the {linear.weight.numel()} of {path} are no multiple"
             raise ConfigError(Problem(OPTION, kind, rule, 'use "int8"'))
@@ -98,7 +107,7 @@ def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
         linear.register_parameter("weight", None)
 
 
-def load(run: Run, tensors: Mapping[str, Tensor]) -> None:
+def load(config: Config, runner: Runner, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
     """Fill the other frozen weights, and pack those that were taken out, one at a time (a collective).
 
     Raises:
@@ -107,7 +116,6 @@ def load(run: Run, tensors: Mapping[str, Tensor]) -> None:
     from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
     from shardtrain.lora.frozen import Frozen
 
-    config = run.config
     model = config.model
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
@@ -115,11 +123,12 @@ def load(run: Run, tensors: Mapping[str, Tensor]) -> None:
     held = whole = 0
     with Frozen(path, module, shape, config) as weights:
         weights.fill({name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()})
-        for part in run.runner.parts:
+        for part in runner.parts:
             for name, linear in part.named_modules():
                 if isinstance(linear, FrozenLinear) and linear.weight is None:
-                    weight = weights.read(f"{name}.weight", run.mesh.device)
-                    weight = weight.to(run.mesh.device, getattr(torch, config.training.dtype))
+                    weight = weights.read(f"{name}.weight", device)
+                    weight = weight.to(device, getattr(torch, config.training.dtype))
+                    weight = weight.t().contiguous() if linear.transposed else weight
                     linear.low_bits = packed = Packed(weight, config.lora.base_dtype)
                     held, whole = held + packed.bytes, whole + weight.nbytes
     logger.info(f"frozen weights in {config.lora.base_dtype}: {format_bytes(held)} in place of {format_bytes(whole)}")

@@ -18,8 +18,9 @@ from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.errors import CheckpointError
 from shardtrain.hub import source as sources
 from shardtrain.hub.source import Source
+from shardtrain.lora import stacks
 from shardtrain.lora.frozen import Frozen
-from shardtrain.lora.linear import merged
+from shardtrain.lora.linear import is_adapter, merged
 from shardtrain.lora.spec import Spec, read_facts
 from shardtrain.state import TrainState
 
@@ -37,10 +38,19 @@ class Adapters:
         if spec is None:
             raise CheckpointError(f"checkpoint {checkpoint} holds a whole model and no adapters")
         self.spec: Spec = spec
-        for path in spec.modules:
-            shapes = [self._shape(f"{path}.{name}") for name in ("lora_a", "lora_b")]
-            if [len(shape) for shape in shapes] != [2, 2] or not shapes[0][0] == shapes[1][1] == spec.rank:
+        pairs = [(path, f"{path}.") for path in spec.modules] + [(path, f"{path}_") for path in spec.parameters]
+        for path, begin in pairs:
+            a, b = (self._shape(f"{begin}{name}") for name in ("lora_a", "lora_b"))
+            if not len(a) == len(b) == (2 if begin.endswith(".") else 3) or not a[-2] == b[-1] == spec.rank:
                 raise CheckpointError(f"checkpoint {checkpoint} holds no adapter of rank {spec.rank} for {path}")
+        missing = [name for name in spec.factors() if not self._shape(name)]
+        if missing:
+            raise CheckpointError(f"checkpoint {checkpoint} lacks {missing[0]}; use another one")
+
+    def held(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of modules that are saved whole, by their names in the model."""
+        names = (name.removeprefix(WEIGHTS_PREFIX) for name in self.stored.tensors if name.startswith(WEIGHTS_PREFIX))
+        return {name: self._shape(name) for name in names if self.spec.holds(name) and not is_adapter(name)}
 
     def _shape(self, name: str) -> tuple[int, ...]:
         stored = self.stored.tensors.get(WEIGHTS_PREFIX + name)
@@ -75,20 +85,42 @@ def merge(
         return factors.read(name) if isinstance(factors, Adapters) else factors[name]
 
     adapted = {f"{path}.weight" for path in spec.modules}
+    stacked = {
+        f"{stack.owner}.{weight}": (stack, part)
+        for path in spec.parameters
+        if (stack := frozen.stacks.get(path)) is not None
+        for part, weight in enumerate(stack.weights)
+    }
+    unknown = sorted(set(spec.parameters) - frozen.stacks.keys())
+    if unknown:
+        raise CheckpointError(f"the adapters are for {unknown[0]}, which {frozen.path} has not; use their own model")
     missing = sorted(adapted - frozen.shapes.keys())
     if missing:
         raise CheckpointError(f"the adapters are for {missing[0]}, which {frozen.path} has not; use their own model")
 
     def read(name: str) -> Tensor:
         name = name.removeprefix(WEIGHTS_PREFIX)
+        if spec.holds(name):
+            return factor(name)
         weight = frozen.read(name)
+        if name in stacked:
+            stack, part = stacked[name]
+            a_ERI, b_EOR = factor(f"{stack.path}_lora_a"), factor(f"{stack.path}_lora_b")
+            sizes = ((stack.experts, spec.rank, stack.inputs), (stack.experts, stack.outputs, spec.rank))
+            if (tuple(a_ERI.shape), tuple(b_EOR.shape)) != sizes:
+                raise CheckpointError(f"the adapter of {stack.path} is for other shapes than {sizes[0]}, {sizes[1]}")
+            return stacks.merged(weight, stack, a_ERI, b_EOR, part, spec.scale)
         if name not in adapted:
             return weight
         path = name.removesuffix(".weight")
+        turned = name in frozen.transposed
         a_RI, b_OR = factor(f"{path}.lora_a"), factor(f"{path}.lora_b")
-        if tuple(weight.shape) != (b_OR.shape[0], a_RI.shape[1]):
+        weight_OI = weight.t() if turned else weight
+        if tuple(weight_OI.shape) != (b_OR.shape[0], a_RI.shape[1]):
             raise CheckpointError(f"the adapter of {path} is for another shape than {list(weight.shape)}")
-        return merged(weight, a_RI, b_OR, spec.scale)
+        magnitude_O = factor(f"{path}.lora_magnitude") if spec.use_dora else None
+        whole_OI = merged(weight_OI, a_RI, b_OR, spec.scale, magnitude_O)
+        return whole_OI.t().contiguous() if turned else whole_OI
 
     facts: dict[str, Any] = {"state": TrainState().to_dict(), "model": model}
     beside = {}

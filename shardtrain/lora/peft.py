@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -16,27 +17,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardtrain import models
+from shardtrain import models, tasks
 from shardtrain.checkpoint.agree import together
 from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.hub import as_is
 from shardtrain.hub.config_json import read_json
 from shardtrain.log import logger
-from shardtrain.lora.spec import Spec
-from shardtrain.lora.targets import their_names
+from shardtrain.lora import stacks
+from shardtrain.lora.linear import NAMES, FrozenLinear, is_transposed
+from shardtrain.lora.spec import CLASSIFIES, Spec
+from shardtrain.lora.targets import SCORE, linears_of, stack_name, their_names
 from shardtrain.shards import local_slices, local_tensor
+from shardtrain.tied import tied_names
 
 if TYPE_CHECKING:
     from shardtrain.run import Run
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+_LISTS = {"modules": "modules", "parameters": "target_parameters", "saved": "modules_to_save"}
+_FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
 _IGNORED = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type",
-    "lora_dropout", "qalora_group_size", "runtime_config", "ensure_weight_tying",
+    "lora_dropout", "qalora_group_size", "runtime_config", "ensure_weight_tying", "fan_in_fan_out",
     "megatron_core", "layers_to_transform", "layers_pattern", "exclude_modules",
 }  # fmt: skip
-"""Keys that change nothing of what trained adapters compute: which modules have one, their tensors say themselves."""
+"""Keys that change nothing of what trained adapters compute: which modules have one, their tensors say themselves, and
+PEFT sets fan_in_fan_out by the module itself."""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -49,38 +56,75 @@ def is_folder(path: object) -> bool:
     return isinstance(path, Path) and (path / CONFIG).exists()
 
 
-def config_fields(spec: Spec, theirs: Mapping[str, str], linears: list[str], base: str) -> dict[str, Any]:
+def config_fields(spec: Spec, names: Names, linears: list[str], base: str) -> dict[str, Any]:
     """The keys of ``adapter_config.json``.
 
-    ``theirs`` are the adapted modules by our path, ``linears`` all linear modules of theirs: where every module of a
-    name is adapted the short name is written, and whole paths where not.
+    ``linears`` are all linear modules of theirs: where every module of a name is adapted the short name is written, and
+    whole paths where not.
     """
-    paths = set(theirs.values())
+    paths = {names.modules[path] for path in spec.modules}
     ends = sorted({path.rpartition(".")[2] for path in paths})
     every = {path for path in linears if path.rpartition(".")[2] in ends}
-    return {
+    fields: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": spec.task_type,
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": spec.rank,
         "lora_alpha": spec.alpha,
         "lora_dropout": spec.dropout,
         "use_rslora": spec.rank_stabilized,
+        "use_dora": spec.use_dora,
         "target_modules": ends if every == paths else sorted(paths),
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": names.transposed,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": sorted(names.saved) or None,
     }
+    if spec.parameters:
+        stacked = [stack_name(path) for path in spec.parameters]
+        fields["target_parameters"] = sorted(dict.fromkeys(stacked))
+    return fields
 
 
-def names_of(spec: Spec, module: ModuleType, shape: Any) -> dict[str, str]:
-    """Each factor's name here -> its name in ``adapter_model.safetensors``.
+@dataclass(frozen=True)
+class Names:
+    """What adapters of ours are called in the format of PEFT."""
+
+    tensors: Mapping[str, str]
+    """Name here -> name in ``adapter_model.safetensors``."""
+    modules: Mapping[str, str]
+    """Path of an adapted module here -> there."""
+    saved: tuple[str, ...]
+    """Paths there of the modules that are saved whole."""
+    transposed: bool
+    """Whether the adapted modules have weights (I, O)."""
+    experts: Mapping[str, int]
+    """Name here of each factor beside a stack -> its experts."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of each tensor here."""
+
+    def theirs(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of ours as it is written."""
+        return stacks.to_peft(name, tensor) if name in self.experts else tensor
+
+    def ours(self, name: str, tensor: Tensor) -> Tensor:
+        """The opposite of ``theirs``."""
+        return stacks.from_peft(name, tensor, self.experts[name]) if name in self.experts else tensor
+
+    def their_shape(self, name: str) -> tuple[int, ...]:
+        """The shape in which a tensor of ours is written."""
+        return tuple(self.theirs(name, torch.empty(self.shapes[name], device="meta")).shape)
+
+
+def names_of(spec: Spec, module: ModuleType, shape: Any, held: Mapping[str, tuple[int, ...]] | None = None) -> Names:
+    """The names in PEFT of all that adapters hold; ``held`` are the shapes of a new head.
 
     Raises:
         ConfigError: when a module is part of a larger one in the format of Hugging Face, or has no place there.
     """
+    model = models.build(module, shape)
+    known = dict(model.named_modules())
     theirs = their_names(spec.modules, module, shape)
     homeless = [path for path in spec.modules if path not in theirs]
     if homeless:
@@ -88,14 +132,71 @@ def names_of(spec: Spec, module: ModuleType, shape: Any) -> dict[str, str]:
             f"{homeless[0]} is no module of its own in the Hugging Face format of this model, so its adapter has no "
             "form there; merge the adapters (shardtrain merge) and export the sum"
         )
-    return {f"{p}.{own}": f"{PREFIX}{theirs[p]}.{word}" for p in spec.modules for own, word in _FACTORS.items()}
+    found, shapes, experts = {}, {}, {}
+    for path in spec.modules:
+        linear: Any = FrozenLinear(known[path])
+        sizes = {
+            "lora_a": (spec.rank, linear.in_features),
+            "lora_b": (linear.out_features, spec.rank),
+            "lora_magnitude": (linear.out_features,),
+        }
+        for own in NAMES if spec.use_dora else NAMES[:2]:
+            found[f"{path}.{own}"] = f"{PREFIX}{theirs[path]}.{_FACTORS[own]}"
+            shapes[f"{path}.{own}"] = sizes[own]
+    all_stacks = stacks.find(model)
+    for path in spec.parameters:
+        stack = all_stacks[path]
+        owned = [other for other in all_stacks if all_stacks[other].owner == stack.owner and other in spec.parameters]
+        # one wrapper lies in the next, in the order of the module's parameters
+        inner = ".base_layer" * (len(owned) - 1 - owned.index(path))
+        for own, sizes_of in (("lora_a", (spec.rank, stack.inputs)), ("lora_b", (stack.outputs, spec.rank))):
+            name = f"{path}_{own}"
+            found[name] = f"{PREFIX}{stack_name(path).rpartition('.')[0]}{inner}.{_FACTORS[own]}"
+            experts[name], shapes[name] = stack.experts, (stack.experts, *sizes_of)
+    saved = _saved_names(module, shape, model, spec.task_type == CLASSIFIES, spec)
+    for name, word in saved.items():
+        first = next((names[0] for names in tied_names(model) if name in names), name)
+        found[name] = PREFIX + word
+        shapes[name] = (held or {}).get(first) or tuple(model.get_parameter(name).shape)
+    owners = tuple(dict.fromkeys(word.rpartition(".")[0] for word in saved.values()))
+    turned = any(is_transposed(known[path]) for path in spec.modules)
+    return Names(found, theirs, owners, turned, experts, shapes)
+
+
+def _saved_names(
+    module: ModuleType, shape: Any, model: torch.nn.Module, classifies: bool, spec: Spec | None = None
+) -> dict[str, str]:
+    """Names of what is saved whole, those of tied tensors too -> names there, without the prefix.
+
+    Without a spec, of each tensor that has a name there.
+    """
+    found = {}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if spec is None or spec.holds(name)]
+    hub, new_head = getattr(module, "HUB", None), module.LAYOUT.last[-1]
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        if as_is.is_as_is(module):
+            found[name] = name.partition(".")[2]
+        elif classifies and owner == new_head:
+            found[name] = f"{SCORE}.{leaf}"
+        else:
+            source = hub.source(name, shape) if hub is not None else None
+            if not isinstance(source, str):
+                if spec is None:
+                    continue
+                raise ConfigError(
+                    f"{name} is no tensor of its own in the Hugging Face format of this model, so it has no form "
+                    "there; merge the adapters (shardtrain merge) and export the sum"
+                )
+            found[name] = source
+    return found
 
 
 class PeftFolder:
     """Adapters of a folder, checked against a model of ours."""
 
-    def __init__(self, folder: Path, module: ModuleType, shape: Any) -> None:
-        """Read the configuration and the header of the weights.
+    def __init__(self, folder: Path, module: ModuleType, shape: Any, num_labels: int = 0) -> None:
+        """Read the configuration and the header of the weights; ``num_labels`` are the rows of a new head.
 
         Raises:
             ConfigError: when it asks for what is not known here.
@@ -103,28 +204,45 @@ class PeftFolder:
         """
         self.folder = folder
         fields = read_json(folder / CONFIG)
-        rank, alpha, stabilized = _read_config(fields, folder / CONFIG)
+        begun = _read_config(fields, folder / CONFIG)
         self._file = _open(folder)
         shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
-        self.spec, self._names = self._recognise(shapes, rank, alpha, stabilized, module, shape)
+        self.spec, self.names = self._recognise(shapes, begun, module, shape, num_labels)
 
     def _recognise(
-        self, shapes: Mapping[str, tuple[int, ...]], rank: int, alpha: float, stabilized: bool, module: Any, shape: Any
-    ) -> tuple[Spec, dict[str, str]]:
+        self, shapes: Mapping[str, tuple[int, ...]], begun: Spec, module: Any, shape: Any, num_labels: int
+    ) -> tuple[Spec, Names]:
         model = models.build(module, shape)
-        linears = {path: m for path, m in model.named_modules() if type(m) is torch.nn.Linear}
+        linears = linears_of(model)
         ours = {f"{PREFIX}{theirs}": path for path, theirs in their_names(linears, module, shape).items()}
-        owners = {name: name.removesuffix(".lora_A.weight") for name in shapes if name.endswith(".lora_A.weight")}
-        modules = [path for key, path in ours.items() if key in owners.values()]
-        spec = Spec(rank, alpha, stabilized, tuple(path for path in linears if path in modules))
-        names = names_of(spec, module, shape)
-        expected = {}
-        for path in spec.modules:
-            linear = linears[path]
-            expected[names[f"{path}.lora_a"]] = (rank, linear.in_features)
-            expected[names[f"{path}.lora_b"]] = (linear.out_features, rank)
+        owners = {name.removesuffix(".lora_A.weight") for name in shapes if name.endswith(".lora_A.weight")}
+        modules = {path for key, path in ours.items() if key in owners}
+        stacked = [path for path in stacks.find(model) if self._has_stack(path, begun.parameters)]
+        kind = CLASSIFIES if num_labels else begun.task_type
+        all_names = _saved_names(module, shape, model, kind == CLASSIFIES)
+        present = {name for name, word in all_names.items() if PREFIX + word in shapes}
+        for group in tied_names(model):
+            self._check_tied({name: PREFIX + all_names[name] for name in group if name in all_names}, present)
+        saved = [name.rpartition(".")[0] for name in all_names if name in present]
+        spec = replace(
+            begun,
+            modules=tuple(path for path in linears if path in modules),
+            parameters=tuple(stacked),
+            saved=tuple(dict.fromkeys(saved)),
+            task_type=kind,
+        )
+        head = module.LAYOUT.last[-1]
+        new = {}
+        if num_labels and not as_is.is_as_is(module):
+            new = {
+                name: (num_labels, *parameter.shape[1:])
+                for name, parameter in model.named_parameters()
+                if name.rpartition(".")[0] == head
+            }
+        names = names_of(spec, module, shape, new)
+        expected = {theirs: names.their_shape(name) for name, theirs in names.tensors.items()}
         wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
-        if wrong or not spec.modules:
+        if wrong or not (spec.modules or spec.parameters):
             first = wrong[0] if wrong else "no adapter"
             raise CheckpointError(
                 f"{self.folder / WEIGHTS} is not of this model: {len(wrong)} tensors do not fit, such as {first}: "
@@ -132,11 +250,33 @@ class PeftFolder:
             )
         return spec, names
 
+    def _check_tied(self, group: Mapping[str, str], present: set[str]) -> None:
+        """Modules that are one tensor here must be in the file all of them, and be equal."""
+        here = [their for name, their in group.items() if name in present]
+        held = [self._file.get_tensor(name) for name in here]
+        if held and (len(held) < len(group) or not all(torch.equal(tensor, held[0]) for tensor in held)):
+            rest = ", ".join(sorted({*group.values()} - {here[0]}))
+            raise CheckpointError(
+                f"{self.folder / WEIGHTS} has {here[0]} apart from {rest}, and both are one tensor of this model; "
+                "merge these adapters with PEFT, which unties them"
+            )
+
+    @staticmethod
+    def _has_stack(path: str, wanted: tuple[str, ...]) -> bool:
+        theirs = stack_name(path)
+        return any(theirs == name or theirs.endswith(f".{name}") for name in wanted)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, by its name in our model, whole."""
+        return self.names.ours(name, self._file.get_tensor(self.names.tensors[name]))
+
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill this rank's part of each factor among our tensors, by their names in the model, in place."""
-        for name in self._names.keys() & tensors.keys():
+        """Fill this rank's part of each tensor of the folder, by its name in our model, in place."""
+        for name in self.names.tensors.keys() & tensors.keys():
             box = tuple(local_slices(tensors[name]))
-            local_tensor(tensors[name]).detach().copy_(self._file.get_slice(self._names[name])[box])
+            stacked = name in self.names.experts
+            part = self.read(name)[box] if stacked else self._file.get_slice(self.names.tensors[name])[box]
+            local_tensor(tensors[name]).detach().copy_(part)
 
 
 def load(run: Run, folder: Path) -> None:
@@ -150,12 +290,14 @@ def load(run: Run, folder: Path) -> None:
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
 
+    labels = tasks.open_task(run.config).num_labels
+
     def fill() -> None:
-        found = PeftFolder(folder, module, shape)
+        found = PeftFolder(folder, module, shape, labels)
         differ = [
-            f"{key} is {theirs!r} and not {run.lora[key]!r}" if key != "modules" else "its modules are others"
+            f"its {_LISTS[key]} are others" if key in _LISTS else f"{key} is {theirs!r} and not {run.lora[key]!r}"
             for key, theirs in found.spec.facts().items()
-            if key != "dropout" and run.lora[key] != theirs
+            if key not in ("dropout", "task_type") and run.lora[key] != theirs
         ]
         if differ:
             raise ConfigError(f"lora.initial_load_path={folder}: {'; '.join(differ)}; set [lora] to what it says")
@@ -179,12 +321,16 @@ def _open(folder: Path) -> Any:
         raise CheckpointError(f"{path} is cut short or no safetensors file ({error}); fetch it again") from None
 
 
-def _read_config(fields: Mapping[str, Any], path: Path) -> tuple[int, float, bool]:
+def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
+    """Adapters of which the modules are not known yet."""
     for key, allowed in _ONLY.items():
         if fields.get(key) is not None and not any(fields[key] is a or fields[key] == a for a in allowed):
             rule = f"asks for {key}={fields[key]!r}, which is not known here"
             raise ConfigError(f"{path} {rule}; merge these adapters with PEFT, or train others")
-    read = {"r", "lora_alpha", "use_rslora", "target_modules", *_ONLY, *_IGNORED}
+    read = {
+        "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save",
+        *_ONLY, *_IGNORED,
+    }  # fmt: skip
     unknown = sorted(key for key, value in fields.items() if key not in read and value)
     if unknown:
         shown = ", ".join(f"{key}={str(fields[key])[:60]!r}" for key in unknown[:5])
@@ -194,7 +340,12 @@ def _read_config(fields: Mapping[str, Any], path: Path) -> tuple[int, float, boo
         )
     rank = _number(fields, "r", 8, path, lambda v: isinstance(v, int) and 1 <= v <= 2**20)
     alpha = _number(fields, "lora_alpha", 8, path, lambda v: 0 < v < math.inf)
-    return int(rank), float(alpha), bool(fields.get("use_rslora"))
+    stacked = fields.get("target_parameters") or []
+    if not isinstance(stacked, list) or not all(isinstance(name, str) for name in stacked):
+        raise ConfigError(f"{path}: target_parameters={str(stacked)[:60]!r} is no list of names; use PEFT's own file")
+    kind = fields.get("task_type")
+    dora = bool(fields.get("use_dora"))
+    return Spec(int(rank), float(alpha), bool(fields.get("use_rslora")), (), 0.0, dora, tuple(stacked), (), kind)
 
 
 def _number(fields: Mapping[str, Any], key: str, default: float, path: Path, good: Callable[[Any], bool]) -> Any:

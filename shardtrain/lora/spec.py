@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from shardtrain.errors import CheckpointError, ConfigError, Problem
 from shardtrain.layout import Draw
 from shardtrain.log import logger
-from shardtrain.lora import targets
-from shardtrain.lora.linear import LoraLinear, adapted
+from shardtrain.lora import stacks, targets
+from shardtrain.lora.linear import NAMES, LoraLinear, adapted, is_adapter, is_linear
+from shardtrain.shards import local_slices, local_tensor, to_full
 
 if TYPE_CHECKING:
     from shardtrain.config.lora_schema import Lora
 
 FACT = "lora"
 """Name of what a checkpoint says of its adapters, among its facts."""
+CAUSAL, CLASSIFIES = "CAUSAL_LM", "SEQ_CLS"
+TASK_TYPES = {"causal": CAUSAL, "classification": CLASSIFIES, "sequence_to_sequence": "SEQ_2_SEQ_LM"}
+"""What a network of transformers is for, and PEFT's word for it."""
 _MAX_MODULES = 100_000
+_SCORES = ("score", "classifier")
+"""Names of heads that classify, as PEFT looks for them among the children of a network."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,13 @@ class Spec:
     modules: tuple[str, ...]
     """Paths in the model."""
     dropout: float = 0.0
+    use_dora: bool = False
+    parameters: tuple[str, ...] = ()
+    """Paths of the stacks of experts' weights that have adapters."""
+    saved: tuple[str, ...] = ()
+    """Paths of the modules that are trained whole: ``modules_to_save`` of PEFT."""
+    task_type: str | None = "CAUSAL_LM"
+    """PEFT's word for what the model is for; None where it has none."""
 
     @property
     def scale(self) -> float:
@@ -52,7 +66,27 @@ class Spec:
             "rank_stabilized": self.rank_stabilized,
             "dropout": self.dropout,
             "modules": list(self.modules),
+            "use_dora": self.use_dora,
+            "parameters": list(self.parameters),
+            "saved": list(self.saved),
+            "task_type": self.task_type,
         }
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor of the model is trained, and lies in a checkpoint.
+
+        >>> spec = Spec(4, 8.0, False, ("wq",), saved=("head",))
+        >>> [spec.holds(name) for name in ("wq.lora_a", "head.weight", "wq.weight", "header.weight")]
+        [True, True, False, False]
+        """
+        return is_adapter(name) or any(name.startswith(f"{path}.") for path in self.saved)
+
+    def factors(self) -> list[str]:
+        """Names of all that adapters add."""
+        names = NAMES if self.use_dora else NAMES[:2]
+        return [f"{path}.{name}" for path in self.modules for name in names] + [
+            f"{path}_{name}" for path in self.parameters for name in NAMES[:2]
+        ]
 
 
 def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
@@ -62,81 +96,146 @@ def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
         return None
     kinds: dict[str, Any] = {"rank": int, "alpha": (int, float), "rank_stabilized": bool, "modules": list}
     good = isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
+    lists = [found.get(key, []) for key in ("modules", "parameters", "saved")] if good else []
     if (
         not good
         or not 1 <= found["rank"] <= 2**20
         or not 0 < found["alpha"] < math.inf
-        or not 1 <= len(found["modules"]) <= _MAX_MODULES
-        or not all(isinstance(name, str) for name in found["modules"])
+        or not all(isinstance(paths, list) and all(isinstance(path, str) for path in paths) for paths in lists)
+        or not 1 <= sum(map(len, lists)) <= _MAX_MODULES
     ):
         raise CheckpointError(f"checkpoint {where}: what it says of its adapters is no rank, alpha and modules")
     dropout = found.get("dropout")
     dropout = float(dropout) if isinstance(dropout, int | float) and 0 <= dropout < 1 else 0.0
-    modules = tuple(found["modules"])
-    return Spec(found["rank"], float(found["alpha"]), found["rank_stabilized"], modules, dropout)
+    modules, parameters, saved = map(tuple, lists)
+    kind = found.get("task_type", CAUSAL)
+    return Spec(
+        found["rank"],
+        float(found["alpha"]),
+        found["rank_stabilized"],
+        modules,
+        dropout,
+        found.get("use_dora") is True,
+        parameters,
+        saved,
+        kind if kind in TASK_TYPES.values() else None,
+    )
 
 
-def adapt(model: nn.Module, module: ModuleType, shape: Any, options: Lora) -> dict[str, Draw]:
+def adapt(
+    model: nn.Module, module: ModuleType, shape: Any, options: Lora, new_head: bool = False
+) -> tuple[Spec | None, dict[str, Draw]]:
     """Freeze a model that is on the meta device and add the adapters that ``[lora]`` asks for, in place.
 
-    Gives how each new parameter starts; nothing where lora.enable is off.
+    Gives what they are and how each new parameter starts; nothing where lora.enable is off. With ``new_head`` the task
+    has given the model a head of its own, which is trained whole.
 
     Raises:
         ConfigError: for a target that is none, or a rank above the size of a module.
     """
     if not options.enable:
-        return {}
-    modules = targets.find(model, module, shape, options.target_modules)
-    spec = Spec(options.rank, options.alpha, options.rank_stabilized, tuple(modules), options.dropout)
-    for path in modules:
-        smaller = min(model.get_submodule(path).weight.shape)  # type: ignore[arg-type,union-attr]
+        return None, {}
+    head = head_of(model, module) if new_head else ""
+    saved = targets.find_saved(model, module, shape, options.modules_to_save, head)
+    stacked = targets.find_stacks(model, options.target_parameters)
+    # beside stacks alone, where no module is named
+    named = options.target_modules or not stacked
+    modules = targets.find(model, module, shape, options.target_modules, saved) if named else []
+    within = [stack.path for stack in stacked if any(stack.path.startswith(f"{path}.") for path in saved)]
+    if within:
+        rule = f"names {within[0]}, which lora.modules_to_save trains whole"
+        raise ConfigError(Problem(targets.PARAMETERS, None, rule, "remove it from one of them"))
+    paths = tuple(stack.path for stack in stacked)
+    kind = CLASSIFIES if new_head else TASK_TYPES.get(getattr(model, "kind", "causal"))
+    scale = (options.rank, options.alpha, options.rank_stabilized)
+    spec = Spec(*scale, tuple(modules), options.dropout, options.use_dora, paths, tuple(saved), kind)
+    sizes = {path: min(model.get_submodule(path).weight.shape) for path in modules}  # type: ignore[arg-type,union-attr]
+    for path, smaller in {**sizes, **{stack.path: min(stack.inputs, stack.outputs) for stack in stacked}}.items():
         if spec.rank > smaller:
             rule = f"is above the {smaller} of {path}: its weight itself has no higher rank"
             raise ConfigError(Problem("lora.rank", spec.rank, rule, f"use at most {smaller}, or other target_modules"))
     apply(model, spec)
     _tell(model, spec)
-    return draws(model, options.init)
+    return spec, draws(model, options.init)
+
+
+def head_of(model: nn.Module, module: ModuleType) -> str:
+    """Path of the head that gives the scores of labels."""
+    network = getattr(model, "hf", None)
+    if network is None:
+        return str(module.LAYOUT.last[-1])
+    names = [name for name, _ in network.named_children() if any(word in name for word in _SCORES)]
+    if not names:
+        rule = f"finds no head of {type(network).__name__}: none of its modules is named {' or '.join(_SCORES)}"
+        raise ConfigError(Problem("lora.enable", True, rule, "name it in lora.modules_to_save, or train all weights"))
+    return f"hf.{names[0]}"
 
 
 def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
-    """How each factor of an adapted model starts; nothing where none is adapted."""
+    """How each factor of an adapted model starts; nothing where none is adapted.
+
+    The lengths of DoRA follow from the frozen weights, see ``start_magnitudes``.
+    """
+    inputs = {f"{path}.lora_a": linear.in_features for path, linear in adapted(model)}
+    inputs |= {f"{path}_lora_a": factor.shape[2] for path, factor in stacks.adapted(model)}
+    parameters = dict(model.named_parameters())
     found = {}
-    for path, linear in adapted(model):
+    for name, size in inputs.items():
+        rank = parameters[name].shape[-2]
         # uniform within 1 / sqrt(inputs) is kaiming_uniform with a = sqrt(5), the start that the paper's code has
-        kaiming = Draw("uniform", std=(3 * linear.in_features) ** -0.5)
-        found[f"{path}.lora_a"] = kaiming if start == "kaiming" else Draw("normal", std=1 / linear.lora_a.shape[0])
-        found[f"{path}.lora_b"] = Draw("zeros", std=0.0)
-    return found
+        kaiming = Draw("uniform", std=(3 * size) ** -0.5)
+        found[name] = kaiming if start == "kaiming" else Draw("normal", std=1 / rank)
+        found[f"{name[:-1]}b"] = Draw("zeros", std=0.0)
+    return found | {name: Draw("ones") for name in parameters if name.endswith("lora_magnitude")}
+
+
+@torch.no_grad()
+def start_magnitudes(model: nn.Module) -> None:
+    """Give each magnitude of DoRA the lengths of the frozen weight's rows, which is loaded (a collective)."""
+    for _, linear in adapted(model):
+        if linear.lora_magnitude is not None:
+            whole = linear.weight_OI(torch.float32) if linear.weight is None else to_full(linear.weight.detach())
+            if linear.weight is not None and linear.transposed:
+                whole = whole.t()
+            length_O = torch.linalg.vector_norm(whole.float(), dim=1)
+            local_tensor(linear.lora_magnitude).copy_(length_O[local_slices(linear.lora_magnitude)])
 
 
 def apply(model: nn.Module, spec: Spec) -> None:
-    """Freeze every parameter and put an adapter beside each module of the spec, in place.
+    """Freeze every parameter but those of modules that are saved, and put the adapters beside them, in place.
 
     Raises:
-        CheckpointError: when the model has no such linear module.
+        CheckpointError: when the model has no such module.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     known = dict(model.named_modules())
     for path in spec.modules:
         linear = known.get(path)
-        if type(linear) is not nn.Linear:
+        if linear is None or not is_linear(linear):
             raise CheckpointError(f"the adapters are for {path}, which is no linear module of this model")
         owner, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, LoraLinear(linear, spec.rank, spec.scale, spec.dropout))
-
-
-def spec_of(names: Iterable[str], options: Lora) -> Spec:
-    """The spec of a model that ``adapt`` has changed, from the names of its parameters."""
-    modules = tuple(name.rpartition(".")[0] for name in names if name.endswith(".lora_a"))
-    return Spec(options.rank, options.alpha, options.rank_stabilized, modules, options.dropout)
+        lora = LoraLinear(linear, spec.rank, spec.scale, spec.dropout, spec.use_dora)
+        setattr(model.get_submodule(owner), leaf, lora)
+    if spec.parameters:
+        found = stacks.find(model)
+        for path in spec.parameters:
+            if path not in found:
+                raise CheckpointError(f"the adapters are for {path}, which is no stack of experts of this model")
+        stacks.apply(model, [found[path] for path in spec.parameters], spec.rank, spec.scale)
+    for path in spec.saved:
+        if path not in known:
+            raise CheckpointError(f"the adapters come with {path}, which is no module of this model")
+        known[path].requires_grad_(True)
 
 
 def _tell(model: nn.Module, spec: Spec) -> None:
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    shown = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in spec.modules))
+    beside = [*spec.modules, *spec.parameters]
+    shown = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in beside))
+    whole = f", {', '.join(spec.saved)} whole" if spec.saved else ""
     logger.info(
-        f"lora: rank {spec.rank} beside {len(spec.modules)} modules ({shown}): {trained:,} of {total:,} parameters "
+        f"lora: rank {spec.rank} beside {len(beside)} modules ({shown}){whole}: {trained:,} of {total:,} parameters "
         f"({100 * trained / total:.2f} %) are trained"
     )

@@ -11,36 +11,58 @@ from torch import nn
 from shardtrain.config.options import nearest
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches, word_of
+from shardtrain.lora import stacks
+from shardtrain.lora.linear import is_linear
+from shardtrain.lora.stacks import Stack
+from shardtrain.tied import tied_names
 
-OPTION = "lora.target_modules"
+OPTION, PARAMETERS, SAVED = "lora.target_modules", "lora.target_parameters", "lora.modules_to_save"
+SCORE = "score"
+"""The head of a decoder that classifies, in transformers."""
 ALL = "all-linear"
 """Every linear module but the head and routers: PEFT's word."""
 _WORDS = ("colwise", "rowwise", "head", "replicate")
 
 
-def find(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequence[str]) -> list[str]:
-    """Paths of the modules that get an adapter, in the order of the model.
+def find(
+    model: nn.Module, module: ModuleType, shape: Any, wanted: Sequence[str], saved: Sequence[str] = ()
+) -> list[str]:
+    """Paths of the modules that get an adapter, in the order of the model; none of those that are ``saved`` whole.
 
     Raises:
         ConfigError: for a name that fits no module or one that cannot be adapted; names the nearest.
     """
     layout: Layout = module.LAYOUT
-    words = {path: word_of(layout, path) for path, m in model.named_modules() if type(m) is nn.Linear}
-    linears = [path for path, word in words.items() if word in _WORDS]
+    foreign = getattr(model, "hf", None)
+    paths = linears_of(model)
+    words = {path: word_of(layout, path) for path in paths}
+    if foreign is not None:
+        head = foreign.get_output_embeddings()
+        words = {path: "head" if model.get_submodule(path) is head else "replicate" for path in paths}
+    linears = [path for path in paths if words[path] in _WORDS]
     theirs = their_names(linears, module, shape)
+    if not wanted and foreign is not None:
+        wanted = [ALL]
     if not wanted:
         parent = layout.context.rpartition(".")[0]
         found = {path for path in linears if parent and matches(path.rpartition(".")[0], parent)}
         if not found:
             rule = "is empty, and the model's layout names no attention with linear modules"
             raise ConfigError(Problem(OPTION, None, rule, f"name some, such as {', '.join(linears[:3])}"))
+        found = {path for path in found if not _within(path, saved)}
     else:
         found = set()
         problems = []
         for name in wanted:
             fitting = _fitting(name, linears, theirs, words)
-            if not fitting:
+            if name == ALL:
+                fitting = {path for path in fitting if not _within(path, saved)}
+            elif not fitting:
                 problems.append(_unknown(name, model, layout, linears, theirs))
+            both = sorted(path for path in fitting if _within(path, saved))
+            if both:
+                rule = f"names {both[0]}, which lora.modules_to_save trains whole"
+                problems.append(Problem(OPTION, name, rule, "remove it from one of them"))
             found |= fitting
         if problems:
             raise ConfigError(problems)
@@ -52,11 +74,83 @@ def find(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequence[str]
     return [path for path in linears if path in found]
 
 
+def linears_of(model: nn.Module) -> list[str]:
+    """Paths of the modules that are linear, in the order of the model."""
+    return [path for path, module in model.named_modules() if is_linear(module)]
+
+
+def find_stacks(model: nn.Module, wanted: Sequence[str]) -> list[Stack]:
+    """The stacks of experts' weights that ``lora.target_parameters`` names, in the order of the model.
+
+    Raises:
+        ConfigError: for a name that fits none.
+    """
+    if not wanted:
+        return []
+    known = stacks.find(model)
+    found: set[str] = set()
+    problems = []
+    for name in wanted:
+        fitting = {path for path in known if _fits(path, name) or _fits(stack_name(path), name)}
+        if not fitting:
+            ends = list(dict.fromkeys(".".join(path.split(".")[-2:]) for path in known))
+            fix = f"use names like {', '.join(ends)}" if ends else "leave it out: this model has none"
+            problems.append(Problem(PARAMETERS, name, "names no stack of experts' weights of the model", fix))
+        found |= fitting
+    if problems:
+        raise ConfigError(problems)
+    return [stack for path, stack in known.items() if path in found]
+
+
+def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequence[str], head: str = "") -> list[str]:
+    """Paths of the modules that ``lora.modules_to_save`` names, and ``head``, a new one; tied ones bring each other.
+
+    Raises:
+        ConfigError: for a name that fits no module with weights.
+    """
+    paths = [path for path, m in model.named_modules() if path and any(True for _ in m.parameters())]
+    theirs = {path: "" for path in paths} | their_names(paths, module, shape)
+    if head and not hasattr(model, "hf"):
+        theirs[head] = SCORE
+    found, problems = {head} - {""}, []
+    for name in wanted:
+        ends = {path for path in paths if _fits(path, name) or _fits(theirs[path], name)}
+        if not ends:
+            near = nearest(name, [*_ends(paths), *_ends(theirs.values()), *paths])
+            fix = f"did you mean {near}?" if near else f"use names like {', '.join(_ends(theirs.values())[:8])}"
+            problems.append(Problem(SAVED, name, "names no module of the model that has weights", fix))
+        found |= ends
+    if problems:
+        raise ConfigError(problems)
+    shared = [{name.rpartition(".")[0] for name in names} for names in tied_names(model)]
+    found |= {path for group in shared for path in group if any(_within(one, list(found)) for one in group)}
+    return [path for path in paths if path in found]
+
+
 def their_names(paths: Iterable[str], module: ModuleType, shape: Any) -> dict[str, str]:
     """Our module path -> the path of the one module of the Hugging Face format that it is, where there is one."""
+    if getattr(module, "AS_IS", False):  # their own names, below the attribute that holds the network
+        return {path: path.partition(".")[2] for path in paths}
     hub = getattr(module, "HUB", None)
     sources = {path: hub.source(f"{path}.weight", shape) for path in paths} if hub is not None else {}
     return {path: source.removesuffix(".weight") for path, source in sources.items() if isinstance(source, str)}
+
+
+def stack_name(path: str) -> str:
+    """The path of a stack of experts' weights in transformers.
+
+    >>> stack_name("layers.3.moe.experts.down_proj"), stack_name("hf.model.layers.3.mlp.experts.down_proj")
+    ('model.layers.3.mlp.experts.down_proj', 'model.layers.3.mlp.experts.down_proj')
+    """
+    return (
+        path.removeprefix("hf.")
+        if path.startswith("hf.")
+        else f"model.{path}".replace(".moe.experts.", ".mlp.experts.")
+    )
+
+
+def _within(path: str, modules: Sequence[str]) -> bool:
+    return any(path == module or path.startswith(f"{module}.") for module in modules)
 
 
 def _fits(path: str, name: str) -> bool:
@@ -82,6 +176,8 @@ def _unknown(name: str, model: nn.Module, layout: Layout, linears: Sequence[str]
             rule = f"names {owners[0]}, a router: which experts a token sees is not trained by adapters here"
         elif word_of(layout, owners[0]) == "expert":
             rule = f"names {owners[0]}, whose weights are one stack for all experts and no linear module"
+            fix = 'set lora.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]'
+            return Problem(OPTION, name, rule, fix)
         return Problem(OPTION, name, rule, f"name linear modules, such as {', '.join(_ends(linears))}")
     known = [*_ends(linears), *_ends(theirs.values()), ALL, *linears]
     near = nearest(name, known)

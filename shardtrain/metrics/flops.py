@@ -37,16 +37,20 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any, seq_len: in
     total = sum(p.numel() for p in model.parameters())
     layers, heads, head_dim = (int(getattr(model_config, name, 0)) for name in ("num_layers", "num_heads", "head_dim"))
     used = total - sum(p.numel() for p in looked_up) - _idle_in_experts(model, layout, model_config)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = used - trained if trained < total else 0
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) - _idle_in_experts(
+        model, layout, model_config, trained=True
+    )
+    looked_up_trained = sum(p.numel() for p in looked_up if p.requires_grad)
+    frozen = used - (trained - looked_up_trained) if any(not p.requires_grad for p in model.parameters()) else 0
     attended = min(seq_len, int(getattr(model_config, "sliding_window", 0)) or seq_len)
     return total, flops_per_token(used, layers, heads, head_dim, attended) - 2 * frozen
 
 
-def _idle_in_experts(model: nn.Module, layout: Layout, model_config: Any) -> int:
-    """Parameters of the experts that a token does not use."""
+def _idle_in_experts(model: nn.Module, layout: Layout, model_config: Any, trained: bool = False) -> int:
+    """Parameters of the experts that a token does not use, or those of them that are trained."""
     if not layout.expert:
         return 0
     owners = [name for name, _ in model.named_modules() if matches(name, f"{layout.expert}.experts")]
-    in_experts = sum(p.numel() for name in owners for p in model.get_submodule(name).parameters())
+    parameters = [p for name in owners for p in model.get_submodule(name).parameters()]
+    in_experts = sum(p.numel() for p in parameters if p.requires_grad or not trained)
     return in_experts - in_experts * model_config.top_k // model_config.num_experts

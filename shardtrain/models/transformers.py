@@ -118,16 +118,22 @@ class Model(nn.Module):
         positions_BT: Tensor | None = None,
         lengths_B: Tensor | None = None,
         decoded_BS: Tensor | None = None,
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, V) of tokens (B, T); (B, L) of a network that classifies.
 
-        Each token's place is its column, as in rows without a document mask. Where ``lengths_B`` are given, what comes
-        after them is padding, which no token sees. ``decoded_BS`` are the tokens that a decoder is to predict, and the
-        logits are (B, S, V): they are shifted right here, and IGNORE becomes padding.
+        Each token's place is its column; with ``documents_BT`` it is that of ``positions_BT``, which begin again at 0
+        with each document, and by which the network knows where documents begin (``documents_apart.py``). Where
+        ``lengths_B`` are given, what comes after them is padding, which no token sees. ``decoded_BS`` are the tokens
+        that a decoder is to predict, and the logits are (B, S, V): they are shifted right here, and IGNORE becomes
+        padding.
         """
         self._follow(tokens_BT.device)
         config, inputs = self.hf.config, {"input_ids": tokens_BT}
         pad = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
+        if documents_BT is not None:
+            assert positions_BT is not None
+            inputs["position_ids"] = positions_BT
         if lengths_B is not None:
             known_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device) < lengths_B[:, None]
             inputs = {"input_ids": tokens_BT.masked_fill(~known_BT, pad), "attention_mask": known_BT.long()}

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches
+from shardtrain.lora.linear import is_adapter
 from shardtrain.parallel import context
 from shardtrain.parallel.local_weights import use_local_weights
 from shardtrain.parallel.mesh import LOSS_AXES, Mesh
@@ -263,7 +264,10 @@ def _check_even(experts: nn.Module, dim: int, ranks: int, config: Config) -> Non
     if dim and any(size % ranks for size in sizes):
         degree = config.parallelism.expert_parallel_degree
         rule = f"leaves more ranks ({ranks}) than experts of a rank, and they do not divide the experts' sizes {sizes}"
-        raise ConfigError(Problem("parallelism.expert_parallel_degree", degree, rule, "use a larger degree"))
+        fix = "use a larger degree"
+        if any(is_adapter(name) and p.shape[dim] % ranks for name, p in experts.named_parameters()):
+            fix = f"use a larger degree, and a lora.rank that {ranks} divides"
+        raise ConfigError(Problem("parallelism.expert_parallel_degree", degree, rule, fix))
 
 
 def _counts(moe: Any) -> Tensor:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import matches
+from shardtrain.parallel import adapters
 from shardtrain.parallel.local_weights import use_local_weights
 from shardtrain.parallel.mesh import Mesh
 from shardtrain.tied import tie, tied_names
@@ -63,11 +64,13 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     for path, module in model.named_modules():
         if path not in styles and any(True for _ in module.parameters(recurse=False)):
             styles[path] = WholeWeights(Replicate())
+    factors = adapters.set_aside(model, words.get)
     parallelize_module(model, mesh.submesh(AXIS), styles)
     for path in (path for path, word in words.items() if word == "embedding_rowwise"):
         # FSDP, which wraps it, loses its hooks where a network then changes a view in place
         model.get_submodule(path).register_forward_hook(lambda _, inputs, output: output.clone())
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
+    adapters.put_back(model, words.get, mesh.submesh(AXIS), factors)
 
 
 class WholeWeights(ParallelStyle):

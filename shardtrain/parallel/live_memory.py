@@ -86,15 +86,18 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # grouped_mm without memory knows bfloat16 alone (torch 2.13), where the CPU's kernel takes float32 too
+    # grouped_mm without memory knows bfloat16 alone (torch 2.13), where the CPU's kernel takes float32 too, and rows of
+    # 16 bytes are half as many numbers
     if (
         func is torch.ops.aten._grouped_mm.default
         and isinstance(args[0], FakeTensor)
         and args[0].dtype == torch.float32
     ):
-        return func(
-            *(a.bfloat16() if torch.is_tensor(a) and a.is_floating_point() else a for a in args), **kwargs
-        ).float()
+        a, b = args[:2]
+        groups = (
+            [(args[2] if len(args) > 2 else kwargs["offs"]).numel()] if a.ndim == b.ndim == 2 else list(a.shape[:-2])
+        )
+        return a.new_empty(*(groups if a.ndim == b.ndim else []), a.shape[-2], b.shape[-1])
     return func(*args, **kwargs)
 
 

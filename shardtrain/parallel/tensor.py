@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -61,10 +62,10 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
     if config.parallelism.enable_async_tensor_parallel:
         _overlap_with_matmuls(mesh)
-    ties, factors = tied_names(model), adapters.set_aside(model, layout)
+    ties, factors = tied_names(model), adapters.set_aside(model, partial(word_of, layout))
     parallelize_module(model, mesh.submesh(AXIS), plan)
-    adapters.put_back(model, layout, mesh.submesh(AXIS), factors)
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
+    adapters.put_back(model, partial(word_of, layout), mesh.submesh(AXIS), factors)
     _deal_slopes(model, layout, mesh)
     _watch_dropout(model, layout, mesh, config)
 

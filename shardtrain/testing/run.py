@@ -16,8 +16,9 @@ from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError
 from shardtrain.evaluate import Evaluation
 from shardtrain.log import logger
+from shardtrain.lora import base
 from shardtrain.parallel import BATCH_AXES, Mesh, world
-from shardtrain.resume import weights_of
+from shardtrain.resume import held_by, weights_of
 from shardtrain.testing.request import SPLITS, Request, sets_of
 
 
@@ -53,7 +54,10 @@ def load(built: Built, config: Config, wanted: str | None) -> Place:
     checkpoints = Checkpoints(dataclasses.replace(config, checkpoint=options))
     try:
         path = _choose(checkpoints, folder_of(config.job.dump_folder, config.checkpoint.folder), wanted)
-        checkpoints.load(path, weights_of(built.runner), {})
+        if built.adapters is not None:
+            device = next(iter(built.runner.parameters().values())).device
+            base.load(config, built.runner, built.adapters, device, checkpoints)
+        checkpoints.load(path, held_by(built.adapters, weights_of(built.runner)), {})
     finally:
         checkpoints.close()
     return path

@@ -42,9 +42,6 @@ def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
         (["--parallelism.expert_parallel_degree=2"], "parallelism.expert_parallel_degree=2", "not dealt out"),
         (["--parallelism.tensor_parallel_degree=4"], "parallelism.tensor_parallel_degree=4", "num_key_value_heads=2"),
         (["--model.overrides.attention=flash"], 'model.overrides.attention="flash"', "use auto, sdpa, eager"),
-        (["--data.document_mask=on"], 'data.document_mask="on"', "is not told of them"),
-        (["--data.packing=first_fit"], 'data.document_mask="auto"', "is not told of them"),
-        (["--data.format=chat"], 'data.document_mask="auto"', "is not told of them"),
         (["--optimizer.name=Muon"], "optimizer.muon_adamw_patterns", "names no parameter"),
         (["--model.overrides.rows=4"], "model.overrides.rows=4", "is not a field"),
         (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +13,16 @@ from ranks import run_ranks
 from tiny import Ended, assert_bitwise, deep_config, make_run, train_whole
 from torch import nn
 
-from shardtrain import init
+from shardtrain import dry_run, init
+from shardtrain.config.lora_schema import Lora
 from shardtrain.errors import NumericalError
 from shardtrain.lora import spec
 from shardtrain.lora.linear import LoraLinear, merged
 from shardtrain.lora.spec import Spec
 from shardtrain.metrics.flops import count_model, flops_per_token
-from shardtrain.models import build, llama3, shape_of
+from shardtrain.models import build, llama3, mixtral, shape_of
+from shardtrain.parallel import fake
+from shardtrain.shards import local_tensor
 from shardtrain.train import step
 
 ON = {"enable": True, "random_base": True, "rank": 4, "alpha": 8.0}
@@ -129,3 +135,78 @@ def test_adapters_that_drop_go_on_to_the_bit(parallelism, tmp_path):
         assert stopped.losses == straight.losses[2:]
         assert_bitwise(stopped.weights, straight.weights)
         assert_bitwise(stopped.optimizer, straight.optimizer)
+
+
+@pytest.mark.parametrize(("kind", "dropout"), [("Linear", 0.0), ("Conv1D", 0.0), ("Linear", 0.5)])
+def test_dora_has_the_output_and_gradients_of_peft(kind: str, dropout: float) -> None:
+    """In float32, to 1e-5 of numbers of about 1; where inputs are dropped, both drop those that one seed says."""
+    peft = pytest.importorskip("peft", reason="PEFT is the reference of DoRA")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    base: Any = nn.Linear(24, 16) if kind == "Linear" else transformers.pytorch_utils.Conv1D(16, 24)
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["0"], "use_dora": True, "lora_dropout": dropout}
+    options["fan_in_fan_out"] = kind == "Conv1D"
+    mine = LoraLinear(base, 4, 2.0, dropout, use_dora=True)
+    theirs = peft.get_peft_model(nn.Sequential(copy.deepcopy(base)), peft.LoraConfig(**options))
+    their = {
+        name.split(".default")[0].rpartition(".")[2]: p for name, p in theirs.named_parameters() if p.requires_grad
+    }
+    magnitude = next(p for name, p in theirs.named_parameters() if "magnitude" in name)
+    with torch.no_grad():
+        mine.lora_a.copy_(their["lora_A"].normal_())
+        mine.lora_b.copy_(their["lora_B"].normal_())
+        mine.lora_magnitude.copy_(magnitude.uniform_(0.5, 2.0))
+    outputs = []
+    for model in (mine, theirs):
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        torch.manual_seed(2)
+        out = model.train()(x)
+        out.square().sum().backward()
+        outputs.append((out.detach(), x.grad))
+    pairs = [*zip(*outputs, strict=True), (mine.lora_a.grad, their["lora_A"].grad)]
+    pairs += [(mine.lora_b.grad, their["lora_B"].grad), (mine.lora_magnitude.grad, magnitude.grad)]
+    for own, other in pairs:
+        torch.testing.assert_close(own, other, atol=1e-5 * float(other.abs().max()), rtol=1e-5)
+    assert mine.weight.grad is None and mine.bias.grad is None
+
+
+def held_by_a_rank(rank: int, config: Any) -> Any:
+    run = make_run(rank, config)
+    trained = [local_tensor(p) for p in run.runner.parameters().values() if p.requires_grad]
+    whole = [local_tensor(p) for p in run.runner.parameters().values()]
+    return sum(t.nbytes for t in trained), sum(t.nbytes for t in whole), run.num_params, run.flops_per_token
+
+
+@pytest.mark.parametrize(
+    ("lora", "flavor"),
+    [
+        ({"use_dora": True, "target_modules": ["all-linear"], "modules_to_save": ["embed_tokens"]}, "llama3"),
+        ({"target_parameters": ["experts.*"], "target_modules": ["o_proj"]}, "mixtral"),
+    ],
+)
+def test_a_dry_run_counts_what_a_rank_holds_and_trains(lora: dict[str, Any], flavor: str) -> None:
+    config = tiny_config(lora={**ON, **lora}, optimizer={"name": "AdamW"})
+    if flavor == "mixtral":
+        sizes = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+        sizes |= {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}
+        config = replace(config, model=replace(config.model, name=flavor, flavor="debugmodel", overrides=sizes))
+    trained, whole, params, flops = run_ranks(2, held_by_a_rank, config)[0]
+    with fake.join(0, 2) as here:
+        found = dry_run.build(config, here)
+    assert (found.gradient_bytes, found.parameter_bytes) == (trained, whole)
+    assert (found.num_params, found.flops_per_token) == (params, flops)
+    assert 2 * trained <= found.optimizer_bytes < 2 * trained + 4 * 2 * 100
+
+
+def test_idle_experts_cost_no_flops_with_adapters_either() -> None:
+    """2 of 4 experts: of their adapters half is used, at 6 per number, and of frozen weights half at 4."""
+    sizes = {"vocab_size": 512, "dim": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    shape = shape_of(mixtral, "debugmodel", sizes | {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}, "rmsnorm")
+    model = build(mixtral, shape)
+    _, before = count_model(model, mixtral.LAYOUT, shape, 64)
+    options = Lora(enable=True, rank=4, target_parameters=["experts.gate_up_proj"])
+    spec.adapt(model, mixtral, shape, options)
+    _, after = count_model(model, mixtral.LAYOUT, shape, 64)
+    added = 4 * 4 * (64 + 2 * 32) // 2
+    used = (before - 12 * 1 * 4 * 16 * 64) // 6
+    assert after == before - 2 * used + 6 * added

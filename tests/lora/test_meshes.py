@@ -29,6 +29,14 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"local_batch_size": 4},
     ),
     "fsdp2 tp2, recomputed": (4, {"tensor_parallel_degree": 2}, {}),
+    "tp2, dora": (2, {"tensor_parallel_degree": 2}, {}),
+    "fsdp2, dora": (2, {}, {}),
+    "pp2, dora": (
+        2,
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+        {"local_batch_size": 4},
+    ),
+    "fsdp2 tp2, recomputed, dora": (4, {"tensor_parallel_degree": 2}, {}),
 }
 
 
@@ -45,19 +53,20 @@ def config(parallelism: dict[str, Any], training: dict[str, Any], mode: str = "n
 
 
 @functools.cache
-def one_process() -> Result:
-    return run_tiny(1, config({}, {"local_batch_size": 8}), STEPS)[0]
+def one_process(use_dora: bool = False) -> Result:
+    return run_tiny(1, config({}, {"local_batch_size": 8}, use_dora=use_dora), STEPS)[0]
 
 
-FIRST = ("fsdp2", "tp2", "pp2")
+FIRST = ("fsdp2", "tp2", "pp2", "tp2, dora")
 
 
 @pytest.mark.parametrize("mesh", cases(FIRST, nightly=[mesh for mesh in MESHES if mesh not in FIRST]))
 def test_a_mesh_changes_no_number_of_adapters_and_no_bit_of_frozen_weights(mesh: str) -> None:
     ranks, parallelism, training = MESHES[mesh]
     mode = "full" if "recomputed" in mesh else "none"
-    results = run_tiny(ranks, config(parallelism, training, mode), STEPS)
-    expected = one_process()
+    dora = "dora" in mesh
+    results = run_tiny(ranks, config(parallelism, training, mode, use_dora=dora), STEPS)
+    expected = one_process(dora)
     held: dict[str, torch.Tensor] = {}
     for result in results:
         held |= result.initial

@@ -46,7 +46,14 @@ ON = {"enable": True, "random_base": True}
             ["merge"],
         ),
         ({"lora": {**ON, "base_dtype": "nf4"}, "task": {"name": "preference"}}, ["lora.base_dtype", "reference"]),
-        ({"lora": ON, "task": {"name": "classification"}}, ["lora.enable", "head", "all weights"]),
+        (
+            {"lora": {**ON, "target_parameters": ["experts.down_proj"], "dropout": 0.1}},
+            ["lora.dropout=0.1", "lora.target_parameters"],
+        ),
+        (
+            {"lora": {**ON, "target_parameters": ["experts.down_proj"], "use_dora": True}},
+            ["lora.use_dora=true", "lora.target_parameters"],
+        ),
         (
             {"lora": ON, "checkpoint": {"initial_load_model_only": False}},
             ["checkpoint.initial_load_model_only", "frozen"],
@@ -151,8 +158,8 @@ def damage(folder, **fields) -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"bias": "all"}, "bias='all'"),
         ({"peft_type": "IA3"}, "peft_type='IA3'"),

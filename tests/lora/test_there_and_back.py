@@ -11,6 +11,7 @@ import torch
 from hub_folders import FAMILIES, build, save
 from lora_runs import adapter_config, logits, tokens, train
 from ranks import run_ranks
+from tiers import cases
 from tiny import make_run
 
 from shardtrain import cli, resume
@@ -156,6 +157,26 @@ def test_adapters_of_peft_are_a_start_and_can_be_merged(base, tmp_path):
     assert cli.main(["import", str(base), "--to", str(tmp_path / "imported")]) == 0
     opened = open_model(tmp_path / "imported", tmp_path / "run" / "config.resolved.toml", adapter=tmp_path / "peft")
     torch.testing.assert_close(logits(opened.model, 260), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("base_dtype", cases(["training"], nightly=["int8"]))
+def test_dora_is_that_of_peft_and_merges_equally(base, base_dtype, tmp_path):
+    """Beside 8 bits too, which PEFT has in another format: there what is merged is compared with what was trained."""
+    lora = {"use_dora": True, "target_modules": ["q_proj", "o_proj", "w2"], "base_dtype": base_dtype}
+    ended = train(1, adapter_config(base, tmp_path / "run", lora=lora))[0]
+    assert ended.error is None and ended.losses[-1] < ended.losses[0]
+    step = str(tmp_path / "run" / "checkpoint" / "step-4")
+    beside = logits(open_model(tmp_path / "run").model, 260)
+    assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
+    summed = logits(open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260)
+    torch.testing.assert_close(summed, beside, atol=TOLERANCE, rtol=0)
+    if base_dtype != "training":
+        return
+    peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
+    assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 0
+    theirs = peft.PeftModel.from_pretrained(build("llama3"), tmp_path / "peft")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.eval()(tokens(260)).logits, beside, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3", "neox"])

@@ -1,0 +1,165 @@
+"""Adapters beside a stack of experts' weights, one per expert, as PEFT's ``target_parameters`` have them.
+
+Shape suffixes: E experts, I inputs, O outputs, R rank. A layer has two stacks, under their names in transformers:
+``gate_up_proj``, which our models hold as ``w1`` and ``w3``, and ``down_proj``, their ``w2``. The factors of our models
+are multiplied with the rows of each expert; in a network of transformers, whose forward is not known here, their
+product is added to the weight for each use, as PEFT does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from shardtrain.models import moe
+
+OURS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Weights of all experts that one adapter is beside: ``path`` is its name in the model."""
+
+    path: str
+    weights: tuple[str, ...]
+    """Parameters of the owner, one above the other in the outputs."""
+    experts: int
+    inputs: int
+    outputs: int
+    transposed: bool = False
+    """Whether the weights are (E, I, O)."""
+
+    @property
+    def owner(self) -> str:
+        """Path of the module that holds the weights."""
+        return self.path.rpartition(".")[0]
+
+
+def find(model: nn.Module) -> dict[str, Stack]:
+    """The stacks of a model that adapters can be beside, by their paths."""
+    foreign = hasattr(model, "hf")
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, moe.Experts):
+            for name, weights in OURS.items():
+                experts, _, inputs = getattr(module, weights[0]).shape
+                outputs = sum(getattr(module, weight).shape[1] for weight in weights)
+                found[f"{path}.{name}"] = Stack(f"{path}.{name}", weights, experts, inputs, outputs)
+        elif foreign:
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3 and "_lora_" not in name:
+                    turned = bool(getattr(module, "is_transposed", False))
+                    experts, rows, columns = parameter.shape
+                    inputs, outputs = (rows, columns) if turned else (columns, rows)
+                    key = f"{path}.{name}"
+                    found[key] = Stack(key, (name,), experts, inputs, outputs, turned)
+    return found
+
+
+def apply(model: nn.Module, stacks: list[Stack], rank: int, scale: float) -> None:
+    """Put the factors beside the weights, in place; the other parameters of their owners are frozen already."""
+    for stack in stacks:
+        owner, name = model.get_submodule(stack.owner), stack.path.rpartition(".")[2]
+        weight = getattr(owner, stack.weights[0])
+        if isinstance(owner, moe.Experts) and not isinstance(owner, LoraExperts):
+            above, _, leaf = stack.owner.rpartition(".")
+            owner = LoraExperts(owner, scale)
+            setattr(model.get_submodule(above), leaf, owner)
+        for factor, sizes in (("lora_a", (rank, stack.inputs)), ("lora_b", (stack.outputs, rank))):
+            parameter = nn.Parameter(weight.new_empty(stack.experts, *sizes))
+            owner.register_parameter(f"{name}_{factor}", parameter)
+        if not isinstance(owner, LoraExperts):
+            _add_at_each_use(owner, name, scale, stack.transposed)
+
+
+def adapted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The adapted stacks of a model by path, and the factor A of each."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("_lora_a"):
+            yield name.removesuffix("_lora_a"), parameter
+
+
+class LoraExperts(moe.Experts):
+    """Experts whose weights are frozen, with factors beside one stack or both."""
+
+    def __init__(self, base: moe.Experts, scale: float) -> None:
+        nn.Module.__init__(self)  # not that of Experts, which would make weights of its own
+        self.w1, self.w2, self.w3, self.scale = base.w1, base.w2, base.w3, scale
+
+    def forward(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
+        """Map rows (R, D), sorted by expert, to (R, D); ``count_E`` says how many rows each expert has."""
+        gate_RF, up_RF = _product(x_RD, count_E, self.w1), _product(x_RD, count_E, self.w3)
+        added = self._added("gate_up_proj", x_RD, count_E)
+        if added is not None:
+            more_gate_RF, more_up_RF = added.chunk(2, dim=-1)
+            gate_RF, up_RF = gate_RF + more_gate_RF, up_RF + more_up_RF
+        hidden_RF = F.silu(gate_RF) * up_RF
+        out_RD, added = _product(hidden_RF, count_E, self.w2), self._added("down_proj", hidden_RF, count_E)
+        return out_RD if added is None else out_RD + added
+
+    def _added(self, name: str, x_RI: Tensor, count_E: Tensor) -> Tensor | None:
+        a_ERI, b_EOR = getattr(self, f"{name}_lora_a", None), getattr(self, f"{name}_lora_b", None)
+        if a_ERI is None or b_EOR is None:
+            return None
+        return _product(_product(x_RI, count_E, a_ERI), count_E, b_EOR) * self.scale
+
+
+def _product(x_RI: Tensor, count_E: Tensor, weight_EOI: Tensor) -> Tensor:
+    """Each row times the weight of its expert."""
+    if moe._has_grouped_matmul(x_RI, weight_EOI):
+        return F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=count_E.cumsum(0).to(torch.int32))
+    parts = zip(x_RI.split(count_E.tolist()), weight_EOI.unbind(), strict=True)
+    return torch.cat([F.linear(x, weight_OI) for x, weight_OI in parts])
+
+
+def _add_at_each_use(owner: nn.Module, name: str, scale: float, transposed: bool) -> None:
+    whole_forward: Callable[..., Any] = owner.forward
+
+    def forward(*inputs: Any, **keywords: Any) -> Any:
+        parameters = owner._parameters
+        weight, a_ERI, b_EOR = (parameters[key] for key in (name, f"{name}_lora_a", f"{name}_lora_b"))
+        assert weight is not None and a_ERI is not None and b_EOR is not None
+        assert not isinstance(weight, DTensor)  # such networks are not split over tensor-parallel ranks
+        # an attribute of the instance hides the parameter of the same name, which stays where it is
+        owner.__dict__[name] = torch.baddbmm(weight, *_factors(a_ERI, b_EOR, transposed), alpha=scale)
+        try:
+            return whole_forward(*inputs, **keywords)
+        finally:
+            del owner.__dict__[name]
+
+    owner.forward = forward  # type: ignore[method-assign]
+
+
+def _factors(a_ERI: Tensor, b_EOR: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    return (a_ERI.transpose(1, 2), b_EOR.transpose(1, 2)) if transposed else (b_EOR, a_ERI)
+
+
+@torch.no_grad()
+def merged(weight: Tensor, stack: Stack, a_ERI: Tensor, b_EOR: Tensor, part: int, scale: float) -> Tensor:
+    """One weight of a stack with what the adapter adds to it, in float32; ``part`` is its place in the stack."""
+    rows = slice(None)
+    if len(stack.weights) > 1:
+        size = stack.outputs // len(stack.weights)
+        rows = slice(part * size, (part + 1) * size)
+    left, right = _factors(a_ERI.float(), b_EOR.float()[:, rows], stack.transposed)
+    return torch.baddbmm(weight.float(), left, right, alpha=scale)
+
+
+def to_peft(name: str, factor: Tensor) -> Tensor:
+    """A factor as PEFT writes it: (R E, I) and (O, R E), in which the expert is the last to change for B alone."""
+    if name.endswith("lora_a"):
+        return factor.flatten(0, 1)
+    return factor.permute(1, 2, 0).flatten(1, 2)
+
+
+def from_peft(name: str, tensor: Tensor, experts: int) -> Tensor:
+    """The opposite of ``to_peft``."""
+    if name.endswith("lora_a"):
+        return tensor.unflatten(0, (experts, -1))
+    return tensor.unflatten(1, (-1, experts)).permute(2, 0, 1)

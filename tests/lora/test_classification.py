@@ -1,0 +1,133 @@
+"""Adapters of a network that classifies: its head is new, trained whole and saved, as PEFT does for SEQ_CLS."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign import folder as foreign_folder
+from hub_folders import build, save
+from ranks import run_ranks
+from reviews import config as reviews_config
+from tiny import Ended, make_run, train_whole
+
+from shardtrain import cli, parallel
+from shardtrain.building import build_model
+from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Config
+from shardtrain.hub.model import recognise
+from shardtrain.lora.linear import is_adapter
+from shardtrain.parallel.world import World
+from shardtrain.resume import resume
+from shardtrain.run_folder import write_resolved_config
+from shardtrain.testing import run as testing
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft", reason="PEFT is the reference of adapters")
+TOLERANCE = 1e-5
+
+
+def config_of(base: Path, output: Path, architecture: str = "", **lora: Any) -> Config:
+    """Four steps beside a folder, of our own model or of the class of transformers that is named."""
+    if architecture:
+        model: dict[str, Any] = {"name": "transformers", "flavor": "folder"}
+        model["overrides"] = {"path": str(base), "architecture": architecture, "num_labels": 2}
+    else:
+        found = recognise(base)
+        sizes = {key: value for key, value in dataclasses.asdict(found.config).items() if key != "norm_type"}
+        model = {"name": found.name, "flavor": found.flavor, "overrides": sizes}
+    return reviews_config(
+        model=model,
+        job={"dump_folder": str(output)},
+        training={"steps": 4, "local_batch_size": 4},
+        optimizer={"lr": 3e-2, "eps": 1e-3, "weight_decay": 0.0},
+        lora={"enable": True, "rank": 4, "alpha": 8.0, **lora},
+        checkpoint={"enable": True, "interval": 2, "initial_load_path": str(base), "initial_load_in_hf": True},
+    )
+
+
+def train(ranks: int, one: Config) -> Ended:
+    ended = run_ranks(ranks, train_whole, one)[0]
+    assert ended.error is None
+    write_resolved_config(Loaded(one), Path(one.job.dump_folder), ranks)
+    return ended
+
+
+def scores(rank: int, one: Config) -> Any:
+    """Of the first batch, by the newest checkpoint."""
+    run, checkpoints = make_run(rank, one), Checkpoints(one)
+    resume(run, checkpoints)
+    checkpoints.close()
+    run.stream.seek(0, None)
+    batch = next(run.stream)
+    with torch.no_grad():
+        return batch.tensors, run.runner.task.forward(run.runner.parts[0].eval(), batch)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("llama3", {"target_modules": ["q_proj", "v_proj"], "use_dora": True}),
+        ("gpt2", {}),
+        pytest.param("qwen3_moe", {"target_parameters": ["experts.*"]}, marks=pytest.mark.nightly),
+    ],
+)
+def test_peft_opens_adapters_and_head_and_scores_alike(family: str, lora: dict[str, Any], tmp_path: Path) -> None:
+    foreign = "GPT2ForSequenceClassification" if family == "gpt2" else ""
+    base = foreign_folder(family) if foreign else save(build(family), tmp_path / "base")
+    one = config_of(base, tmp_path / "run", foreign, **lora)
+    ended = train(1, one)
+    stored = manifest.read(tmp_path / "run" / "checkpoint" / "step-4")
+    held = {name.removeprefix("model.") for name in stored.tensors if name.startswith("model.")}
+    head = {"hf.score.weight"} if foreign else {"head.weight"}
+    assert {name for name in held if not is_adapter(name)} == head
+    batch, mine = run_ranks(1, scores, one)[0]
+    words = ["export", str(tmp_path / "run" / "checkpoint" / "step-4"), "--to", str(tmp_path / "peft"), "--adapter"]
+    assert cli.main(words) == 0
+    fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert fields["task_type"] == "SEQ_CLS" and fields["modules_to_save"] == ["score"]
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=2, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft").eval()
+    for tokens, length, score in zip(batch["tokens_BT"], batch["lengths_B"], mine, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None, : int(length)]).logits[0]
+        torch.testing.assert_close(score, logits, atol=1e-4 if family == "qwen3_moe" else TOLERANCE, rtol=1e-5)
+    # what PEFT writes of it is a start
+    model.save_pretrained(tmp_path / "theirs")
+    again = config_of(base, tmp_path / "again", foreign, **lora, initial_load_path=str(tmp_path / "theirs"))
+    torch.testing.assert_close(run_ranks(1, scores, again)[0][1], mine, atol=TOLERANCE, rtol=0)
+    # and two ranks train the same
+    split = train(2, config_of(base, tmp_path / "split", foreign, **lora))
+    assert split.losses == pytest.approx(ended.losses, abs=1e-5)
+    for name, weight in ended.weights.items():
+        torch.testing.assert_close(split.weights[name], weight, atol=TOLERANCE, rtol=0, msg=name)
+
+
+def measured(rank: int, one: Config, wanted: str | None) -> dict[str, float]:
+    mesh = parallel.build(one, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
+    built = build_model(one, mesh)
+    testing.load(built, one, wanted)
+    found, _ = testing.measure(built, one, mesh, "validation")
+    return {"loss": found.loss, **found.values}
+
+
+def test_the_test_verb_reads_adapters_head_and_frozen_weights(tmp_path: Path) -> None:
+    base = save(build("llama3"), tmp_path / "base")
+    one = config_of(base, tmp_path / "run")
+    train(1, one)
+    logged = [json.loads(line) for line in (tmp_path / "run" / "validation.jsonl").read_text().splitlines()]
+    found = run_ranks(2, measured, one, None)[0]
+    assert found["accuracy"] == pytest.approx(logged[-1]["accuracy"])
+    # merged, it is a whole model that classifies
+    step = str(tmp_path / "run" / "checkpoint" / "step-4")
+    assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
+    whole = dataclasses.replace(one, lora=dataclasses.replace(one.lora, enable=False))
+    summed = run_ranks(1, measured, whole, str(tmp_path / "merged"))[0]
+    assert summed["accuracy"] == found["accuracy"] and summed["loss"] == pytest.approx(found["loss"], abs=1e-5)
