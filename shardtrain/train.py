@@ -95,7 +95,7 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
         if run.stream.masks_documents:
             documents_apart.check(run.runner.parts[0], models.find(config.model.name), run.mesh)
             teacher = getattr(run.runner, "teacher", None)
-            if hasattr(teacher, "hf"):
+            if teacher is not None and hasattr(teacher, "hf"):
                 documents_apart.check(teacher, models.find("transformers"), run.mesh)
         run.ledger = Ledger(None if here.rank else folder, phases, run.state.step, here.size)
         ending.expect(run, checkpoints)

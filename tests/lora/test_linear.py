@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import Ended, assert_bitwise, deep_config, make_run, train_whole
+from tiny import Ended, assert_bitwise, deep_config, make_run, tiny_config, train_whole
 from torch import nn
 
 from shardtrain import dry_run, init
