@@ -3,7 +3,7 @@
 #
 # ./run_tests.sh                  the default tier: every law once, three tests at a time for every two cores
 # ./run_tests.sh --all            everything: the same laws at more sizes, meshes and seeds
-# ./run_tests.sh --share 2/8      of what the default tier leaves out, the second eighth
+# ./run_tests.sh --share 2/5      of what the default tier leaves out, the second fifth
 # ./run_tests.sh --laws           print every law and where it runs; run nothing
 # ./run_tests.sh -n 0 --pdb tests/test_cli.py -k help    pytest's own arguments, here one test at a time
 #

@@ -1,7 +1,7 @@
 """Which tests run when: a default tier that states every law once, and the rest in shares, one for each landing.
 
 A law is a test function; its cases are what it is run with. Cases marked ``nightly`` are the rest: they state the same
-law at more sizes, meshes or seeds. ``pytest`` runs the default tier, ``--all`` everything, ``--share 2/8`` those of the
+law at more sizes, meshes or seeds. ``pytest`` runs the default tier, ``--all`` everything, ``--share 2/5`` those of the
 rest whose share it is, and ``--laws`` prints every law with where it runs. A test that is named by itself
 (``tests/test_grid.py::test_name``) runs whole.
 
@@ -30,8 +30,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks would fight for cores
 # of what a rank of two steps costs
 os.register_at_fork(after_in_child=gc.freeze)
 
-SHARES = 8
-"""In how many shares the rest is told by ``--laws``, and run by .ci/run, which reads this line."""
+SHARES = 5
+"""In how many shares the rest is told by ``--laws``, and run by .ci/run."""
 COSTS = os.environ.get("SHARDTRAIN_TEST_COSTS")
 """A file that gets a line of JSON for each test: its name, seconds that passed, CPU seconds with those of its ranks."""
 LONGEST_FIRST = (
@@ -69,7 +69,7 @@ def chosen(request: pytest.FixtureRequest, name: str) -> set[Any]:
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """``2/8`` -> (2, 8): the second of eight shares. Raises pytest.UsageError."""
+    """``2/5`` -> (2, 5): the second of five shares. Raises pytest.UsageError."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise pytest.UsageError(f"--share={text}: it is K/N with 1 <= K <= N, such as 2/{SHARES}")

@@ -19,19 +19,30 @@ if TYPE_CHECKING:
     from shardtrain.dcp.writing import Options
 
 _FROM_USAGE = """\
-usage: shardtrain checkpoint from-dcp DCP DIR [CONFIG.toml] [--optimizer true|false] [--section.key value ...]
+usage: shardtrain checkpoint from-dcp DCP DIR [CONFIG.toml] [OPTIONS]
 
-Write a folder of torch.distributed.checkpoint, such as torchtitan's outputs/checkpoint/step-1000, as a checkpoint of
-ours. Nothing in it is run: its pickles are read as data.
+Write a folder of torch.distributed.checkpoint, such as torchtitan's
+outputs/checkpoint/step-1000, as a checkpoint of ours. Nothing in it is run:
+its pickles are read as data.
 
-  DCP            the folder that has .metadata
-  DIR            a new folder, such as outputs/checkpoint/step-1000; what a run starts from
-  CONFIG.toml    names the model; torchtitan's own file will do. So do --model.name, --model.flavor, --model.overrides.*
-  --optimizer    true requires the state of Adam or AdamW, false leaves it out (default: taken where it is there)
+  DCP          the folder that has .metadata
+  DIR          a new folder, what a run starts from
+  CONFIG.toml  names the model and its sequence length; torchtitan's own will do
 
-A run starts from the weights with checkpoint.initial_load_path = "DIR", and goes on with the optimizer's state, the
-step and the learning rate where checkpoint.initial_load_model_only = false and
-checkpoint.exclude_from_loading = ["dataloader"] are set too: the order of data is another program's.
+  --model.name, --model.flavor, --model.overrides.*
+               the model, where no file names it
+  --training.seq_len N
+               with which it was trained, which matters to DeepSeek-V3
+  --optimizer true|false
+               true requires the state of Adam or AdamW, false leaves it out
+               (default: taken where it is there)
+
+A run starts from the weights with checkpoint.initial_load_path = "DIR". It goes
+on with the optimizer's state, the step and the learning rate where these are
+set too, since the order of data is another program's:
+
+  checkpoint.initial_load_model_only = false
+  checkpoint.exclude_from_loading = ["dataloader"]
 """
 
 
@@ -48,10 +59,10 @@ def from_dcp(words: Sequence[str]) -> int:
     rest = list(words)
     wanted: bool | None = None
     for place, word in enumerate(rest):
-        name, _, value = word.partition("=")
+        name, given, value = word.partition("=")
         if name == "--optimizer":
-            del rest[place : place + (1 if value else 2)]
-            value = value or ([*words, ""][place + 1])
+            del rest[place : place + (1 if given else 2)]
+            value = value if given else [*words, ""][place + 1]
             if value not in ("true", "false"):
                 raise ConfigError(f"--optimizer={value}: it is true or false")
             wanted = value == "true"
@@ -64,10 +75,12 @@ def from_dcp(words: Sequence[str]) -> int:
     folder, output = map(Path, rest[:2])
     if output.exists():
         raise ConfigError(f"{output} exists; give a new folder")
-    model = configs.load(rest[2] if count == 3 else None, rest[count:]).config.model
+    loaded = configs.load(rest[2] if count == 3 else None, rest[count:])
+    model = loaded.config.model
+    seq_len = loaded.config.training.seq_len if loaded.is_set("training.seq_len") else None
     from shardtrain.dcp import reading
 
-    found = reading.from_dcp(folder, output, model, wanted)
+    found = reading.from_dcp(folder, output, model, wanted, seq_len)
     parts = "weights and the optimizer's state" if found.with_optimizer else "weights"
     print(f"{output}: {parts} of {model.name} {model.flavor}, step {found.step}, named as by {found.naming.kind}")
     for notice in found.notices:
@@ -104,7 +117,8 @@ def to_dcp(words: Sequence[str]) -> int:
     model = model_options(checkpoint, found.config)
     loaded: Config | None = model.get("loaded")
     stored = manifest.read(checkpoint)
-    groups = _groups(loaded, stored.facts["state"]) if loaded and not found.model_only else None
+    adam = loaded is not None and loaded.optimizer.name in ("Adam", "AdamW")
+    groups = _groups(loaded, stored.facts["state"]) if loaded and adam and not found.model_only else None
     count, whole = writing.to_dcp(checkpoint, found.output, model, found.names, groups)
     print(f"{found.output}: {count} tensors, each read back and equal")
     if not whole:
@@ -124,6 +138,6 @@ def _groups(config: Config, state: dict[str, Any]) -> Callable[[str], Options]:
 
     def of(name: str) -> Options:
         decays = not any(fnmatchcase(name, pattern) for pattern in c.no_weight_decay)
-        return Options(rate, c.lr, (c.beta1, c.beta2), c.eps, c.weight_decay if decays else 0.0)
+        return Options(c.name, rate, c.lr, (c.beta1, c.beta2), c.eps, c.weight_decay if decays else 0.0)
 
     return of

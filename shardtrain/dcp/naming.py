@@ -34,7 +34,7 @@ _TITAN = (
 )
 """Ours and theirs; the first that fits holds. ``*`` is the number of a layer, ``+`` the rest of the name."""
 _FAMILIES = ("llama3", "qwen3", "qwen3_moe", "deepseek_v3")
-_PAIRED = re.compile(r"layers\.\d+\.attn\.w[qk]\.weight")
+_PAIRED = re.compile(r"layers\.\d+\.attn\.w[qk]\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def recognise(family: str, config: Any, ours: Iterable[str], there: Mapping[str,
         if kind == TORCHTITAN and family not in _FAMILIES:
             continue
         one = Naming(kind, family, config)
-        for prefix in ("", "model."):
+        for prefix in ("", "model.", "module.", "model.module."):
             found.append((sum(prefix + one.theirs(name) in there for name in ours), one, prefix))
     _, best, prefix = max(found, key=lambda entry: entry[0])
     return best, prefix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +14,17 @@ from shardtrain import models
 from shardtrain.checkpoint import whole
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.config.schema import Model
-from shardtrain.dcp.naming import Naming, listed, recognise
+from shardtrain.dcp.naming import TORCHTITAN, Naming, listed, recognise
 from shardtrain.dcp.stored import DcpFolder
-from shardtrain.errors import CheckpointError
+from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.state import TrainState
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """What Adam and AdamW keep of each parameter."""
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What compiled and recomputed modules add to names."""
+_MAX_COUNT = 2**53
 _OPTIMIZER = ("optimizer.state.", "optim.state.", "optimizer.optimizer.state.")
-_COUNTERS = {"step": "step", "tokens_seen": "ntokens_seen"}
 
 
 @dataclass
@@ -34,11 +37,14 @@ class Read:
     notices: list[str] = field(default_factory=list)
 
 
-def from_dcp(folder: Path, output: Path, model: Model, with_optimizer: bool | None = None) -> Read:
+def from_dcp(
+    folder: Path, output: Path, model: Model, with_optimizer: bool | None = None, seq_len: int | None = None
+) -> Read:
     """Write the model of ``folder`` as a checkpoint, each tensor in the type that it has there.
 
-    ``with_optimizer`` None takes the optimizer's state if the folder has that of Adam or AdamW for all parameters, True
-    requires it. One tensor at a time is in memory.
+    ``seq_len`` is that with which it was trained, where it is known: torchtitan stretches rotary angles of DeepSeek-V3
+    for longer rows alone. ``with_optimizer`` None takes the optimizer's state if the folder has that of Adam or AdamW
+    for all parameters, True requires it. One tensor at a time is in memory.
 
     Raises:
         ConfigError: when ``output`` exists, or the model is not known.
@@ -50,16 +56,21 @@ def from_dcp(folder: Path, output: Path, model: Model, with_optimizer: bool | No
     network = models.build(module, config)
     parameters = dict(network.named_parameters())
     shapes = {name: tuple(tensor.shape) for name, tensor in {**parameters, **dict(network.named_buffers())}.items()}
-    there = DcpFolder(folder)
+    there = _unwrapped(DcpFolder(folder))
     naming, prefix = recognise(model.name, config, shapes, there.tensors)
     weights = {name: prefix + naming.theirs(name) for name in shapes}
     _check(weights, shapes, there, f"{model.name} {model.flavor}")
-    found = Read(naming, _step(there), False)
+    found = Read(naming, _count(there, "step") or _step_of_name(folder), False)
+    if naming.kind == TORCHTITAN:
+        found.notices += _other_angles(model.name, config, seq_len)
     states = _optimizer(there, naming, {name: shapes[name] for name in parameters}, with_optimizer, found)
     used = {*weights.values(), *states.values()}
     tied = {prefix + naming.theirs("head.weight")} if getattr(config, "tied_embeddings", False) else set()
     for name in tied & there.tensors.keys():
-        if not there.tensor(name).equal(there.tensor(weights["embed.weight"])):
+        embed = weights["embed.weight"]
+        one, other = there.tensors[name], there.tensors[embed]
+        same = (one.shape, one.dtype) == (other.shape, other.dtype)
+        if not same or not there.tensor(name).equal(there.tensor(embed)):
             raise CheckpointError(f"{folder}: {name} is not the embedding, and this model has both as one tensor")
     rest = sorted(name for name in there.tensors if name not in used | tied and not _is_told(name))
     surplus = [name for name in rest if not name.startswith(("optimizer", "optim."))]
@@ -72,7 +83,10 @@ def from_dcp(folder: Path, output: Path, model: Model, with_optimizer: bool | No
         )
     left = sorted({name.split(".")[0] for name in [*there.objects, *rest]} - {"optimizer", "train_state"})
     if left:
-        found.notices.append(f"{', '.join(left)}: not taken, the state of another program")
+        found.notices.append(f"{listed(left)}: not taken, the state of another program")
+    if there.unread:
+        types = [f"{name} ({dtype})" for name, dtype in there.unread.items()]
+        found.notices.append(f"{listed(types)}: not taken, of a type that no weight has")
     ours = {WEIGHTS_PREFIX + name: theirs for name, theirs in weights.items()}
     ours |= {f"optimizer.{name}": theirs for name, theirs in states.items()}
     kinds = {name: there.tensors[theirs] for name, theirs in ours.items()}
@@ -101,13 +115,19 @@ def from_dcp(folder: Path, output: Path, model: Model, with_optimizer: bool | No
 
 def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], there: DcpFolder, model: str) -> None:
     missing = [theirs for theirs in weights.values() if theirs not in there.tensors]
+    integral = [
+        f"{theirs} {there.tensors[theirs].dtype}"
+        for theirs in weights.values()
+        if theirs in there.tensors and not there.tensors[theirs].dtype.startswith(("float", "bfloat"))
+    ]
     wrong = [
         f"{theirs} {list(there.tensors[theirs].shape)} in place of {list(shapes[name])}"
         for name, theirs in weights.items()
         if theirs in there.tensors and there.tensors[theirs].shape != shapes[name]
     ]
-    if missing or wrong:
+    if missing or wrong or integral:
         parts = [f"{len(missing)} missing: {listed(missing)}"] if missing else []
+        parts += [f"{len(integral)} of a type that is not trained: {listed(integral)}"] if integral else []
         parts += [f"{len(wrong)} of another shape: {listed(wrong)}"] if wrong else []
         has = f" (it has {listed(sorted(there.tensors))})" if len(missing) == len(weights) else ""
         raise CheckpointError(
@@ -135,7 +155,11 @@ def _optimizer(
             if theirs not in missing
             and there.tensors[theirs].shape != (() if ours.endswith(".step") else shapes[ours.rpartition(".")[0]])
         ]
-        if missing or wrong:
+        known = tuple(f".{moment}" for moment in MOMENTS)
+        more = [name for name in there.tensors if name.startswith(prefix) and not name.endswith(known)]
+        if more:
+            reason = f"it is of another optimizer, with {listed(more)}"
+        elif missing or wrong:
             reason = f"it is not that of Adam or AdamW for every parameter: {listed(missing + wrong)}"
     if reason and wanted:
         raise CheckpointError(f"{there.folder}: no state of the optimizer: {reason}; leave out --optimizer")
@@ -145,23 +169,65 @@ def _optimizer(
     return names
 
 
-def _step(there: DcpFolder) -> int:
-    """The step that the folder says it is of: by its counters, or by its name."""
-    for name in ("train_state.step", "train_state.steps"):
-        if name in there.tensors and there.tensors[name].shape == ():
-            return int(there.tensor(name))
-        if name in there.objects and type(value := there.value(name)) is int and value >= 0:
-            return value
-    text = there.folder.name.removeprefix("step-")
+def _unwrapped(there: DcpFolder) -> DcpFolder:
+    """The same folder, its names without what wrapped modules add to them."""
+
+    def plain(name: str) -> str:
+        for word in _WRAPPERS:
+            name = name.replace(word, "")
+        return name
+
+    names = {name: plain(name) for name in there.tensors}
+    if len({*names.values()}) == len(names):
+        there.tensors = {names[name]: tensor for name, tensor in there.tensors.items()}
+    return there
+
+
+def _other_angles(family: str, config: Any, seq_len: int | None) -> list[str]:
+    """What torchtitan computes otherwise, by what its configurations say and ours do not."""
+    if family == "llama3" and config.rope_scaling == "none":
+        return [
+            "rotary angles: torchtitan v0.2 scales those of every Llama 3, its debugmodel too, and this model's are "
+            "not: "
+            'where v0.2 has trained it, set model.overrides rope_scaling = "llama3" and rope_scaling_factor = 8.0'
+        ]
+    if family != "deepseek_v3" or config.rope_factor == 1.0:
+        return []
+    if seq_len is None:
+        return [
+            "rotary angles: torchtitan stretches them where training.seq_len was above "
+            f"{config.rope_original_seq_len}, as this model does; where it was not, set "
+            "model.overrides.rope_factor = 1.0"
+        ]
+    if seq_len <= config.rope_original_seq_len:
+        raise ConfigError(
+            f"model.overrides.rope_factor={config.rope_factor} is not what torchtitan computes with training.seq_len="
+            f"{seq_len}: it stretches rotary angles only above {config.rope_original_seq_len}; add "
+            "--model.overrides.rope_factor=1.0, here and where it is trained on"
+        )
+    return []
+
+
+def _count(there: DcpFolder, name: str) -> int:
+    """A counter of torchtitan's train state, a number or a tensor of one; 0 where it has none that is one."""
+    full = f"train_state.{name}"
+    value: Any = None
+    if full in there.tensors and there.tensors[full].shape == ():
+        value = there.tensor(full).item()
+    elif full in there.objects:
+        value = there.value(full)
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        value = int(value)
+    return value if type(value) is int and 0 <= value < _MAX_COUNT else 0
+
+
+def _step_of_name(folder: Path) -> int:
+    text = folder.name.removeprefix("step-")
     return int(text) if text.isdecimal() and len(text) < 12 else 0
 
 
 def _counters(there: DcpFolder, step: int) -> dict[str, int]:
-    found = {"step": step, "updates": step}
-    tokens = there.value("train_state.ntokens_seen") if "train_state.ntokens_seen" in there.objects else 0
-    if type(tokens) is int and 0 <= tokens < 2**62:
-        found["tokens_seen"] = tokens
-    return found
+    return {"step": step, "updates": step, "tokens_seen": _count(there, "ntokens_seen")}
 
 
 def _is_told(name: str) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,23 @@ from torch import Tensor
 
 from shardtrain.checkpoint.manifest import ITEM_BYTES
 from shardtrain.checkpoint.tiling import check_tiling
-from shardtrain.dcp.pickled import MAX_BYTES, Made, Name, parse
+from shardtrain.dcp.pickled import Made, Name, parse
 from shardtrain.errors import CheckpointError
 
 METADATA = ".metadata"
 _DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _TYPES = {f"torch.{name}" for name in ITEM_BYTES}
+_UNREAD = {
+    f"torch.{name}"
+    for name in (
+        *("complex32", "complex64", "complex128", "uint16", "uint32", "uint64", "bits8", "float8_e4m3fnuz"),
+        *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "quint8", "qint8", "qint32"),
+    )
+}
+"""Types of tensors that may be there and are not read, such as a table of rotary angles."""
 _NAMES = {
     *_TYPES,
+    *_UNREAD,
     *("torch.Size", "torch.device", "torch.serialization._get_layout", "collections.OrderedDict"),
     *("pathlib.PosixPath", "pathlib._local.PosixPath"),
     *(f"{_DCP}.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
@@ -41,7 +51,12 @@ _REBUILD = "torch._utils._rebuild_tensor_v2"
 _REBUILD_V3, _UNTYPED = "torch._utils._rebuild_tensor_v3", "torch.storage.UntypedStorage"
 _ITEM_NAMES = {*_STORAGES, *_TYPES, _REBUILD, _REBUILD_V3, _UNTYPED, "collections.OrderedDict"}
 _FILE = re.compile(r"[A-Za-z0-9_.=-]{1,200}")
-_MAX_DIMS, _MAX_SIZE, _MAX_NAME, _MAX_OBJECT = 16, 2**48, 1000, 2**24
+_MAX_DIMS, _MAX_SIZE, _MAX_NAME, _MAX_VALUE = 16, 2**48, 1000, 2**20
+_MAX_BYTES = 2**30
+"""Of metadata; more are refused unread."""
+_FREE_STEPS, _BYTES_PER_STEP = 1_000_000, 16
+"""An honest part takes some 40 steps of the metadata and a thousand bytes of a file: so what is read of metadata is
+bounded by what the folder itself takes of a disk."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +98,21 @@ class DcpFolder:
         self.folder, self._where = folder, f"{folder / METADATA}"
         self.tensors: dict[str, DcpTensor] = {}
         self.objects: dict[str, Place] = {}
-        self._read(parse(self._bytes(), _NAMES, self._where))
+        self.unread: dict[str, str] = {}
+        """Tensors of a type that is not read, and the type."""
+        steps = _FREE_STEPS + _bytes_on_disk(folder) // _BYTES_PER_STEP
+        with _damage(self._where):
+            self._read(parse(self._bytes(), _NAMES, self._where, max_steps=steps))
         self._check_files()
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, whole, on the CPU; raises CheckpointError where a byte is not the one that was written."""
         found = self.tensors[name]
+        # a storage may be larger than its tensor, but not so that a few bytes of metadata speak of a disk
+        most = 2 * math.prod(found.shape) * ITEM_BYTES[found.dtype] + 2**20
+        for chunk in found.chunks:
+            if chunk.place.length > most:
+                raise self._bad(f"speaks of {chunk.place.length} bytes for a part of {name}, which has {most}")
         whole = torch.empty(found.shape, dtype=getattr(torch, found.dtype))
         for chunk in found.chunks:
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -96,21 +120,22 @@ class DcpFolder:
         return whole
 
     def value(self, name: str) -> Any:
-        """A number, text, or tuple or list of them, that the state dict had beside its tensors; None for others."""
+        """A number, text, or short tuple of them, that the state dict had beside its tensors; None for others."""
         place = self.objects[name]
-        if place.length > _MAX_OBJECT:
+        if place.length > _MAX_VALUE:
             return None
         try:
             described, _ = self._open(place, name)
-            return described if _is_plain(described) else None
         except CheckpointError:
             return None  # such as the state of another program's data loader, which nothing here needs
+        plain = described if isinstance(described, tuple) and len(described) < 100 else (described,)
+        return described if all(one is None or isinstance(one, bool | int | float | str) for one in plain) else None
 
     def _bytes(self) -> bytes:
         path = self.folder / METADATA
         try:
-            if path.stat().st_size > MAX_BYTES or not path.is_file():
-                raise CheckpointError(f"{path} is not a file of less than {MAX_BYTES} bytes; use another checkpoint")
+            if path.stat().st_size > _MAX_BYTES or not path.is_file():
+                raise CheckpointError(f"{path} is not a file of less than {_MAX_BYTES} bytes; use another checkpoint")
             return path.read_bytes()
         except OSError as error:
             raise CheckpointError(
@@ -124,9 +149,10 @@ class DcpFolder:
         places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
         for index, info in _dict(table.get("storage_data"), self._where).items():
             at = _state(index, f"{_DCP}.MetadataIndex", self._where)
-            offset = at.get("offset")
-            key = (at.get("fqn"), None if offset is None else _size(offset, self._where))
-            places[key] = self._place(info)  # type: ignore[index]
+            name, offset = at.get("fqn"), at.get("offset")
+            if not isinstance(name, str):
+                raise self._bad("has a name of a tensor that is none")
+            places[name, None if offset is None else _size(offset, self._where)] = self._place(info)
         budget = 10_000_000  # of boxes: tables in a pickle may be shared, and few bytes describe many
         for name, one in described.items():
             if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
@@ -139,6 +165,9 @@ class DcpFolder:
                 continue
             facts = _state(one, f"{_DCP}.TensorStorageMetadata", self._where)
             shape, dtype = _size(facts.get("size"), self._where), self._dtype(facts.get("properties"))
+            if dtype not in ITEM_BYTES:
+                self.unread[name] = dtype
+                continue
             if math.prod(shape) * ITEM_BYTES[dtype] > _MAX_SIZE:
                 raise self._bad(f"has a shape of {name} that is too large")
             chunks = []
@@ -161,15 +190,16 @@ class DcpFolder:
     def _dtype(self, properties: Any) -> str:
         state = properties.state if isinstance(properties, Made) else None
         first = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) else None
-        if not isinstance(first, Name) or first.module != "torch" or first.name not in ITEM_BYTES:
-            raise self._bad(f"has a tensor of a type that is none of {', '.join(ITEM_BYTES)}")
+        if not isinstance(first, Name) or str(first) not in _TYPES | _UNREAD:
+            raise self._bad("has a tensor without a type")
         return first.name
 
     def _place(self, info: Any) -> Place:
         facts = _state(info, f"{_FILES}._StorageInfo", self._where)
         file, begin, length = (facts.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not _FILE.fullmatch(file) or set(file) == {"."}:
-            raise self._bad(f"names the file {str(file)[:100]!r}, which is none beside it")
+            said = repr(file[:100]) if isinstance(file, str) else "that is no text"
+            raise self._bad(f"names a file {said}, which is none beside it")
         if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in (begin, length)):
             raise self._bad("has a place in a file that is none")
         if facts.get("transform_descriptors"):
@@ -191,56 +221,68 @@ class DcpFolder:
                 )
 
     def _item(self, place: Place, name: str, dtype: str, sizes: tuple[int, ...]) -> Tensor:
+        with _damage(self._part(place, name)):
+            return self._tensor_of(place, name, dtype, sizes)
+
+    def _tensor_of(self, place: Place, name: str, dtype: str, sizes: tuple[int, ...]) -> Tensor:
         described, read = self._open(place, name)
         where = self._part(place, name)
         if not isinstance(described, Made) or str(described.name) not in (_REBUILD, _REBUILD_V3):
             raise CheckpointError(f"{where} holds no tensor; use another checkpoint")
         storage, offset, shape, strides = described.arguments[:4]
-        key, stored = storage if isinstance(storage, tuple) else ("", "")
+        key, stored = storage if isinstance(storage, _Storage) else (None, None)
         if stored == "":  # of type uint8, and the tensor's type is told at its end
             last = described.arguments[6] if len(described.arguments) > 6 else None
             stored = last.name if isinstance(last, Name) and last.module == "torch" else ""
         counts = [*shape, *strides, offset] if isinstance(shape, tuple) and isinstance(strides, tuple) else [-1]
-        if stored != dtype or shape != sizes or len(strides) != len(shape) or not all(_is_count(n) for n in counts):
+        if (
+            key is None
+            or stored != dtype
+            or shape != sizes
+            or len(strides) != len(shape)
+            or not all(_is_count(n) for n in counts)
+        ):
             raise CheckpointError(f"{where} is another tensor than {METADATA} describes; use another checkpoint")
         data = read(key)
         last_element = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         if (last_element + 1) * ITEM_BYTES[dtype] > len(data):
             raise CheckpointError(f"{where} is shorter than its tensor; use another checkpoint")
-        flat = torch.frombuffer(data, dtype=getattr(torch, dtype))
+        flat = torch.frombuffer(data, dtype=getattr(torch, dtype), count=len(data) // ITEM_BYTES[dtype])
         return flat.as_strided(shape, strides, offset)
 
     def _open(self, place: Place, name: str) -> tuple[Any, Any]:
         """What one item describes, and a function that reads the storages that it speaks of."""
         where = self._part(place, name)
-        try:
-            with open(self.folder / place.file, "rb") as file:
-                file.seek(place.begin)
-                archive = zipfile.ZipFile(io.BytesIO(file.read(place.length)))
+        with _damage(where):
+            archive = zipfile.ZipFile(_Slice(self.folder / place.file, place))
             members = {m.filename: m for m in archive.infolist()}
             if any(m.compress_type != zipfile.ZIP_STORED or m.file_size > place.length for m in members.values()):
                 raise CheckpointError(f"{where} is compressed, which torch.save does not do; use another checkpoint")
             (top,) = {n.partition("/")[0] for n in members}
-            order = archive.read(f"{top}/byteorder") if f"{top}/byteorder" in members else b"little"
-            if order != b"little":
+            if f"{top}/byteorder" in members and archive.read(f"{top}/byteorder") != b"little":
                 raise CheckpointError(f"{where} was written big-endian; convert it on the machine that wrote it")
 
-            def storage(said: Any) -> tuple[str, str]:
-                kind, key = (said[1], said[2]) if isinstance(said, tuple) and len(said) == 5 else (None, None)
-                known = str(kind) in _STORAGES or str(kind) == _UNTYPED
-                if not isinstance(kind, Name) or not isinstance(key, str) or said[0] != "storage" or not known:
+            def storage(said: Any) -> _Storage:
+                if not isinstance(said, tuple) or len(said) != 5:
                     raise ValueError("a storage is none")
-                return key, _STORAGES.get(str(kind), "")
+                word, kind, key = said[:3]
+                if word != "storage" or not isinstance(kind, Name) or not isinstance(key, str):
+                    raise ValueError("a storage is none")
+                if str(kind) not in _STORAGES and str(kind) != _UNTYPED:
+                    raise ValueError("a storage is of no known type")
+                return _Storage((key, _STORAGES.get(str(kind), "")))
 
             def read(key: str) -> bytearray:
-                try:
-                    return bytearray(archive.read(f"{top}/data/{key}"))  # compares its CRC-32
-                except (zipfile.BadZipFile, KeyError, OSError, EOFError) as error:
-                    raise CheckpointError(f"{where} is damaged: {str(error)[:150]}; use another checkpoint") from None
+                member = members[f"{top}/data/{key}"]
+                data = bytearray(member.file_size)
+                with archive.open(member) as file:  # compares its CRC-32
+                    view = memoryview(data)
+                    while view and (count := file.readinto(view)):  # type: ignore[attr-defined]
+                        view = view[count:]
+                    file.read(1)
+                return data
 
             return parse(archive.read(f"{top}/data.pkl"), _ITEM_NAMES, where, storage), read
-        except (zipfile.BadZipFile, KeyError, OSError, EOFError, ValueError, NotImplementedError) as error:
-            raise CheckpointError(f"{where} is damaged: {str(error)[:150]}; use another checkpoint") from None
 
     def _part(self, place: Place, name: str) -> str:
         return f"{self.folder / place.file}, bytes {place.begin} to {place.begin + place.length}, {name}:"
@@ -253,10 +295,71 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_SIZE
 
 
-def _is_plain(value: Any, depth: int = 4) -> bool:
-    if isinstance(value, list | tuple):
-        return depth > 0 and len(value) < 1000 and all(_is_plain(one, depth - 1) for one in value)
-    return value is None or isinstance(value, bool | int | float | str)
+class _Storage(tuple[str, str]):
+    """The name of a storage in its archive, and its type; empty where the tensor says it."""
+
+
+class _Slice(io.RawIOBase):
+    """An item of a file as a file, so that no more of it is in memory than is asked for."""
+
+    def __init__(self, path: Path, place: Place) -> None:
+        super().__init__()
+        self._file, self._begin, self._length, self._at = open(path, "rb"), place.begin, place.length, 0  # noqa: SIM115
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        count = max(0, min(len(into), self._length - self._at))
+        self._file.seek(self._begin + self._at)
+        count = self._file.readinto(memoryview(into)[:count])  # type: ignore[attr-defined]
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+@contextlib.contextmanager
+def _damage(where: str) -> Iterator[None]:
+    """Whatever goes wrong with what a stranger has written is one line that says where."""
+    try:
+        yield
+    except zipfile.BadZipFile as error:
+        reason = str(error)[:150]
+        if "CRC" in reason:
+            reason += ", or written with torch.serialization.set_crc32_options(False), which leaves nothing to compare"
+        if "not a zip" in reason:
+            reason += ": no item of torch.save (files of safetensors are read by `shardtrain import`)"
+        raise CheckpointError(f"{where} is damaged: {reason}; use another checkpoint") from None
+    except (
+        *(ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError, RuntimeError, MemoryError),
+        *(EOFError, OSError),
+    ) as error:
+        reason = " ".join(str(error).split())[:150] or type(error).__name__
+        raise CheckpointError(f"{where} is damaged: {reason}; use another checkpoint") from None
+
+
+def _bytes_on_disk(folder: Path) -> int:
+    """What the files of a folder take, holes left out."""
+    found = 0
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name != METADATA and path.is_file():
+                facts = path.stat()
+                found += min(facts.st_size, getattr(facts, "st_blocks", 2**62) * 512)
+    return found
 
 
 def _state(value: Any, name: str, where: str) -> Mapping[str, Any]:

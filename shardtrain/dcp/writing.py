@@ -33,8 +33,10 @@ from shardtrain.errors import CheckpointError, ConfigError, StorageError
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a configuration says of a group of the optimizer, under PyTorch's names."""
+    """What a configuration says of a group of the optimizer, under PyTorch's names but for the first."""
 
+    name: str
+    """Adam or AdamW, which differ in how weights decay."""
     lr: float
     initial_lr: float
     betas: tuple[float, float]
@@ -102,18 +104,27 @@ def _optimizer(
 ) -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
     sources: dict[str, tuple[str, str]] = {}
     objects: dict[str, Any] = {}
-    one = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # for what this PyTorch has in a group
-    rest = {key: value for key, value in one.param_groups[0].items() if key != "params"}
     for name in parameters:
         theirs = names.theirs(name)
         for moment in MOMENTS:
             sources[f"optimizer.state.{theirs}.{moment}"] = (f"optimizer.{name}.{moment}", name)
-        group = {**rest, **dataclasses.asdict(options(name))}
+        group = dataclasses.asdict(options(name))
+        kind: type[torch.optim.Optimizer] = getattr(torch.optim, group.pop("name"))
+        one = kind([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # type: ignore[call-arg]
+        # and what this PyTorch has in a group of that kind beside
+        group = {**{key: value for key, value in one.param_groups[0].items() if key != "params"}, **group}
         objects |= {f"optimizer.param_groups.{theirs}.{key}": value for key, value in group.items()}
     state = stored.facts["state"]
     objects["train_state.step"] = int(state["step"])
     objects["train_state.ntokens_seen"] = int(state.get("tokens_seen", 0))
-    objects["lr_scheduler.last_epoch"] = int(state.get("updates", state["step"]))
+    # all that PyTorch keeps of a schedule that is a function of the step, since a load asks for all of it
+    if parameters:
+        first = options(parameters[0])
+        schedule = torch.optim.lr_scheduler.LambdaLR(one, lambda _: 1.0).state_dict()
+        updates = int(state.get("updates", state["step"]))
+        schedule |= {"last_epoch": updates, "_step_count": updates + 1}
+        schedule |= {"base_lrs": [first.initial_lr], "_last_lr": [first.lr]}
+        objects |= {f"lr_scheduler.{key}": value for key, value in schedule.items()}
     return sources, objects
 
 
@@ -146,7 +157,7 @@ def _write(
                 dcp.save({**described, **objects}, storage_writer=writer, planner=_Reader(read), no_dist=True)
         except dcp.api.CheckpointException as error:  # which is no Exception
             cause = next(iter(error.failures.values()), (error, None))[0]
-            if isinstance(cause, CheckpointError):
+            if isinstance(cause, CheckpointError) or not isinstance(cause, Exception):  # such as Ctrl-C
                 raise cause from None
             raise StorageError(f"cannot write {output}: {cause}; choose another folder") from None
         there = DcpFolder(temporary)
