@@ -60,7 +60,10 @@ def from_dcp(
     naming, prefix = recognise(model.name, config, shapes, there.tensors)
     weights = {name: prefix + naming.theirs(name) for name in shapes}
     _check(weights, shapes, there, f"{model.name} {model.flavor}")
-    found = Read(naming, _count(there, "step") or _step_of_name(folder), False)
+    step = _count(there, "step")
+    found = Read(naming, _step_of_name(folder) if step is None else step, False)
+    if step is None and any(name.startswith("train_state.step") for name in [*there.tensors, *there.objects]):
+        found.notices.append(f"train_state.step: not a count; by the folder's name the step is {found.step}")
     if naming.kind == TORCHTITAN:
         found.notices += _other_angles(model.name, config, seq_len)
     states = _optimizer(there, naming, {name: shapes[name] for name in parameters}, with_optimizer, found)
@@ -208,8 +211,8 @@ def _other_angles(family: str, config: Any, seq_len: int | None) -> list[str]:
     return []
 
 
-def _count(there: DcpFolder, name: str) -> int:
-    """A counter of torchtitan's train state, a number or a tensor of one; 0 where it has none that is one."""
+def _count(there: DcpFolder, name: str) -> int | None:
+    """A counter of torchtitan's train state, a number or a tensor of one; None where it has none that is one."""
     full = f"train_state.{name}"
     value: Any = None
     if full in there.tensors and there.tensors[full].shape == ():
@@ -218,7 +221,7 @@ def _count(there: DcpFolder, name: str) -> int:
         value = there.value(full)
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         value = int(value)
-    return value if type(value) is int and 0 <= value < _MAX_COUNT else 0
+    return value if type(value) is int and 0 <= value < _MAX_COUNT else None
 
 
 def _step_of_name(folder: Path) -> int:
@@ -227,7 +230,7 @@ def _step_of_name(folder: Path) -> int:
 
 
 def _counters(there: DcpFolder, step: int) -> dict[str, int]:
-    return {"step": step, "updates": step, "tokens_seen": _count(there, "ntokens_seen")}
+    return {"step": step, "updates": step, "tokens_seen": _count(there, "ntokens_seen") or 0}
 
 
 def _is_told(name: str) -> bool:

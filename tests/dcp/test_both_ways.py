@@ -145,6 +145,95 @@ def test_a_folder_of_another_model_is_refused_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
+def saved(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **more: Any) -> Path:
+    """A folder of a model of one process, with the state of any optimizer, and what else is given."""
+    import torch.distributed.checkpoint as dcp
+    from dcp_folders import TitanLlama
+
+    model = TitanLlama()
+    model(torch.arange(9)).sum().backward()
+    steps = optimizer(model.parameters())
+    steps.step()
+    names = [name for name, _ in model.named_parameters()]
+    state = {
+        f"state.{names[i]}.{key}": value for i, one in steps.state_dict()["state"].items() for key, value in one.items()
+    }
+    dcp.save({**model.state_dict(), "optimizer": state, **more}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_the_state_of_another_optimizer_is_not_taken_for_that_of_adam(tmp_path: Path, capfd: Any) -> None:
+    folder = saved(tmp_path / "nadam", torch.optim.NAdam)
+    main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "a"), *words()]
+    assert cli.main([*main, "--optimizer=true"]) == 5
+    assert "it is of another optimizer, with optimizer.state." in capfd.readouterr().err
+    assert cli.main(main) == 0 and "optimizer: not taken" in capfd.readouterr().out
+    assert manifest.read(tmp_path / "a").facts["weights_only"] is True
+
+
+def test_counters_may_be_tensors_and_tables_of_angles_are_left(tmp_path: Path, capfd: Any) -> None:
+    counters = {"step": torch.tensor(7), "ntokens_seen": torch.tensor(99)}
+    folder = saved(tmp_path / "old", train_state=counters, freqs_cis=torch.ones(3, dtype=torch.complex64))
+    assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "a"), *words()]) == 0
+    assert "freqs_cis (complex64): not taken" in capfd.readouterr().out
+    state = manifest.read(tmp_path / "a").facts["state"]
+    assert (state["step"], state["updates"], state["tokens_seen"]) == (7, 7, 99)
+
+
+def test_names_of_wrapped_modules_are_read(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from dcp_folders import TitanLlama
+
+    plain = TitanLlama().state_dict()
+    dcp.save(
+        {f"module.{name.replace('.attention.', '._orig_mod.attention.')}": t for name, t in plain.items()},
+        checkpoint_id=tmp_path / "wrapped",
+        no_dist=True,
+    )
+    assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "wrapped"), str(tmp_path / "a"), *words()]) == 0
+    same(tensors_of(tmp_path / "a"), {our_name(name): rows(name, tensor) for name, tensor in plain.items()})
+
+
+def test_angles_that_torchtitan_computes_otherwise_are_told() -> None:
+    """Its Llama is always scaled; its DeepSeek-V3 is stretched where rows are longer than 4096 tokens."""
+    from shardtrain import models
+    from shardtrain.dcp.reading import _other_angles
+    from shardtrain.errors import ConfigError
+
+    def config(name: str, **overrides: Any) -> Any:
+        return models.shape_of(models.find(name), "debugmodel", overrides, "rmsnorm")
+
+    (line,) = _other_angles("llama3", config("llama3"), None)
+    assert 'rope_scaling = "llama3"' in line
+    assert not _other_angles("llama3", config("llama3", rope_scaling="llama3"), None)
+    deep = config("deepseek_v3", rope_factor=40.0)
+    assert not _other_angles("deepseek_v3", deep, 8192) and len(_other_angles("deepseek_v3", deep, None)) == 1
+    with pytest.raises(
+        ConfigError, match=r"rope_factor=40.0 is not what torchtitan computes with training.seq_len=2048"
+    ):
+        _other_angles("deepseek_v3", deep, 2048)
+    assert not _other_angles("deepseek_v3", config("deepseek_v3", rope_factor=1.0), 2048)
+
+
+def test_a_folder_holds_all_that_a_schedule_and_an_optimizer_of_pytorch_ask_for(tmp_path: Path) -> None:
+    folder = saved_one(tmp_path / "step-3")
+    assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]) == 0
+    config = tmp_path / "run.toml"
+    config.write_text('[optimizer]\nname = "Adam"\n' + "".join(f"{w[2:].replace('=', ' = ')}\n" for w in words()))
+    text = config.read_text()
+    config.write_text("\n".join(sorted(text.splitlines(), key=lambda line: "model" not in line)))
+    assert cli.main(["checkpoint", "to-dcp", str(tmp_path / "ours"), str(tmp_path / "b"), f"--config={config}"]) == 0
+    there = DcpFolder(tmp_path / "b")
+    one = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    asked = torch.optim.lr_scheduler.LambdaLR(one, lambda _: 1.0).state_dict()
+    assert {f"lr_scheduler.{key}" for key in asked} <= there.objects.keys()
+    assert there.value("lr_scheduler.last_epoch") == STEP
+    group = "optimizer.param_groups.norm.weight."
+    assert {group + key for key in one.param_groups[0] if key != "params"} <= there.objects.keys()
+    decoupled = group + "decoupled_weight_decay"  # of an Adam, not as AdamW
+    assert decoupled not in there.objects or there.value(decoupled) is False
+
+
 def test_a_folder_without_the_optimizer_gives_weights_and_says_so(tmp_path: Path, capfd: Any) -> None:
     import torch.distributed.checkpoint as dcp
     from dcp_folders import TitanLlama

@@ -104,6 +104,43 @@ def shape_of(whole: Any, *sizes: int) -> None:
     whole.state_dict_metadata["tok_embeddings.weight"].size = torch.Size(sizes)
 
 
+def shared(kind: bytes, count: int) -> bytes:
+    """Lists or tuples, each of two of the one before, in the memo from 0 on; the last lies on the stack."""
+    pair = b"](h%ch%ce\x94" if kind == b"]" else b"h%ch%c\x86\x94"
+    return kind + b"\x94" + b"".join(pair % (n, n) for n in range(count))
+
+
+REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+
+
+def described(pickled: bytes) -> Change:
+    """The embedding, as a pickle of protocol 4 describes it."""
+    return item(lambda data, canary: rezipped(data, "data.pkl", b"\x80\x04" + pickled))
+
+
+def encrypted(data: bytes) -> bytes:
+    changed, at = bytearray(data), 0
+    while (at := changed.find(b"PK\1\2", at)) >= 0:
+        changed[at + 8] |= 1
+        at += 4
+    return bytes(changed)
+
+
+def sparse(folder: Path, canary: Path) -> None:
+    with open(folder / "__0_0.distcp", "r+b") as file:
+        file.truncate(2**41)
+    metadata(
+        lambda w: [setattr(info, "length", 2**40) for i, info in w.storage_data.items() if "tok" in i.fqn] and None
+    )(folder, canary)
+
+
+def shared_file(whole: Any) -> None:
+    name: Any = []
+    for _ in range(40):
+        name = [name, name]
+    first_info(whole).relative_path = name
+
+
 def shared_lists(canary: Path) -> bytes:
     """Sixty lists, each of two of the one before: 2^60 entries in a few hundred bytes."""
     return (
@@ -155,6 +192,16 @@ CASES: dict[str, Change] = {
     "a compressed item": item(lambda data, canary: rezipped(data, "no", b"", zipfile.ZIP_DEFLATED)),
     "less than its tensor": item(lambda data, canary: rezipped(data, "data/0", b"1234")),
     "a big-endian item": item(lambda data, canary: rezipped(data, "byteorder", b"big")),
+    "a key of shared tuples": raw(lambda canary: b"\x80\x04}" + shared(b")", 60) + b"Ns."),
+    "a file name of shared lists": metadata(shared_file),
+    "many lists": raw(lambda canary: b"\x80\x04" + b"]" * (4 << 20) + b"."),
+    "a storage of shared lists": described(
+        shared(b"]", 34) + b"0" + REBUILD + b"((h\x22X\7\0\0\0float32tK\0(M\x04\x01K\x20t(K\x20K\1ttR."
+    ),
+    "a tensor of one argument": described(REBUILD + b"(K\1tR."),
+    "a storage that is none": described(REBUILD + b"((K\1K\1K\1tK\0(M\x04\x01K\x20t(K\x20K\1ttR."),
+    "an encrypted item": item(lambda data, canary: encrypted(data)),
+    "a hole of a terabyte": sparse,
     "an object for an item": item(lambda data, canary: rezipped(data, "data.pkl", pickle.dumps([1, 2], 2))),
 }
 
