@@ -41,10 +41,26 @@ LATENT = {
     "v_head_dim": 6,
 }
 EXPERTS = {**GROUPED, "num_experts_per_tok": 2}
+LLAMA4 = {
+    **GROUPED,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 7,
+    "floor_scale": 5,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {**SIZES, "num_key_value_heads": 4}),
     "llama3": ("Llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}),
     "llama3-tied": ("Llama", {**GROUPED, "tie_word_embeddings": True}),
+    "llama4": ("Llama4", {**LLAMA4, "rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}),
+    "llama4-interleaved": (
+        "Llama4",
+        {**LLAMA4, "interleave_moe_layer_step": 2, "use_qk_norm": False, "num_experts_per_tok": 2},
+    ),
     "mistral": ("Mistral", {**GROUPED, "sliding_window": 7}),
     "qwen2": ("Qwen2", {**GROUPED, "tie_word_embeddings": True}),
     "neox": ("GPTNeoX", SIZES),
@@ -57,12 +73,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+CONFIGS = {"Llama4": "Llama4TextConfig"}
+"""Classes of configurations whose names are not that of the model."""
+
+
 def build(family: str, seed: int = 0, **changed: Any) -> Any:
     """A model of transformers with weights far from its own start: norms and biases too."""
     import transformers
 
     name, fields = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**fields, **changed})
+    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**{**fields, **changed})
     model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

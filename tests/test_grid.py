@@ -39,6 +39,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("debugmodel", {**GROUPED, "ffn_dim": 128, "tied_embeddings": False}),
     "qwen3_moe": ("debugmodel_moe", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 8, "top_k": 2}),
     "mixtral": ("debugmodel", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 4}),
+    # the second of two layers has experts, and no positions; chunks end within and across the parts of a sequence
+    "llama4": (
+        "debugmodel",
+        {
+            **GROUPED,
+            "ffn_dim": 128,
+            "moe_ffn_dim": 48,
+            "num_experts": 8,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 21,
+            "floor_scale": 9,
+        },
+    ),
     "deepseek_v3": (
         "671B",
         {
@@ -55,7 +68,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
+MIXTURES = ("qwen3_moe", "mixtral", "llama4", "deepseek_v3")
 # These are built of the same parts as others: the default tier has them on the meshes where a window, biases or a layer
 # of their own matter.
 RELATIVES = {

@@ -2,7 +2,7 @@
 
 A core is a module without weights, called as ``core(q, k, v)`` or ``core(q, k, v, documents_BT)``, that computes
 ``softmax(cap(scale q k) - slope distance) v`` for causal attention; its attributes ``window``, ``scale``, ``softcap``,
-``alibi_slopes`` and ``heads_first`` say what differs from the plain one. Where parallelism computes it in its place, a
+``chunk``, ``alibi_slopes`` and ``heads_first`` say what differs from the plain one. Where parallelism computes it in its place, a
 core that does anything else would change numbers: it is tried on small tensors before training.
 Shape suffixes: B batch, T tokens, N heads, K key-value heads, H head.
 """
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardtrain.attention import scores
+from shardtrain.attention import documents, scores
 from shardtrain.layout import Layout, matches
 
 CLOSE = 1e-4
@@ -107,7 +107,8 @@ def broken_when_split(core: nn.Module, given: Given | None, seq_len: int) -> Bro
     def difference(tokens: int, heads: int, key_heads: int, documents_BT: Tensor | None) -> Broken | None:
         rows = 2 if tokens == _TOKENS else 1
         q, k, v = _random(rows, tokens, heads, key_heads, width)
-        expected = scores.attention(q, k, v, documents_BT, window, scoring)
+        seen_BT = documents.chunked(documents_BT, int(getattr(core, "chunk", 0) or 0), (rows, tokens), q.device)
+        expected = scores.attention(q, k, v, seen_BT, window, scoring)
         got = run(core, q, k, v, documents_BT, heads_first)
         if isinstance(got, Broken):
             return got
@@ -117,7 +118,7 @@ def broken_when_split(core: nn.Module, given: Given | None, seq_len: int) -> Bro
             return Broken(f"gives {shape} for queries (B, T, N, H)", "give the shape of the queries")
         if _error(got, expected) > CLOSE:
             return _diagnose(core, q, k, v, documents_BT, scoring, heads_first) or Broken(
-                f"computes something else than its attributes window, scale, softcap and alibi_slopes say "
+                f"computes something else than its attributes window, chunk, scale, softcap and alibi_slopes say "
                 f"(off by {_error(got, expected):.0e})",
                 "write it in these terms, as docs/models.md says",
             )

@@ -81,6 +81,41 @@ def masked_attention(
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
+def chunked(documents_BT: Tensor | None, chunk: int, shape: tuple[int, int], device: torch.device) -> Tensor | None:
+    """Documents cut into chunks of so many tokens, each of which then sees itself alone (Llama 4); 0 cuts nothing.
+
+    A document is cut from its own beginning, as if it were alone. Without ``documents_BT`` the rows of ``shape`` (B, T)
+    are cut. None where all of a row sees itself.
+
+    >>> chunked(torch.tensor([[0, 0, 0, 4, 4]]), 2, (1, 5), torch.device("cpu"))
+    tensor([[0, 0, 1, 2, 2]])
+    """
+    rows, tokens = shape
+    if not 0 < chunk < tokens:
+        return documents_BT
+    if documents_BT is None:
+        return (torch.arange(tokens, device=device) // chunk).expand(rows, tokens)
+    if torch.compiler.is_compiling() or documents_BT.is_meta:
+        return _cut(documents_BT, chunk)
+    known = _chunks.setdefault(documents_BT, {})
+    if chunk not in known:  # once for all layers
+        on_host_BT = on_host(documents_BT)
+        known[chunk] = _cut(on_host_BT, chunk).to(documents_BT.device, non_blocking=True)
+        remember(known[chunk], _cut(on_host_BT, chunk))
+    return known[chunk]
+
+
+_chunks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _cut(documents_BT: Tensor, chunk: int) -> Tensor:
+    place_T = torch.arange(documents_BT.size(1), device=documents_BT.device)
+    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    first_BT = torch.where(begins_BT, place_T, 0).cummax(1).values
+    return (begins_BT | ((place_T - first_BT) % chunk == 0)).cumsum(1) - 1
+
+
 def shared(queries_Bl: Tensor, keys_Bs: Tensor) -> list[Shared]:
     """The documents that occur both in a stretch of queries and in one of keys, given the numbers of their tokens.
 

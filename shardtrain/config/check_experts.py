@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardtrain.config import derived
-from shardtrain.config.check_model import model_shape
+from shardtrain.config.check_model import dense_layers, model_shape
 from shardtrain.config.check_values import any_of, problem
 from shardtrain.config.load import Loaded
 from shardtrain.errors import Problem
@@ -34,10 +34,11 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
         rule = f"does not divide the {experts} experts of model {config.model.name}/{config.model.flavor}"
         legal = [n for n in range(1, experts + 1) if experts % n == 0]
         yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
-    layers, dense = _count(sizes, "num_layers"), sizes.get("num_dense_layers", 0)
-    if degree > 1 and isinstance(dense, int) and 0 < layers <= dense:
-        rule = f"divides experts, and all {layers} layers are dense (num_dense_layers {dense})"
-        yield problem(loaded, _DEGREE, rule, "set it to 1, or lower model.overrides.num_dense_layers")
+    layers = _count(sizes, "num_layers")
+    if degree > 1 and 0 < layers <= dense_layers(sizes):
+        name = "interleave_moe_layer_step" if "interleave_moe_layer_step" in sizes else "num_dense_layers"
+        rule = f"divides experts, and all {layers} layers are dense ({name} {sizes[name]})"
+        yield problem(loaded, _DEGREE, rule, f"set it to 1, or lower model.overrides.{name}")
     if p.data_parallel_shard_degree != -1:
         yield from _check_ranks(loaded, p.data_parallel_shard_degree)
 
@@ -63,7 +64,7 @@ def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
     if (
         "num_experts" not in sizes
         or ranks <= experts
-        or _count(sizes, "num_layers") <= sizes.get("num_dense_layers", 0)
+        or _count(sizes, "num_layers") <= dense_layers(sizes)
     ):
         return
     # with more ranks than experts, those that share one split its matrices by their rows

@@ -68,7 +68,8 @@ def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Value) -
 
 _AT_LEAST_ONE = (
     "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_experts", "moe_ffn_dim",
-    "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_original_seq_len",
+    "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_original_seq_len", "interleave_moe_layer_step",
+    "floor_scale",
 )  # fmt: skip
 _ABOVE_ZERO = ("rope_theta", "rope_factor", "rope_scaling_factor")
 
@@ -113,8 +114,8 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
     if sizes.get("rope_scaling") not in (None, "none", "linear", "llama3"):
         yield wrong("rope_scaling", "is no way to scale rotary angles", 'use "none", "linear" or "llama3"')
     low, high = number("rope_low_freq_factor"), number("rope_high_freq_factor")
-    if sizes.get("rope_scaling") == "llama3" and low is not None and high is not None and low >= high:
-        yield wrong("rope_low_freq_factor", f"is not below rope_high_freq_factor {high}", "use a smaller one")
+    if sizes.get("rope_scaling") == "llama3" and low is not None and high is not None and low > high:
+        yield wrong("rope_low_freq_factor", f"is above rope_high_freq_factor {high}", "use a smaller one")
     theta = number("rope_theta")
     if "rope_beta_fast" in sizes and theta is not None and 0 < theta <= 1:
         yield wrong("rope_theta", "leaves no wavelengths for YaRN to choose from", "use a number above 1")
@@ -148,7 +149,13 @@ def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
 
 def _has_dense_layers(sizes: dict[str, Any]) -> bool:
     """Whether ``ffn_dim`` is used: where every layer has experts, there is no other feed-forward."""
-    return "moe_ffn_dim" not in sizes or bool(sizes.get("num_dense_layers"))
+    return "moe_ffn_dim" not in sizes or dense_layers(sizes) > 0
+
+
+def dense_layers(sizes: dict[str, Any]) -> int:
+    """How many layers of a model with experts have none."""
+    layers, step = _size(sizes, "num_layers"), _size(sizes, "interleave_moe_layer_step")
+    return layers - layers // step if step else min(layers, _size(sizes, "num_dense_layers"))
 
 
 def check_sequence(loaded: Loaded) -> Iterator[Problem]:

@@ -41,7 +41,7 @@ class Cache:
         """Columns that will ever be needed."""
         self._first_B = torch.zeros(0, dtype=torch.int64)
         self._padded = False
-        self._masks: dict[int, Tensor | None] = {}
+        self._masks: dict[tuple[int, int], Tensor | None] = {}
 
     def begin(self, lengths: Sequence[int], limit: int, device: torch.device) -> None:
         """Forget all, and expect one pass over prompts of these lengths, padded to the right."""
@@ -70,22 +70,30 @@ class Cache:
         for core in self._cores:
             core.keep(index)
 
-    def mask(self, tokens: int, window: int) -> Tensor | None:
+    def mask(self, tokens: int, window: int, chunk: int = 0) -> Tensor | None:
         """What each of the tokens after ``filled`` may attend to, (B or 1, 1, T, S); None where it is everything."""
-        if window not in self._masks:
-            self._masks[window] = self._mask(tokens, window)
-        return self._masks[window]
+        if (window, chunk) not in self._masks:
+            self._masks[window, chunk] = self._mask(tokens, window, chunk)
+        return self._masks[window, chunk]
 
-    def _mask(self, tokens: int, window: int) -> Tensor | None:
+    def _mask(self, tokens: int, window: int, chunk: int) -> Tensor | None:
         columns = self.filled + tokens
-        if tokens == 1 and not self._padded and not 0 < window < columns:
+        if tokens == 1 and not self._padded and not 0 < window < columns and not 0 < chunk < columns:
             return None
         column_S = torch.arange(columns, device=self._first_B.device)
         own_T1 = column_S[self.filled :, None]
         seen_TS = column_S <= own_T1
         if window:
             seen_TS &= column_S > own_T1 - window
-        return (seen_TS & (column_S >= self._first_B[:, None, None]))[:, None] if self._padded else seen_TS[None, None]
+        if not self._padded:
+            if chunk:
+                seen_TS &= column_S // chunk == own_T1 // chunk
+            return seen_TS[None, None]
+        first_B11 = self._first_B[:, None, None]
+        seen_BTS = seen_TS & (column_S >= first_B11)
+        if chunk:  # counted from each row's first token
+            seen_BTS &= (column_S - first_B11) // chunk == (own_T1 - first_B11) // chunk
+        return seen_BTS[:, None]
 
 
 class CachedCore(nn.Module):
@@ -95,6 +103,7 @@ class CachedCore(nn.Module):
         super().__init__()
         self.core = core
         self.window = int(getattr(core, "window", 0) or 0)
+        self.chunk = int(getattr(core, "chunk", 0) or 0)
         self.heads_first = bool(getattr(core, "heads_first", False))
         self._scores = scores_of(core)
         self.cache = Cache([self])
@@ -118,7 +127,7 @@ class CachedCore(nn.Module):
         keys_BKSH, values_BKSH = self._room(stop)
         keys_BKSH[:, :, start:stop] = k_BKTH
         values_BKSH[:, :, start:stop] = v_BKTH
-        mask = self.cache.mask(q_BTNH.size(1), self.window)
+        mask = self.cache.mask(q_BTNH.size(1), self.window, self.chunk)
         out_BTNH = _attend(q_BTNH, keys_BKSH[:, :, :stop], values_BKSH[:, :, :stop], mask, self._scores)
         return out_BTNH.transpose(1, 2) if self.heads_first else out_BTNH
 

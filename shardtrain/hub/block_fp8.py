@@ -18,17 +18,20 @@ from shardtrain.hub.weights import HubWeights
 _SCALE = "_scale_inv"
 
 
-def open_weights(folder: Path, block: tuple[int, int] | None) -> HubWeights:
-    """The weights of a folder, whichever of the two ways they lie there; raises CheckpointError."""
-    return HubWeights(folder) if block is None else BlockFp8Weights(folder, block)
+def open_weights(folder: Path, block: tuple[int, int] | None, prefix: str = "") -> HubWeights:
+    """The weights of a folder, whichever of the two ways they lie there; raises CheckpointError.
+
+    Names may begin with ``prefix``: see ``HubWeights``.
+    """
+    return HubWeights(folder, prefix) if block is None else BlockFp8Weights(folder, block, prefix)
 
 
 class BlockFp8Weights(HubWeights):
     """Weights of which some have scales: those are read as float32, and their scales are no tensors of their own."""
 
-    def __init__(self, folder: Path, block: tuple[int, int]) -> None:
+    def __init__(self, folder: Path, block: tuple[int, int], prefix: str = "") -> None:
         """Raises CheckpointError as ``HubWeights`` does, and for scales that do not fit."""
-        super().__init__(folder)
+        super().__init__(folder, prefix)
         self._block = block
         self._scaled = {name for name in super().names() if name + _SCALE in self}
         others = [n for n in self.names() if n not in self._scaled and len(super(BlockFp8Weights, self).shape(n)) == 2]

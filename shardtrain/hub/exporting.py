@@ -154,10 +154,10 @@ class Writer:
         """Some rows of one of their tensors."""
         if not box:
             return self.read_part(self._made_of[name][0][0], ())
-        rows, rest = box[0], box[1:]
+        rows = box[0]
         ours, piece = self._made_of[name][0]
-        whole = piece.theirs[0]
-        if len(self._made_of[name]) == 1 and piece.ours == piece.theirs and whole.start == 0 == piece.ours[0].start:
+        whole, same = piece.theirs[0], piece.ours == piece.theirs and not piece.transposed
+        if len(self._made_of[name]) == 1 and same and whole.start == 0 == piece.ours[0].start:
             return self.read_part(ours, box)  # the same tensor under another name
         block = torch.empty([part.stop - part.start for part in box], dtype=self.dtype_of(self._made_of[name][0][0]))
         for ours, piece in self._made_of[name]:
@@ -167,7 +167,8 @@ class Writer:
                 continue
             shift = piece.ours[experts].start - whole.start
             wanted = (*piece.ours[:experts], slice(begin + shift, end + shift), *piece.ours[experts + 1 :])
-            target = block[(slice(begin - rows.start, end - rows.start), *rest)]
+            target = block[(slice(begin - rows.start, end - rows.start), *piece.theirs[1:])]
+            target = target.transpose(-2, -1) if piece.transposed else target
             target.copy_(self.read_part(ours, wanted).reshape(target.shape))
         return block
 
@@ -241,6 +242,7 @@ def config_fields(wanted: Export) -> dict[str, Any]:
         own = said if said.get("model_type") else dict(read_json(Path(c.path) / CONFIG))
         return _with_dtype(saved_config(own, c.class_name, c.num_labels), wanted.dtype)
     hub = wanted.module.HUB
+    said = dict(hub.own_config(said))
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
         raise ConfigError(f"model.norm_type={wanted.config.norm_type!r} has no place in {hub.architecture}")
     fields = hub.write(wanted.config)

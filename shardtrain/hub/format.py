@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from shardtrain.errors import ConfigError
@@ -40,19 +40,57 @@ class Heads:
     parts: int
 
 
-Source = str | Experts | Heads
+@dataclass(frozen=True)
+class Stacked:
+    """Their tensor holds all experts, as ours does, and ``parts`` of ours one after another in its last dimension.
+
+    ``interleaved`` lays the parts in turn, feature by feature; ``transposed`` has the inputs of a matrix before its
+    outputs, (E, I, O) for our (E, O, I).
+    """
+
+    name: str
+    part: int = 0
+    parts: int = 1
+    interleaved: bool = False
+    transposed: bool = True
+
+
+Source = str | Experts | Heads | Stacked
 """Where one of our tensors lies in their file; a plain name is a tensor of the same shape."""
 
 
 class Piece(NamedTuple):
     """A box of our tensor, and the equal one of theirs: one slice per dimension.
 
-    Where theirs has a dimension less, our first one is the number of an expert, and its slice is one wide.
+    Where theirs has a dimension less, our first one is the number of an expert, and its slice is one wide. Where it is
+    ``transposed``, the last two dimensions of theirs are ours in the other order. The last slice of theirs may have a
+    step.
     """
 
     name: str
     theirs: tuple[slice, ...]
     ours: tuple[slice, ...]
+    transposed: bool = False
+
+
+class Whole(NamedTuple):
+    """The architecture of which one of ours is a part: a model of text within one of images and text."""
+
+    model_type: str
+    architecture: str
+    key: str
+    """Where its config.json describes the part."""
+    prefix: str
+    """What its names of the part's tensors begin with."""
+
+    def part_of(self, config: Mapping[str, Any], hub: Hub) -> Mapping[str, Any] | None:
+        """The config.json of the part, from that of the whole; None where this is not the whole."""
+        part = config.get(self.key)
+        if config.get("model_type") != self.model_type or not isinstance(part, dict):
+            return None
+        above = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config}
+        own = {"architectures": [hub.architecture], "model_type": hub.model_type}
+        return {**above, **{key: value for key, value in part.items() if value is not None or key not in above}, **own}
 
 
 @dataclass(frozen=True)
@@ -72,6 +110,8 @@ class Hub:
     """Names that depend on the model's Config, in place of those in ``names``."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What the class in ``transformers`` takes for a key that config.json lacks, where null means something else."""
+    whole: Whole | None = None
+    """The architecture of which this is a part, whose folders are read too; the rest of them is left out."""
     unused: Callable[[Mapping[str, Any]], set[str]] = lambda _: set()
     """Fields of the Config that take no part in what it computes, by the values of all of them."""
 
@@ -89,10 +129,17 @@ class Hub:
             layer = found[1] if found.groups() else ""
             if isinstance(source, str):
                 return source.replace("*", layer)
-            if isinstance(source, Experts):
-                return Experts(source.name.replace("*", layer))
-            return Heads(source.name.replace("*", layer), source.part, source.parts)
+            return replace(source, name=source.name.replace("*", layer))
         return None
+
+    def own_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a config.json says of this architecture, where it may be that of the whole."""
+        return (self.whole.part_of(config, self) if self.whole is not None else None) or config
+
+    @property
+    def prefix(self) -> str:
+        """What names of tensors may begin with beyond those of this architecture."""
+        return self.whole.prefix if self.whole is not None else ""
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor of theirs is passed over on purpose."""
@@ -107,6 +154,8 @@ def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[Pi
     >>> piece = list(pieces(Heads("qkv", 1, 3), (4, 5), 2))[1]
     >>> piece.theirs[0], piece.ours[0]
     (slice(8, 10, None), slice(2, 4, None))
+    >>> next(pieces(Stacked("gate_up", 1, 2, interleaved=True), (4, 6, 5), 0)).theirs
+    (slice(0, 4, None), slice(0, 5, None), slice(1, 12, 2))
     """
     whole = tuple(slice(0, size) for size in shape)
     if isinstance(source, str):
@@ -114,6 +163,13 @@ def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[Pi
     elif isinstance(source, Experts):
         for expert in range(shape[0]):
             yield Piece(source.name.replace("#", str(expert)), whole[1:], (slice(expert, expert + 1), *whole[1:]))
+    elif isinstance(source, Stacked):
+        experts, *inputs = (whole[0], *whole[2:]) if source.transposed else whole[:-1]
+        outputs = shape[1] if source.transposed else shape[-1]
+        packed = slice(source.part * outputs, (source.part + 1) * outputs)
+        if source.interleaved:
+            packed = slice(source.part, outputs * source.parts, source.parts)
+        yield Piece(source.name, (experts, *inputs, packed), whole, source.transposed)
     else:
         for head in range(shape[0] // head_dim):
             begin = (head * source.parts + source.part) * head_dim

@@ -41,7 +41,7 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
     module = models.find(found.name)
     for notice in found.notices:
         logger.info(notice)
-    with open_weights(folder, found.block) as weights:
+    with open_weights(folder, found.block, found.hub.prefix if found.hub else "") as weights:
         if found.hub is None:
             translation, passed_over = as_is.fit(models.build(module, found.config), found.config, weights)
         else:
@@ -105,7 +105,7 @@ def fill(
         rule = "is for quantised weights, and these are not" if quantized else "is needed: these weights are quantised"
         fix = f"set it to {str(not quantized).lower()}"
         raise ConfigError(Problem("checkpoint.initial_load_in_hf_quantized", quantized, f"{rule} ({folder})", fix))
-    with open_weights(folder, block) as weights:
+    with open_weights(folder, block, found.hub.prefix if found and found.hub else "") as weights:
         if found is None:
             translation, passed_over = as_is.fit(models.build(module, config), config, weights)
         _tell(mapping.check(translation, weights, passed_over))

@@ -31,6 +31,11 @@ def unused(config: Mapping[str, Any]) -> set[str]:
 
 def read_llama(f: Fields) -> dict[str, Any]:
     """What ``config.json`` says of a Llama and of those that are one under another name."""
+    return {**read_decoder(f), "ffn_dim": f.integer("intermediate_size"), **read_rope(f)}
+
+
+def read_rope(f: Fields) -> dict[str, Any]:
+    """The rotary angles of a Llama."""
     rope = f.rope()
     kind = {"default": "none"}.get(rope["rope_type"], rope["rope_type"])
     if kind not in _NEEDED:
@@ -38,28 +43,21 @@ def read_llama(f: Fields) -> dict[str, Any]:
     scaled: dict[str, Any] = {ours: f.rope_number(rope, _SCALED[ours]) for ours in _NEEDED[kind]}
     if "rope_original_seq_len" in scaled:
         scaled["rope_original_seq_len"] = int(scaled["rope_original_seq_len"])
-    return {
-        **read_decoder(f),
-        "ffn_dim": f.integer("intermediate_size"),
-        "rope_theta": float(rope["rope_theta"]),
-        "rope_scaling": kind,
-        **_UNSCALED,
-        **scaled,
-    }
+    return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": kind, **_UNSCALED, **scaled}
 
 
 def write_llama(c: Any) -> dict[str, Any]:
     """The opposite of ``read_llama``."""
-    scaling = None
+    return {**write_decoder(c), "intermediate_size": c.ffn_dim, "rope_scaling": write_rope(c)}
+
+
+def write_rope(c: Any) -> dict[str, Any] | None:
+    """What config.json says of scaled rotary angles; None where they are not."""
     if c.rope_scaling == "linear":
-        scaling = {"rope_type": "linear", "factor": c.rope_scaling_factor}
-    elif c.rope_scaling == "llama3":
-        scaling = {"rope_type": "llama3", **{theirs: getattr(c, ours) for ours, theirs in _SCALED.items()}}
-    return {
-        **write_decoder(c),
-        "intermediate_size": c.ffn_dim,
-        "rope_scaling": scaling,
-    }
+        return {"rope_type": "linear", "factor": c.rope_scaling_factor}
+    if c.rope_scaling == "llama3":
+        return {"rope_type": "llama3", **{theirs: getattr(c, ours) for ours, theirs in _SCALED.items()}}
+    return None
 
 
 NAMES = {**DECODER, **ATTENTION, **feed_forward("layers.*.ffn", "model.layers.*.mlp")}

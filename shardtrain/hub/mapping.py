@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.errors import CheckpointError
-from shardtrain.hub.format import Experts, Hub, Piece, Source, pieces
+from shardtrain.hub.format import Experts, Hub, Piece, Source, Stacked, pieces
 from shardtrain.hub.weights import HubWeights
 from shardtrain.shards import local_slices, local_tensor
 
@@ -44,6 +44,9 @@ class Translation:
                 found[source] = shape
             elif isinstance(source, Experts):
                 found |= {piece.name: shape[1:] for piece in self.pieces_of(name)}
+            elif isinstance(source, Stacked):
+                *rest, outputs = (shape[0], *shape[2:], shape[1]) if source.transposed else shape
+                found[source.name] = (*rest, source.parts * outputs)
             else:
                 found[source.name] = (source.parts * shape[0], *shape[1:])
         return found
@@ -129,7 +132,7 @@ def read_part(
         piece, (theirs, place) = found[0]
         sizes = [part.stop - part.start for part in box]
         if [part.stop - part.start for part in place if isinstance(part, slice)] == sizes:  # all of it is there
-            return weights.read(piece.name, theirs).reshape(sizes).to(dtype)
+            return _read(piece, theirs, weights).reshape(sizes).to(dtype)
     tensor = torch.zeros([part.stop - part.start for part in box], dtype=dtype)
     _fill(tensor, name, box, translation, weights)
     return tensor
@@ -155,23 +158,36 @@ def _fill(into: Tensor, name: str, own: tuple[slice, ...], translation: Translat
         if box is None:
             continue
         theirs, place = box
-        part = weights.read(piece.name, theirs)
+        part = _read(piece, theirs, weights)
         target = into[place]
         target.copy_(part.reshape(target.shape))
+
+
+def _read(piece: Piece, theirs: tuple[slice, ...], weights: HubWeights) -> Tensor:
+    """A box of their tensor, its last two dimensions as ours are; files are read without steps."""
+    if not theirs:
+        return weights.read(piece.name, theirs)
+    found = weights.read(piece.name, (*theirs[:-1], slice(theirs[-1].start, theirs[-1].stop)))[..., :: theirs[-1].step]
+    return (found.transpose(-2, -1) if piece.transposed else found).contiguous()
 
 
 def _overlap(piece: Piece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """What of a piece lies in a rank's part: where in their tensor, and where in the rank's memory."""
     theirs, place = [], []
     extra = len(piece.ours) - len(piece.theirs)  # the number of the expert
+    in_our_order = (*piece.theirs[:-2], *piece.theirs[:-3:-1]) if piece.transposed else piece.theirs
     for dim, (mine, whole) in enumerate(zip(own, piece.ours, strict=True)):
         start, stop = max(mine.start, whole.start), min(mine.stop, whole.stop)
         if start >= stop:
             return None
         place.append(slice(start - mine.start, stop - mine.start))
         if dim >= extra:
-            begin = piece.theirs[dim - extra].start + start - whole.start
-            theirs.append(slice(begin, begin + stop - start))
+            found = in_our_order[dim - extra]
+            step = found.step or 1
+            begin = found.start + (start - whole.start) * step
+            theirs.append(slice(begin, begin + (stop - start - 1) * step + 1, found.step))
+    if piece.transposed:
+        theirs[-2:] = theirs[:-3:-1]
     return tuple(theirs), tuple(place)
 
 

@@ -100,7 +100,8 @@ def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path) -
     if found.hub is None or getattr(module, "HUB", None) != found.hub:
         holds = found.hub.architecture if found.hub else found.config.class_name
         raise ConfigError(f"{folder} holds a {holds}, which model.name does not; use\n{found.toml()}")
-    said = found.hub.read(Fields(read_json(folder / CONFIG), str(folder / CONFIG), found.hub.defaults))
+    own = found.hub.own_config(read_json(folder / CONFIG))
+    said = found.hub.read(Fields(own, str(folder / CONFIG), found.hub.defaults))
     unused = FREE | (found.hub.unused(said) & found.hub.unused(dataclasses.asdict(config)))
     differ = [
         f"{key}={getattr(config, key)!r} in place of {value!r}"

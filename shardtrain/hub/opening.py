@@ -32,6 +32,7 @@ def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
         CheckpointError: when ``config.json`` cannot be read.
     """
     found, said = recognise(folder), read_json(folder / CONFIG)
+    said = found.hub.own_config(said) if found.hub is not None else said
     for notice in found.notices:
         logger.info(notice)
     if tokenizer is None and not source.of_folder(folder).has_tokenizer:

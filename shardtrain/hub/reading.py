@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config.model_file import read_model_file, shape
-from shardtrain.hub import deepseek_v3, llama, mistral, mixtral, neox, qwen2, qwen3, qwen3_moe
+from shardtrain.hub import deepseek_v3, llama, llama4, mistral, mixtral, neox, qwen2, qwen3, qwen3_moe
 from shardtrain.hub.config_json import CONFIG, block_of, read_json
 from shardtrain.hub.format import FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
 
 HUBS: dict[str, Hub] = {
     "llama2": llama.HUB,
     "llama3": llama.HUB,
+    "llama4": llama4.HUB,
     "mistral": mistral.HUB,
     "qwen2": qwen2.HUB,
     "qwen3": qwen3.HUB,
@@ -55,7 +56,9 @@ def describe(folder: Path, name: str = "") -> Description:
         CheckpointError: when the file is missing or no JSON object.
     """
     path = folder / CONFIG
-    found = read_json(path)
+    said = found = read_json(path)
+    for one in HUBS.values():
+        found = one.own_config(found)
     kind, architectures = found.get("model_type"), found.get("architectures") or []
     fitting = [one for one, hub in HUBS.items() if hub.model_type == kind]
     if not fitting:
@@ -75,7 +78,15 @@ def describe(folder: Path, name: str = "") -> Description:
     fields.take("num_nextn_predict_layers", int, 0)
     fields.take("quantization_config", dict, {})
     chosen, flavor, overrides = nearest(hub, [name] if name in fitting else fitting, values)
-    return Description(chosen, flavor, overrides, values, hub, fields.rest(hub.architecture), block, found)
+    notices = fields.rest(hub.architecture)
+    if hub.whole is not None and found is not said:
+        rest = ", ".join(sorted(key for key in said if key.endswith("_config") and key != hub.whole.key))
+        notices = (
+            f"{path}: of {hub.whole.architecture} the text model alone is read, as {hub.architecture}; what is beside "
+            f"it ({rest or 'vision'}) is left out, and an export has the text model alone",
+            *notices,
+        )
+    return Description(chosen, flavor, overrides, values, hub, notices, block, found)
 
 
 def nearest(hub: Hub, names: list[str], values: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:

@@ -180,7 +180,8 @@ def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:
         }
     if not has_weights(path):
         return {}
-    with open_weights(path, block_of(read_json(path / CONFIG), str(path / CONFIG))) as weights:
+    block = block_of(read_json(path / CONFIG), str(path / CONFIG))
+    with open_weights(path, block, translation.hub.prefix) as weights:
         found = {}
         for name in translation.sources:
             first = next(iter(translation.pieces_of(name))).name

@@ -22,8 +22,10 @@ _TYPES = {word: getattr(torch, name) for name, word in TYPES.items()}
 class HubWeights:
     """Tensors by name, whose bytes are read when they are asked for; a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: str = "") -> None:
         """Open every file and read what they say they hold.
+
+        A tensor whose name begins with ``prefix`` is known by the rest of it.
 
         Raises:
             CheckpointError: for no safetensors, a file that is missing, cut or none of the format, or an index that
@@ -38,6 +40,10 @@ class HubWeights:
         for name, file in (index or {}).items():
             if self._file_of.get(name) != file:
                 raise CheckpointError(f"{folder / INDEX} says that {name} is in {file}, which does not hold it")
+        self._stored_as = {name.removeprefix(prefix): name for name in self._file_of}
+        if len(self._stored_as) < len(self._file_of):
+            raise CheckpointError(f"{folder} holds tensors both with and without {prefix!r} before the same name")
+        self._file_of = {name.removeprefix(prefix): file for name, file in self._file_of.items()}
 
     def _read_index(self) -> dict[str, str] | None:
         path = self.folder / INDEX
@@ -112,7 +118,7 @@ class HubWeights:
         return part[tuple(box)] if len(box) else part[...]  # type: ignore[no-any-return]
 
     def _slice(self, name: str) -> Any:
-        return self._files[self._file_of[name]].get_slice(name)
+        return self._files[self._file_of[name]].get_slice(self._stored_as[name])
 
     def __enter__(self) -> HubWeights:
         return self

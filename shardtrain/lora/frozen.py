@@ -92,7 +92,8 @@ class Frozen:
             own_sizes = importing.sized_as(recognised, shape) if resized else shape
             self._translation = translation_of(module, own_sizes, str(path))
             check_same(module, own_sizes, recognised, path)
-            self._weights = self._stack.enter_context(open_weights(path, recognised.block))
+            prefix = self._translation.hub.prefix
+            self._weights = self._stack.enter_context(open_weights(path, recognised.block, prefix))
             mapping.check(self._translation, self._weights, recognised.passed_over)
             first = self._weights.dtype(next(iter(self._translation.their_shapes())))
             self.dtype = str(first).removeprefix("torch.")

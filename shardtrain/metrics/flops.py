@@ -29,7 +29,7 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any, seq_len: in
 
     The input embedding is a look-up and costs none, unless it is also the output head. Of the experts, the share that
     a token uses counts (top_k of num_experts). A frozen weight costs 4 and not 6: it has no gradient of its own.
-    Within a ``sliding_window`` a token attends to no more tokens than that.
+    Within a window or chunk of an attention core a token attends to no more tokens than that.
     A model whose Config lacks num_layers, num_heads or head_dim is counted without the attention term.
     """
     head = {id(p) for name in layout.last for p in model.get_submodule(name).parameters()}
@@ -42,8 +42,10 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any, seq_len: in
     )
     looked_up_trained = sum(p.numel() for p in looked_up if p.requires_grad)
     frozen = used - (trained - looked_up_trained) if any(not p.requires_grad for p in model.parameters()) else 0
-    attended = min(seq_len, int(getattr(model_config, "sliding_window", 0)) or seq_len)
-    return total, flops_per_token(used, layers, heads, head_dim, attended) - 2 * frozen
+    cores = [core for path, core in model.named_modules() if layout.context and matches(path, layout.context)]
+    limits = [[int(getattr(core, name, 0) or 0) or seq_len for name in ("window", "chunk")] for core in cores]
+    attended = sum(min(seq_len, *limit) for limit in limits) if len(cores) == layers else layers * seq_len
+    return total, flops_per_token(used, 1, heads, head_dim, attended) - 2 * frozen
 
 
 def _idle_in_experts(model: nn.Module, layout: Layout, model_config: Any, trained: bool = False) -> int:

@@ -65,7 +65,9 @@ class RotaryAngles(nn.Module):
         if self.scaling == "llama3":
             wavelengths_h = 2 * math.pi / frequencies_h
             low, high = self.low_freq_factor, self.high_freq_factor
-            ramp_h = ((self.original_seq_len / wavelengths_h - low) / (high - low)).clamp(0.0, 1.0)
+            turns_h = self.original_seq_len / wavelengths_h
+            # Llama 4 has both factors 1: a step in place of the ramp
+            ramp_h = ((turns_h - low) / (high - low)).clamp(0.0, 1.0) if high > low else (turns_h >= low).float()
             return frequencies_h * (ramp_h + (1.0 - ramp_h) / self.factor)
         return frequencies_h
 
@@ -128,10 +130,11 @@ def yarn_scale(factor: float, mscale: float) -> float:
 class AttentionCore(nn.Module):
     """softmax(q k / sqrt(H)) v with a causal mask, and nothing else: the one seam that context parallelism needs.
 
-    With a ``window`` a token attends to itself and the ``window - 1`` tokens before it; 0 is no window. ``scale`` takes
-    the place of 1 / sqrt(H); ``softcap`` bounds the scaled scores by softcap tanh(score / softcap), 0 is none;
+    With a ``window`` a token attends to itself and the ``window - 1`` tokens before it; 0 is no window. With a
+    ``chunk`` each document is cut into chunks of so many tokens from its beginning, and a token attends within its own
+    alone; 0 is none. ``scale`` takes the place of 1 / sqrt(H); ``softcap`` bounds the scaled scores by softcap tanh(score / softcap), 0 is none;
     ``alibi_slopes``, one number per query head of the whole model, times the distance in tokens are subtracted from
-    them. These four attributes are what context parallelism reads of a core, and tensor parallelism leaves each rank
+    them. These attributes are what context parallelism reads of a core, and tensor parallelism leaves each rank
     the slopes of its heads. ``heads_first`` says that a core takes and gives (B, N, T, H): this one does not.
     """
 
@@ -143,8 +146,10 @@ class AttentionCore(nn.Module):
         scale: float | None = None,
         softcap: float = 0.0,
         alibi_slopes: Sequence[float] | None = None,
+        chunk: int = 0,
     ) -> None:
         super().__init__()
+        self.chunk = chunk
         self.window, self.scale, self.softcap = window, scale, softcap
         self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
 
@@ -154,6 +159,7 @@ class AttentionCore(nn.Module):
         With ``documents_BT`` a token attends within its own document alone.
         """
         scoring = scores.scores_of(self)
+        documents_BT = documents.chunked(documents_BT, self.chunk, (q_BTNH.size(0), q_BTNH.size(1)), q_BTNH.device)
         if not scoring.has_kernel:
             return scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scoring)
         if documents_BT is not None or 0 < self.window < q_BTNH.size(1):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardtrain.attention import core as core_contract
-from shardtrain.attention import mixing
+from shardtrain.attention import documents, mixing
 from shardtrain.attention.scores import Scores, scores_of
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
@@ -47,13 +47,14 @@ class SplitAttentionCore(nn.Module):
     """The attention core of a rank that holds a part of the sequence; causal over the whole sequence.
 
     It computes what the attributes of the core whose place it takes say: ``window``, ``scale``, ``softcap``,
-    ``alibi_slopes`` (those of this rank's heads) and ``heads_first`` (see ``attention/core.py``).
+    ``chunk``, ``alibi_slopes`` (those of this rank's heads) and ``heads_first`` (see ``attention/core.py``).
     """
 
     def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, core: nn.Module) -> None:
         super().__init__()
         self._function, self._group, self._balanced = function, group, balanced
         self.window, self.heads_first = int(getattr(core, "window", 0) or 0), bool(getattr(core, "heads_first", False))
+        self.chunk = int(getattr(core, "chunk", 0) or 0)
         self._scores = scores_of(core)
 
     @torch.compiler.disable  # collectives inside an autograd function end a graph anyway
@@ -64,7 +65,9 @@ class SplitAttentionCore(nn.Module):
         """
         if self.heads_first:
             q_BtNH, k_BtKH, v_BtKH = (x.transpose(1, 2) for x in (q_BtNH, k_BtKH, v_BtKH))
-        window = self.window if self.window < q_BtNH.size(1) * self._group.size() else 0
+        rows, tokens = q_BtNH.size(0), q_BtNH.size(1) * self._group.size()
+        documents_BT = documents.chunked(documents_BT, self.chunk, (rows, tokens), q_BtNH.device)
+        window = self.window if self.window < tokens else 0
         inputs = (q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced, documents_BT, window, self._scores)
         out_BtNH = self._function(*inputs)
         return out_BtNH.transpose(1, 2) if self.heads_first else out_BtNH
@@ -155,10 +158,10 @@ def cut(batch: Batch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tenso
 
 def document_argument(batches: Sequence[Batch]) -> dict[str, Tensor]:
     """The keyword argument that tells a model the documents of all rows; empty where batches have none."""
-    documents = [batch.documents_BT for batch in batches]
-    given = [documents_BT for documents_BT in documents if documents_BT is not None]
+    all_documents = [batch.documents_BT for batch in batches]
+    given = [documents_BT for documents_BT in all_documents if documents_BT is not None]
     if not given:
         return {}
-    if len(given) < len(documents):
+    if len(given) < len(all_documents):
         raise ValueError("of the micro-batches of a step, some have documents_BT and some have none")
     return {"documents_BT": given[0] if len(given) == 1 else torch.cat(given)}

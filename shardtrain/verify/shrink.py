@@ -32,6 +32,11 @@ CAPS = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
+    "sliding_window": 13,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 11,
+    "floor_scale": 5,
 }
 """Largest size of a small model, by the name of the field."""
 MIN_TOKENS = 32

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hub_folders import FAMILIES, build, save
+from hub_folders import CONFIGS, FAMILIES, build, save
 
 from shardtrain import models
 from shardtrain.cli import main
@@ -40,7 +40,7 @@ def config_of(family: str) -> dict[str, Any]:
     if family == "moonlight":
         return dict(MOONLIGHT)
     name, fields = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**fields, architectures=[f"{name}ForCausalLM"])
+    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**fields, architectures=[f"{name}ForCausalLM"])
     return json.loads(config.to_json_string(use_diff=False))  # type: ignore[no-any-return]
 
 
@@ -89,7 +89,7 @@ def test_a_sigmoid_router_stays_one_beside_a_flavor_with_softmax(tmp_path: Path)
         recognise(write({**MOONLIGHT, "scoring_func": "softmax"}, tmp_path / "hf"))
 
 
-@pytest.mark.parametrize("family", ["llama2", "llama3", "mistral", "qwen2", "deepseek_v3-plain-queries", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama2", "llama3", "mistral", "qwen2", "deepseek_v3-plain-queries", "qwen3_moe", "llama4"])
 def test_fields_that_are_said_to_be_unused_change_no_logit(family: str, tmp_path: Path) -> None:
     found = describe(write(config_of(family), tmp_path / "hf"))
     values = {**found.values, "num_groups": 1, "top_groups": 1} if "num_groups" in found.values else found.values

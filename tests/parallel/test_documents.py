@@ -92,6 +92,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GROUPED, "moe_ffn_dim": 48, "num_experts": 8, "top_k": 2, "balance_loss_coeff": 0.0},
     ),
     "mixtral": ("debugmodel", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 4, "balance_loss_coeff": 0.0}),
+    "llama4": (
+        "debugmodel",
+        {
+            **GROUPED,
+            "ffn_dim": 128,
+            "moe_ffn_dim": 48,
+            "num_experts": 4,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 11,
+            "floor_scale": 9,
+            "balance_loss_coeff": 0.0,
+        },
+    ),
     "deepseek_v3": (
         "671B",
         {
@@ -218,11 +231,12 @@ def test_packed_documents_are_what_they_are_apart(run: str) -> None:
     cases(
         [
             *itertools.product(
-                ("qwen3", "deepseek_v3", "qwen3_moe", "mixtral", "mistral", "qwen2", "neox"), ("plain",)
+                ("qwen3", "deepseek_v3", "qwen3_moe", "mixtral", "mistral", "qwen2", "neox", "llama4"), ("plain",)
             ),
             ("deepseek_v3", "cp ring"),
             ("mixtral", "pp 1F1B"),
             ("mistral", "cp gather"),
+            ("llama4", "cp ring"),
         ],
         nightly=[
             *itertools.product(("qwen3", "qwen3_moe"), ("cp ring", "cp gather", "tp", "pp 1F1B")),
@@ -231,6 +245,7 @@ def test_packed_documents_are_what_they_are_apart(run: str) -> None:
             *itertools.product(("mistral",), ("cp ring", "cp ulysses", "tp")),
             *itertools.product(("mistral",), ("recompute op", "recompute, cp ring", "pp 1F1B")),
             *itertools.product(("qwen2", "neox"), ("tp",)),
+            *itertools.product(("llama4",), ("cp gather", "cp ulysses", "tp", "pp 1F1B", "recompute op", "compile")),
         ],
     ),
 )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardtrain import init, models, parallel
 from shardtrain.config import Config, Loaded
-from shardtrain.config.check_model import model_shape
+from shardtrain.config.check_model import dense_layers, model_shape
 from shardtrain.data.batch import Batch
 from shardtrain.parallel import BATCH_AXES, expert
 from shardtrain.parallel.world import World
@@ -90,7 +90,7 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[Piece], Piece]) -> Iter
         return
     few = {**shallow, "vocab_size": min(FEW_ROWS, sizes["vocab_size"])}
     said = f"{layers}, vocabulary {sizes['vocab_size']} -> {few['vocab_size']}"
-    if sizes.get("num_dense_layers"):
+    if dense_layers({**sizes, **shallow}):
         inner = {**few, **_inner(sizes, ("moe_ffn_dim", "num_experts"))}
         yield count(_piece("dense layer", loaded, inner, f"{said}, experts {sizes['num_experts']} -> 16", False))
         few |= _inner(sizes, ("ffn_dim",))
@@ -105,6 +105,10 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[Piece], Piece]) -> Iter
 def _shallow(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """One layer of each kind."""
     found = {"num_layers": 1} if "num_layers" in sizes else {}
+    if sizes.get("no_rope_layer_interval"):  # of two layers the second has no positions, and experts
+        found |= {"num_layers": 2, "no_rope_layer_interval": 2}
+    if sizes.get("interleave_moe_layer_step", 1) > 1:
+        found |= {"num_layers": 2, "interleave_moe_layer_step": 2}
     return {"num_layers": 2, "num_dense_layers": 1} if sizes.get("num_dense_layers") else found
 
 

@@ -1,0 +1,220 @@
+"""The text model of Llama 4 (Meta 2025): one large expert per token beside a shared one, and attention within chunks.
+
+Three of four layers turn queries and keys by their positions and attend within chunks of 8,192 tokens; every fourth has
+no positions at all, sees everything, and sharpens its softmax for late tokens. Images are not trained on here.
+Shape suffixes: B batch, T tokens, D model, N heads, K key-value heads, H head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardtrain.hub.llama4 import HUB
+from shardtrain.layout import Depth, Draw, Layout
+from shardtrain.models.layers import AttentionCore, Decoder, FeedForward, RotaryAngles, build_norm, rotate_pairs
+from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
+
+__all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a Llama 4; each field can be set by ``model.overrides``.
+
+    The last of every ``interleave_moe_layer_step`` layers has experts, others a feed-forward of ``ffn_dim``. The last
+    of every ``no_rope_layer_interval`` layers has no rotary positions; 0 turns all. Layers with positions attend within
+    chunks of ``attention_chunk_size`` tokens (0: all); with ``use_qk_norm`` their queries and keys are scaled to unit
+    mean square. ``attn_temperature_tuning`` multiplies the queries of the others by
+    1 + attn_scale ln(1 + floor((position + 1) / floor_scale)) (Nakanishi 2025).
+    """
+
+    vocab_size: int = 202048
+    dim: int = 5120
+    num_layers: int = 48
+    num_heads: int = 40
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    ffn_dim: int = 16384
+    moe_ffn_dim: int = 8192
+    num_experts: int = 16
+    num_shared_experts: int = 1
+    top_k: int = 1
+    interleave_moe_layer_step: int = 1
+    score_func: str = "sigmoid"
+    route_norm: bool = False
+    score_before_experts: bool = True
+    load_balance_coeff: float = 0.0
+    balance_loss_coeff: float = 1e-3
+    z_loss_coeff: float = 0.0
+    norm_type: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: str = "none"
+    rope_scaling_factor: float = 8.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_seq_len: int = 8192
+    no_rope_layer_interval: int = 4
+    attention_chunk_size: int = 8192
+    use_qk_norm: bool = False
+    attn_temperature_tuning: bool = True
+    floor_scale: int = 8192
+    attn_scale: float = 0.1
+    tied_embeddings: bool = False
+    depth_init: bool = True
+
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.attn_norm": "sequence",
+        "layers.*.attn": "gather",
+        "layers.*.attn.w[qkv]": "colwise",
+        "layers.*.attn.wo": "rowwise",
+        "layers.*.ffn_norm": "sequence",
+        "layers.*.ffn": "gather",
+        "layers.*.ffn.w[13]": "colwise",
+        "layers.*.ffn.w2": "rowwise",
+        **EXPERT_WORDS,
+        "layers.*.moe.shared": "gather",
+        "layers.*.moe.shared.w[13]": "colwise",
+        "layers.*.moe.shared.w2": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+    },
+    context="layers.*.attn.core",
+    expert="layers.*.moe",
+    buffers=EXPERT_BIAS,
+    optional=("layers.*.ffn", "layers.*.moe"),  # where each layer has experts, where none has, where none is shared
+)
+
+
+class Angles(RotaryAngles):
+    """Rotary angles, and the temperature of layers without them."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__(
+            c.head_dim,
+            c.rope_theta,
+            c.rope_scaling,
+            c.rope_scaling_factor,
+            c.rope_low_freq_factor,
+            c.rope_high_freq_factor,
+            c.rope_original_seq_len,
+        )
+        self.floor_scale, self.attn_scale = c.floor_scale, c.attn_scale if c.attn_temperature_tuning else 0.0
+
+    def forward(self, positions_BT: Tensor) -> tuple[Tensor, ...]:
+        """Cosines and sines (B, T, 1, H/2) and the temperature (B, T, 1, 1), float32, for integer positions (B, T)."""
+        steps_BT11 = ((positions_BT.float() + 1.0) / self.floor_scale).floor()[..., None, None]
+        return *super().forward(positions_BT), steps_BT11.log1p() * self.attn_scale + 1.0
+
+
+class Llama4Attention(nn.Module):
+    """Grouped-query attention, within chunks and with rotary positions or with neither."""
+
+    def __init__(self, c: Config, has_rope: bool) -> None:
+        super().__init__()
+        self.head_dim, self.has_rope = c.head_dim, has_rope
+        self.norm_eps = c.norm_eps if c.use_qk_norm and has_rope else None
+        self.wq = nn.Linear(c.dim, c.num_heads * c.head_dim, bias=False)
+        self.wk = nn.Linear(c.dim, c.num_kv_heads * c.head_dim, bias=False)
+        self.wv = nn.Linear(c.dim, c.num_kv_heads * c.head_dim, bias=False)
+        self.core = AttentionCore(chunk=c.attention_chunk_size if has_rope else 0)
+        self.wo = nn.Linear(c.num_heads * c.head_dim, c.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, ...], documents_BT: Tensor | None = None) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        cos_BT1h, sin_BT1h, temperature_BT11 = angles
+        q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if self.has_rope:
+            q_BTNH, k_BTKH = (rotate_pairs(x, (cos_BT1h, sin_BT1h)) for x in (q_BTNH, k_BTKH))
+        else:
+            q_BTNH = (q_BTNH * temperature_BT11).type_as(q_BTNH)
+        if self.norm_eps is not None:  # after the turn, which leaves the mean square as it is, and without weights
+            q_BTNH, k_BTKH = (_unit_mean_square(x, self.norm_eps) for x in (q_BTNH, k_BTKH))
+        return self.wo(self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT).flatten(2))
+
+
+def _unit_mean_square(x_BTNH: Tensor, eps: float) -> Tensor:
+    exact = x_BTNH.to(torch.promote_types(x_BTNH.dtype, torch.float32))
+    return F.rms_norm(exact, x_BTNH.shape[-1:], eps=eps).type_as(x_BTNH)
+
+
+class Block(nn.Module):
+    """One layer: attention and a feed-forward or experts, each behind a norm and added to the residual stream."""
+
+    def __init__(self, c: Config, index: int) -> None:
+        super().__init__()
+        self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        self.attn = Llama4Attention(c, not c.no_rope_layer_interval or (index + 1) % c.no_rope_layer_interval != 0)
+        self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        dense = (index + 1) % c.interleave_moe_layer_step != 0
+        self.ffn = FeedForward(c.dim, c.ffn_dim) if dense else nn.Identity()
+        shared_dim = c.num_shared_experts * c.moe_ffn_dim
+        self.moe = nn.Identity() if dense else MoE(c.dim, c.moe_ffn_dim, routing_of(c), shared_dim)
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, ...], documents_BT: Tensor | None = None) -> Tensor:
+        """Map (B, T, D) to (B, T, D); of ``ffn`` and ``moe``, one is the identity."""
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
+        hidden_BTD = self.ffn(self.ffn_norm(x_BTD))
+        return x_BTD + (hidden_BTD if isinstance(self.moe, nn.Identity) else self.moe(hidden_BTD, documents_BT))
+
+
+class Model(Decoder):
+    """A Llama 4, without its eyes."""
+
+    def __init__(self, c: Config) -> None:
+        layers = [Block(c, index) for index in range(c.num_layers)]
+        norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        super().__init__(c.vocab_size, c.dim, Angles(c), layers, norm, c.tied_embeddings)
+
+
+def initial(c: Config) -> dict[str, Draw]:
+    """How each parameter starts, first match wins; the constants are those of Llama 3."""
+    depth: Depth = "layer" if c.depth_init else "total"
+    return {
+        "*norm.weight": Draw("ones"),
+        "layers.*.*_norm.weight": Draw("ones"),
+        "embed.weight": Draw("normal", std=c.dim**-0.5 if c.tied_embeddings else 1.0),
+        "head.weight": Draw("truncated_normal", std=c.dim**-0.5, cutoff=3.0),
+        "layers.*.attn.w[qkv].weight": Draw("normal", std=0.02),
+        "layers.*.attn.wo.weight": Draw("normal", std=0.02, depth=depth),
+        "layers.*.ffn.w1.weight": Draw("normal", std=0.02),
+        "layers.*.ffn.w[23].weight": Draw("normal", std=0.02, depth=depth),
+        "layers.*.moe.shared.w1.weight": Draw("normal", std=0.02),
+        "layers.*.moe.shared.w[23].weight": Draw("normal", std=0.02, depth=depth),
+        **expert_draws(0.02, depth),
+    }
+
+
+FLAVORS = {
+    "debugmodel": {
+        "vocab_size": 2048,
+        "dim": 256,
+        "num_layers": 6,
+        "num_heads": 16,
+        "num_kv_heads": 16,
+        "head_dim": 16,
+        "ffn_dim": 768,
+        "moe_ffn_dim": 512,
+        "num_experts": 8,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 256,
+        "use_qk_norm": True,
+    },
+    "17bx16e": {
+        "rope_scaling": "llama3",
+        "rope_scaling_factor": 16.0,
+        "rope_high_freq_factor": 1.0,
+        "use_qk_norm": True,
+    },
+    "17bx128e": {"num_experts": 128, "interleave_moe_layer_step": 2},
+}
