@@ -22,6 +22,7 @@ from shardtrain.checkpoint.agree import together
 from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.hub import as_is
 from shardtrain.hub.config_json import read_json
+from shardtrain.hub.format import Stacked
 from shardtrain.log import logger
 from shardtrain.lora import stacks
 from shardtrain.lora.linear import NAMES, FrozenLinear, is_transposed
@@ -144,6 +145,12 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, held: Mapping[str, tupl
             found[f"{path}.{own}"] = f"{PREFIX}{theirs[path]}.{_FACTORS[own]}"
             shapes[f"{path}.{own}"] = sizes[own]
     all_stacks = stacks.find(model)
+    hub = getattr(module, "HUB", None)
+    if spec.parameters and hub is not None and any(isinstance(source, Stacked) for source in hub.names.values()):
+        raise ConfigError(
+            f"{spec.parameters[0]} lies in another order in the Hugging Face format of this model, so its adapter has "
+            "no form there; merge the adapters (shardtrain merge) and export the sum"
+        )
     for path in spec.parameters:
         stack = all_stacks[path]
         owned = [other for other in all_stacks if all_stacks[other].owner == stack.owner and other in spec.parameters]

@@ -64,6 +64,20 @@ def test_peft_opens_adapters_of_experts_and_merges_equally(family: str, lora: di
     torch.testing.assert_close(logits(open_model(tmp_path / "again").model, vocab), beside, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["llama4"])
+def test_adapters_beside_stacks_that_lie_in_another_order_there_are_merged_alone(family: str, tmp_path, capsys) -> None:
+    base = save(build(family), tmp_path / "base")
+    ended = train(1, adapter_config(base, tmp_path / "run", lora={**BOTH, "target_parameters": ["experts.*_proj"]}))[0]
+    assert ended.error is None and ended.losses[-1] < ended.losses[0]
+    beside = logits(open_model(tmp_path / "run").model, 260)
+    step = str(tmp_path / "run" / "checkpoint" / "step-4")
+    assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 2
+    assert "merge the adapters" in capsys.readouterr().err
+    assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
+    summed = logits(open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260)
+    torch.testing.assert_close(summed, beside, atol=3e-5, rtol=0)
+
+
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"expert_parallel_degree": 2}),
     "fsdp2": (2, {}),
