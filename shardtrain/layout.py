@@ -23,6 +23,7 @@ TENSOR_WORDS = {
     "router": "linear on activations that are split along the sequence; weights whole on every tp rank",
     "expert": "weights never split over tp; split on dim 0 over ep, and over all other ranks that hold other tokens",
     "heads": "norm of each head by itself, on the heads that this tp rank has; weights whole on every tp rank",
+    "per_head": "one number per query head, split over tp as the heads are",
     "features": "norm over all features, of which a tp rank has some: these are gathered; weights whole on each",
     "replicate": "computed alike on every tp rank from whole inputs; weights whole on every tp rank",
     "copy": "identity whose input is whole on every tp rank and whose output each rank uses for its own heads",

@@ -52,6 +52,23 @@ LLAMA4 = {
     "attention_chunk_size": 7,
     "floor_scale": 5,
 }
+GPT_OSS = {
+    **GROUPED,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {**SIZES, "num_key_value_heads": 4}),
     "llama3": ("Llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}),
@@ -63,6 +80,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("Mistral", {**GROUPED, "sliding_window": 7}),
     "qwen2": ("Qwen2", {**GROUPED, "tie_word_embeddings": True}),
+    "gpt_oss": ("GptOss", GPT_OSS),
     "neox": ("GPTNeoX", SIZES),
     "neox-sequential": ("GPTNeoX", {**SIZES, "use_parallel_residual": False, "hidden_act": "gelu_new"}),
     "qwen3": ("Qwen3", {**GROUPED, "head_dim": 8, "tie_word_embeddings": True}),

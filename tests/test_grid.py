@@ -52,6 +52,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "floor_scale": 9,
         },
     ),
+    "gpt_oss": (
+        "debugmodel",
+        {**GROUPED, "moe_ffn_dim": 48, "num_experts": 8, "top_k": 2, "sliding_window": 21, "init_std": 0.1},
+    ),
     "deepseek_v3": (
         "671B",
         {
@@ -68,7 +72,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-MIXTURES = ("qwen3_moe", "mixtral", "llama4", "deepseek_v3")
+MIXTURES = ("qwen3_moe", "mixtral", "llama4", "gpt_oss", "deepseek_v3")
 # These are built of the same parts as others: the default tier has them on the meshes where a window, biases or a layer
 # of their own matter.
 RELATIVES = {

@@ -1,6 +1,7 @@
 """The contract of an attention core, held against a core of a user's file: docs/models.md says it in full.
 
-A core is a module without weights, called as ``core(q, k, v)`` or ``core(q, k, v, documents_BT)``, that computes
+A core is a module without weights, called as ``core(q, k, v)`` or ``core(q, k, v, documents_BT)``, and with scores of
+sinks as the fifth argument where its attribute ``has_sinks`` is true, that computes
 ``softmax(cap(scale q k) - slope distance) v`` for causal attention; its attributes ``window``, ``scale``, ``softcap``,
 ``chunk``, ``alibi_slopes`` and ``heads_first`` say what differs from the plain one. Where parallelism computes it in its place, a
 core that does anything else would change numbers: it is tried on small tensors before training.
@@ -64,7 +65,11 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
         shapes = tuple(tuple(value.shape) for value in values[:3] if isinstance(value, Tensor))
         fourth = values[3] if len(values) > 3 else None
         strange = isinstance(fourth, Tensor) and fourth is not documents_BT
-        found[path] = Given(shapes, sum(value is not None for value in values[4:]), fourth is documents_BT, strange)
+        rest = [value for value in values[4:] if value is not None]
+        if getattr(model.get_submodule(path), "has_sinks", False) and len(rest) == 1 and len(shapes[0]) == 4:
+            heads = shapes[0][1 if getattr(model.get_submodule(path), "heads_first", False) else 2]
+            rest = [] if tuple(rest[0].shape) == (heads,) else rest
+        found[path] = Given(shapes, len(rest), fourth is documents_BT, strange)
 
     handles, experts = [], []
     for path, module in model.named_modules():
@@ -108,7 +113,7 @@ def broken_when_split(core: nn.Module, given: Given | None, seq_len: int) -> Bro
         rows = 2 if tokens == _TOKENS else 1
         q, k, v = _random(rows, tokens, heads, key_heads, width)
         seen_BT = documents.chunked(documents_BT, int(getattr(core, "chunk", 0) or 0), (rows, tokens), q.device)
-        expected = scores.attention(q, k, v, seen_BT, window, scoring)
+        expected = scores.attention(q, k, v, seen_BT, window, scoring, _sinks(core, heads))
         got = run(core, q, k, v, documents_BT, heads_first)
         if isinstance(got, Broken):
             return got
@@ -154,7 +159,8 @@ def broken_when_heads_are_dealt(core: nn.Module, given: Given | None) -> Broken 
         if slopes:
             core.alibi_slopes = tuple(slopes[half * heads // 2 : (half + 1) * heads // 2])  # type: ignore[assignment]
         half_q, half_k, half_v = (x.chunk(2, dim=2)[half] for x in (q, k, v))
-        part = run(core, half_q, half_k, half_v, None, heads_first)
+        sinks_N = _sinks(core, heads)
+        part = run(core, half_q, half_k, half_v, None, heads_first, None if sinks_N is None else sinks_N.chunk(2)[half])
         if isinstance(part, Broken):
             rule = "cannot be given half of its heads" + part.rule.removeprefix("cannot be tried on small tensors")
             return Broken(rule, fix)
@@ -175,12 +181,23 @@ def broken_number_of_heads(core: nn.Module, given: Given | None, ranks: int) -> 
     return Broken(f"has {key_heads} key-value heads, which {ranks} ranks cannot share", "use fewer ranks")
 
 
-def run(core: nn.Module, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None, heads_first: bool) -> Any:
+def run(
+    core: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents_BT: Tensor | None,
+    heads_first: bool,
+    sinks_N: Tensor | None = None,
+) -> Any:
     """What a core gives for (B, T, heads, H), in that layout; or why it gives none."""
     inputs = [x.transpose(1, 2) if heads_first else x for x in (q, k, v)]
     try:
         with torch.no_grad():
-            out = core(*inputs) if documents_BT is None else core(*inputs, documents_BT)
+            if getattr(core, "has_sinks", False):
+                out = core(*inputs, documents_BT, _sinks(core, q.size(2)) if sinks_N is None else sinks_N)
+            else:
+                out = core(*inputs) if documents_BT is None else core(*inputs, documents_BT)
     except Exception as error:  # a user's code may raise anything
         text = str(error).splitlines() or [""]
         fix = "correct it; it must run on a CPU in float32 too, and hold no tensor (the model is built without memory)"
@@ -190,10 +207,15 @@ def run(core: nn.Module, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor |
     return out.transpose(1, 2) if heads_first and out.ndim == 4 else out
 
 
+def _sinks(core: nn.Module, heads: int) -> Tensor | None:
+    """Scores of sinks that differ between heads, for a core that takes some."""
+    return torch.linspace(-1.0, 3.0, heads) if getattr(core, "has_sinks", False) else None
+
+
 def _broken_call(core: nn.Module, given: Given | None) -> Broken | None:
     """Why a call of a core is not one that can be taken over."""
     if any(True for _ in core.parameters()):
-        return Broken("holds parameters", "move them out: a core has no weights (attention sinks cannot be carried)")
+        return Broken("holds parameters", "move them out: a core has no weights (sinks are its fifth argument, see has_sinks)")
     if given is None:
         return None
     if given.more or given.strange:
@@ -260,7 +282,7 @@ def _diagnose(
         return Broken("lets tokens see later ones", "use a causal mask; a core without one cannot be split")
     if float(got(v=torch.ones_like(v)).sub(1.0).abs().max()) > CLOSE:
         rule = "has weights that do not sum to one, as with an attention sink or dropout"
-        return Broken(rule, "leave it out of the core: it cannot be carried")
+        return Broken(rule, "leave it out of the core; it can be given sinks as its fifth argument (has_sinks = True)")
     if documents_BT is not None and _error(got(documents_BT=None), run(core, q, k, v, None, heads_first)) == 0:
         plain = scores.attention(q, k, v, None, int(getattr(core, "window", 0) or 0), scoring)
         if _error(got(documents_BT=None), plain) <= CLOSE:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardtrain.attention import flash
+from shardtrain.attention import flash, scores
 from shardtrain.attention.scores import Scores
 from shardtrain.attention.window import blocks, queries_at_once
 
@@ -38,11 +38,12 @@ def attention(
     documents_BT: Tensor | None,
     window: int = 0,
     scale: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each document and window: (B, T, N, H). Without ``documents_BT`` a row is one document.
 
     ``window`` counts the tokens that a token sees, itself among them; 0 is no window. ``scale`` is 1 / sqrt(H) unless
-    given. On a CPU the flash kernel runs
+    given. ``sinks_N`` are the scores of a sink per head: see ``scores.with_sinks``. On a CPU the flash kernel runs
     once per document, which costs no more than the documents do (20 documents in 2,048 tokens: an eighth of the time of
     a mask), or once per block of queries where the window is shorter; on CUDA its form for ragged sequences runs once.
     Other types and devices mask a part of the queries at a time.
@@ -51,7 +52,9 @@ def attention(
         ValueError: when the numbers of a row do not ascend.
     """
     if q_BTNH.device.type in ("cpu", "meta") or (q_BTNH.is_cuda and flash.has_flash(q_BTNH)):
-        return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)[0]  # type: ignore[no-any-return]
+        return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N, window, scale)[0]  # type: ignore[no-any-return]
+    if sinks_N is not None:
+        return scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, Scores(scale), sinks_N)
     return masked_attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
 
 
@@ -221,6 +224,19 @@ def _ragged_rows(q_BTNH: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, i
 # without data pass through. Its backward is another.
 @torch.library.custom_op("shardtrain::document_attention", mutates_args=())
 def _attention(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    documents_BT: Tensor | None,
+    sinks_N: Tensor | None,
+    window: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    out_BTNH, lse_BNT = _without_sinks(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
+    return (out_BTNH, lse_BNT) if sinks_N is None else scores.with_sinks(out_BTNH, lse_BNT, sinks_N)
+
+
+def _without_sinks(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     if q_BTNH.is_cuda:
@@ -237,7 +253,13 @@ def _attention(
 
 @_attention.register_fake
 def _(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    documents_BT: Tensor | None,
+    sinks_N: Tensor | None,
+    window: int,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     return _like_attention(q_BTNH)
 
@@ -288,15 +310,17 @@ def _(gradient_BTNH: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
-    ctx.window, ctx.scale = inputs[4:]
+    ctx.save_for_backward(*inputs[:3], *output, inputs[3], inputs[4])
+    ctx.window, ctx.scale = inputs[5:]
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(
     ctx: Any, gradient_BTNH: Tensor, _: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-    return *_attention_backward(gradient_BTNH, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None
+) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None, None, None]:
+    *saved, sinks_N = ctx.saved_tensors
+    dsinks_N = None if sinks_N is None else scores.sinks_gradient(gradient_BTNH, *saved[3:5], sinks_N)
+    return *_attention_backward(gradient_BTNH, *saved, ctx.window, ctx.scale), None, dsinks_N, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

@@ -47,8 +47,33 @@ def scores_of(core: Any) -> Scores:
     )
 
 
+def with_sinks(out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of attention, once a sink of each head has taken its share (gpt-oss, OpenAI 2025).
+
+    A sink is one more key that every query of a head scores alike and whose value is zero: it takes part in the sum of
+    the softmax, and in nothing else. Given what this gives, the backward pass of attention is what it is without.
+    """
+    both_BNl = torch.logaddexp(lse_BNl, sinks_N.to(lse_BNl.dtype)[:, None])
+    share_BlN1 = (lse_BNl - both_BNl).exp().transpose(1, 2)[..., None]
+    return (out_BlNH * share_BlN1).to(out_BlNH.dtype), both_BNl
+
+
+def sinks_gradient(gradient_BlNH: Tensor, out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor) -> Tensor:
+    """Gradient (N,) of sinks, from the output and log-sum-exp that ``with_sinks`` gave and the output's gradient."""
+    # d softmax: p (dp - sum of p dp); the sink's value is zero, and so is its dp
+    sum_BNl = (gradient_BlNH.to(lse_BNl.dtype) * out_BlNH).sum(-1).transpose(1, 2)
+    weight_BNl = (sinks_N.to(lse_BNl.dtype)[:, None] - lse_BNl).exp()
+    return -(weight_BNl * sum_BNl).sum((0, 2)).to(sinks_N.dtype)
+
+
 def attention(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scores: Scores
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    documents_BT: Tensor | None,
+    window: int,
+    scores: Scores,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Causal attention written out, in documents and a window (0 is none): (B, T, N, H), by (B, N, T, T) scores."""
     tokens = q_BTNH.size(1)
@@ -56,16 +81,28 @@ def attention(
     if window:
         seen_1TT = seen_1TT.triu(1 - window)
     seen_BTT = seen_1TT if documents_BT is None else seen_1TT & (documents_BT[:, :, None] == documents_BT[:, None])
-    return masked_attention(q_BTNH, k_BTKH, v_BTKH, seen_BTT[:, None], scores)
+    return masked_attention(q_BTNH, k_BTKH, v_BTKH, seen_BTT[:, None], scores, sinks_N)
 
 
-def masked_attention(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, seen: Tensor | None, scores: Scores) -> Tensor:
+def masked_attention(
+    q_BlNH: Tensor,
+    k_BsKH: Tensor,
+    v_BsKH: Tensor,
+    seen: Tensor | None,
+    scores: Scores,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
     """Attention of queries that end where the keys do: (B, l, N, H). ``seen`` is (B or 1, 1, l, s), None for all."""
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
     score_BNls, _ = _score(q, k, k.size(2) - q.size(2), scores)
     if seen is not None:
         score_BNls = score_BNls.masked_fill(~seen, -torch.inf)
-    return (score_BNls.softmax(-1) @ v).transpose(1, 2).to(q_BlNH.dtype)
+    if sinks_N is not None:  # one more column, whose value is zero
+        column_BNl1 = sinks_N.to(score_BNls.dtype)[:, None, None].expand(*score_BNls.shape[:3], 1)
+        weight_BNls = torch.cat((score_BNls, column_BNl1), dim=-1).softmax(-1)[..., :-1]
+    else:
+        weight_BNls = score_BNls.softmax(-1)
+    return (weight_BNls @ v).transpose(1, 2).to(q_BlNH.dtype)
 
 
 def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from shardtrain.attention.core import broken_when_split
 from shardtrain.attention.scores import Scores, masked_attention, scores_of
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches
-from shardtrain.models.layers import AttentionCore
+from shardtrain.models.layers import AttentionCore, SinkAttentionCore
 
 BLOCK = 256
 """Columns by which a cache grows at least."""
@@ -110,7 +110,14 @@ class CachedCore(nn.Module):
         self.keys_BKSH: Tensor | None = None
         self.values_BKSH: Tensor | None = None
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        documents_BT: Tensor | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         """Attention of new queries (B, T, N, H) to all that is remembered and to the new keys and values.
 
         All are (B, N, T, H) where the core that it stands for says ``heads_first``.
@@ -118,8 +125,8 @@ class CachedCore(nn.Module):
         if self.cache.lengths:
             first = (k_BTKH, v_BTKH) if self.heads_first else (k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2))
             self.keys_BKSH, self.values_BKSH = (self._aligned(x_BKTH) for x_BKTH in first)
-            documents = () if documents_BT is None else (documents_BT,)
-            return self.core(q_BTNH, k_BTKH, v_BTKH, *documents)  # type: ignore[no-any-return]
+            more = (documents_BT, sinks_N) if sinks_N is not None else () if documents_BT is None else (documents_BT,)
+            return self.core(q_BTNH, k_BTKH, v_BTKH, *more)  # type: ignore[no-any-return]
         if self.heads_first:
             q_BTNH, k_BTKH, v_BTKH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         k_BKTH, v_BKTH = k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
@@ -128,7 +135,7 @@ class CachedCore(nn.Module):
         keys_BKSH[:, :, start:stop] = k_BKTH
         values_BKSH[:, :, start:stop] = v_BKTH
         mask = self.cache.mask(q_BTNH.size(1), self.window, self.chunk)
-        out_BTNH = _attend(q_BTNH, keys_BKSH[:, :, :stop], values_BKSH[:, :, :stop], mask, self._scores)
+        out_BTNH = _attend(q_BTNH, keys_BKSH[:, :, :stop], values_BKSH[:, :, :stop], mask, self._scores, sinks_N)
         return out_BTNH.transpose(1, 2) if self.heads_first else out_BTNH
 
     def keep(self, index: Tensor) -> None:
@@ -160,10 +167,12 @@ class CachedCore(nn.Module):
         return keys, values
 
 
-def _attend(q_BTNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+def _attend(
+    q_BTNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, scores: Scores, sinks_N: Tensor | None
+) -> Tensor:
     """Attention of few queries to many keys; heads that share keys are queries of one, so nothing is repeated."""
-    if not scores.has_kernel:
-        return masked_attention(q_BTNH, k_BKSH.transpose(1, 2), v_BKSH.transpose(1, 2), mask, scores)
+    if not scores.has_kernel or sinks_N is not None:
+        return masked_attention(q_BTNH, k_BKSH.transpose(1, 2), v_BKSH.transpose(1, 2), mask, scores, sinks_N)
     B, T, N, H = q_BTNH.shape
     K = k_BKSH.size(1)
     G = N // K
@@ -205,7 +214,7 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
 
 def _check_core(path: str, core: nn.Module) -> None:
     """Refuse a core of a user's file that does something else than what is done here in its place."""
-    if type(core) is AttentionCore:
+    if type(core) in (AttentionCore, SinkAttentionCore):
         return
     broken = broken_when_split(core, None, seq_len=0)  # to keep keys and values asks of a core what splitting does
     if broken:

@@ -13,16 +13,20 @@ import torch
 from torch import Tensor
 
 from shardtrain.errors import CheckpointError
+from shardtrain.hub.config_json import MXFP4, Quantised
+from shardtrain.hub.mxfp4 import Mxfp4Weights
 from shardtrain.hub.weights import HubWeights
 
 _SCALE = "_scale_inv"
 
 
-def open_weights(folder: Path, block: tuple[int, int] | None, prefix: str = "") -> HubWeights:
-    """The weights of a folder, whichever of the two ways they lie there; raises CheckpointError.
+def open_weights(folder: Path, block: Quantised, prefix: str = "") -> HubWeights:
+    """The weights of a folder, whichever way they lie there; raises CheckpointError.
 
     Names may begin with ``prefix``: see ``HubWeights``.
     """
+    if block == MXFP4:
+        return Mxfp4Weights(folder, prefix)
     return HubWeights(folder, prefix) if block is None else BlockFp8Weights(folder, block, prefix)
 
 

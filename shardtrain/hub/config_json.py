@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardtrain.errors import CheckpointError, ConfigError
 
@@ -15,10 +15,13 @@ CONFIG = "config.json"
 MAX_JSON_BYTES = 2**28
 _TABLES = ("auto_mappings.py", "configuration_auto.py")
 _FP8_KEYS = {"quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "scale_fmt"}
+MXFP4 = "mxfp4"
+Quantised = tuple[int, int] | Literal["mxfp4"] | None
+"""How weights are quantised: in fp8 by blocks of so many rows and columns, experts in MXFP4, or not."""
 
 
-def block_of(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """Rows and columns of a block, by ``quantization_config`` of a ``config.json``; None where nothing is quantised.
+def block_of(config: Mapping[str, Any], where: str) -> Quantised:
+    """How weights are quantised, by ``quantization_config`` of a ``config.json``; None where nothing is.
 
     Raises:
         ConfigError: for any other kind of quantisation.
@@ -27,13 +30,15 @@ def block_of(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
     if said is None:
         return None
     said = said if isinstance(said, dict) else {}
+    if said.get("quant_method") == MXFP4 and not set(said) - {"quant_method", "modules_to_not_convert"}:
+        return "mxfp4"
     block, unknown = said.get("weight_block_size"), sorted(map(str, set(said) - _FP8_KEYS))
     is_block = isinstance(block, list) and len(block) == 2 and all(type(n) is int and 1 <= n <= 2**20 for n in block)
     if said.get("quant_method") != "fp8" or said.get("fmt", "e4m3") != "e4m3" or not is_block:
         kind = str(said.get("quant_method") or ("MLX" if "bits" in said else "an unnamed method"))
         raise ConfigError(
             f"{where}: quantization_config says that the weights are quantised by {kind}, which is not read here (fp8 "
-            "e4m3 with a weight_block_size is); use the folder of the weights before quantisation"
+            "e4m3 with a weight_block_size is, and mxfp4); use the folder of the weights before quantisation"
         )
     if unknown:
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Any
 from shardtrain import models
 from shardtrain.errors import ConfigError
 from shardtrain.hub import architecture, as_is
-from shardtrain.hub.config_json import CONFIG, read_json
+from shardtrain.hub.config_json import CONFIG, Quantised, read_json
 from shardtrain.hub.format import FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
 from shardtrain.hub.mapping import Translation, translate
 from shardtrain.hub.reading import describe
@@ -37,8 +37,8 @@ class HubModel:
     """None for a class of ``transformers``."""
     passed_over: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """Regular expressions for their tensors that we have no place for, and say so."""
-    block: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
-    """Rows and columns that share a scale, where the weights are quantised."""
+    block: Quantised = dataclasses.field(default=None, compare=False)
+    """How the weights are quantised."""
     notices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """What a user should know of how the folder was understood."""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config.model_file import read_model_file, shape
-from shardtrain.hub import deepseek_v3, llama, llama4, mistral, mixtral, neox, qwen2, qwen3, qwen3_moe
-from shardtrain.hub.config_json import CONFIG, block_of, read_json
+from shardtrain.hub import deepseek_v3, gpt_oss, llama, llama4, mistral, mixtral, neox, qwen2, qwen3, qwen3_moe
+from shardtrain.hub.config_json import CONFIG, Quantised, block_of, read_json
 from shardtrain.hub.format import FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
 
 HUBS: dict[str, Hub] = {
@@ -22,6 +22,7 @@ HUBS: dict[str, Hub] = {
     "qwen3_moe": qwen3_moe.HUB,
     "mixtral": mixtral.HUB,
     "deepseek_v3": deepseek_v3.HUB,
+    "gpt_oss": gpt_oss.HUB,
     "neox": neox.HUB,
 }
 """The model files of this package that have a form in this format; ``HUB`` of each is the same object."""
@@ -41,8 +42,8 @@ class Description:
     hub: Hub
     notices: tuple[str, ...]
     """Lines on keys that change nothing, although they may look as if they did."""
-    block: tuple[int, int] | None
-    """Rows and columns that share a scale, where the weights are quantised."""
+    block: Quantised
+    """How the weights are quantised."""
     config: Mapping[str, Any]
     """What config.json says."""
 

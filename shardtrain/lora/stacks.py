@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 from shardtrain.models import moe
 
@@ -90,32 +89,30 @@ class LoraExperts(moe.Experts):
 
     def __init__(self, base: moe.Experts, scale: float) -> None:
         nn.Module.__init__(self)  # not that of Experts, which would make weights of its own
-        self.w1, self.w2, self.w3, self.scale = base.w1, base.w2, base.w3, scale
+        self.w1, self.w2, self.w3, self.scale, self.gate = base.w1, base.w2, base.w3, scale, base.gate
+        for name in ("w1_bias", "w2_bias", "w3_bias"):
+            self.register_parameter(name, getattr(base, name))
 
     def forward(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
         """Map rows (R, D), sorted by expert, to (R, D); ``count_E`` says how many rows each expert has."""
-        gate_RF, up_RF = _product(x_RD, count_E, self.w1), _product(x_RD, count_E, self.w3)
+        gate_RF, up_RF = (
+            moe.add_bias(moe.product(x_RD, count_E, w), count_E, b)
+            for w, b in ((self.w1, self.w1_bias), (self.w3, self.w3_bias))
+        )
         added = self._added("gate_up_proj", x_RD, count_E)
         if added is not None:
             more_gate_RF, more_up_RF = added.chunk(2, dim=-1)
             gate_RF, up_RF = gate_RF + more_gate_RF, up_RF + more_up_RF
-        hidden_RF = F.silu(gate_RF) * up_RF
-        out_RD, added = _product(hidden_RF, count_E, self.w2), self._added("down_proj", hidden_RF, count_E)
+        hidden_RF = self.gate(gate_RF, up_RF)
+        out_RD = moe.add_bias(moe.product(hidden_RF, count_E, self.w2), count_E, self.w2_bias)
+        added = self._added("down_proj", hidden_RF, count_E)
         return out_RD if added is None else out_RD + added
 
     def _added(self, name: str, x_RI: Tensor, count_E: Tensor) -> Tensor | None:
         a_ERI, b_EOR = getattr(self, f"{name}_lora_a", None), getattr(self, f"{name}_lora_b", None)
         if a_ERI is None or b_EOR is None:
             return None
-        return _product(_product(x_RI, count_E, a_ERI), count_E, b_EOR) * self.scale
-
-
-def _product(x_RI: Tensor, count_E: Tensor, weight_EOI: Tensor) -> Tensor:
-    """Each row times the weight of its expert."""
-    if moe._has_grouped_matmul(x_RI, weight_EOI):
-        return F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=count_E.cumsum(0).to(torch.int32))
-    parts = zip(x_RI.split(count_E.tolist()), weight_EOI.unbind(), strict=True)
-    return torch.cat([F.linear(x, weight_OI) for x, weight_OI in parts])
+        return moe.product(moe.product(x_RI, count_E, a_ERI), count_E, b_EOR) * self.scale
 
 
 def _add_at_each_use(owner: nn.Module, name: str, scale: float, transposed: bool) -> None:

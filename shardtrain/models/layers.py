@@ -97,21 +97,30 @@ class YarnAngles(RotaryAngles):
     """Rotary angles stretched to longer contexts by YaRN (Peng et al. 2023, section 3.2).
 
     Pairs that turn more than ``beta_fast`` times within the original context keep their frequency, those that turn
-    less than ``beta_slow`` times have it divided by ``factor``, and a linear ramp lies in between. A factor of 1
-    changes nothing.
+    less than ``beta_slow`` times have it divided by ``factor``, and a linear ramp lies in between, whose ends
+    ``truncate`` rounds outwards to whole pairs. A factor of 1 changes nothing.
     """
 
     def __init__(
-        self, head_dim: int, theta: float, factor: float, original_seq_len: int, beta_fast: float, beta_slow: float
+        self,
+        head_dim: int,
+        theta: float,
+        factor: float,
+        original_seq_len: int,
+        beta_fast: float,
+        beta_slow: float,
+        truncate: bool = True,
     ) -> None:
         super().__init__(head_dim, theta, factor=factor, original_seq_len=original_seq_len)
-        self.beta_fast, self.beta_slow = beta_fast, beta_slow
+        self.beta_fast, self.beta_slow, self.truncate = beta_fast, beta_slow, truncate
 
     def inverse_frequencies(self, device: torch.device | None = None) -> Tensor:
         """Radians per position of each pair of features, float32, shape (H/2,)."""
         frequencies_h = super().inverse_frequencies(device)
-        low = max(0, math.floor(self._pair_that_turns(self.beta_fast)))
-        high = min(self.head_dim - 1, math.ceil(self._pair_that_turns(self.beta_slow)))
+        first, last = (self._pair_that_turns(times) for times in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        low, high = max(0, first), min(self.head_dim - 1, last)
         pairs_h = torch.arange(self.head_dim // 2, device=device, dtype=torch.float32)
         stretched_h = ((pairs_h - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
         return frequencies_h * (1.0 - stretched_h) + frequencies_h / self.factor * stretched_h
@@ -135,10 +144,11 @@ class AttentionCore(nn.Module):
     alone; 0 is none. ``scale`` takes the place of 1 / sqrt(H); ``softcap`` bounds the scaled scores by softcap tanh(score / softcap), 0 is none;
     ``alibi_slopes``, one number per query head of the whole model, times the distance in tokens are subtracted from
     them. These attributes are what context parallelism reads of a core, and tensor parallelism leaves each rank
-    the slopes of its heads. ``heads_first`` says that a core takes and gives (B, N, T, H): this one does not.
+    the slopes of its heads. ``has_sinks`` says that the core is given ``sinks_N`` too, one score per query head. ``heads_first`` says that a core takes and gives (B, N, T, H): this one does not.
     """
 
     heads_first = False
+    has_sinks = False
 
     def __init__(
         self,
@@ -153,23 +163,49 @@ class AttentionCore(nn.Module):
         self.window, self.scale, self.softcap = window, scale, softcap
         self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        documents_BT: Tensor | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         """Attention of queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K: (B, T, N, H).
 
-        With ``documents_BT`` a token attends within its own document alone.
+        With ``documents_BT`` a token attends within its own document alone. ``sinks_N`` are scores of one more key per
+        head, whose value is zero.
         """
         scoring = scores.scores_of(self)
         documents_BT = documents.chunked(documents_BT, self.chunk, (q_BTNH.size(0), q_BTNH.size(1)), q_BTNH.device)
         if not scoring.has_kernel:
-            return scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scoring)
-        if documents_BT is not None or 0 < self.window < q_BTNH.size(1):
-            return documents.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale)
+            return scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scoring, sinks_N)
+        if documents_BT is not None or 0 < self.window < q_BTNH.size(1) or sinks_N is not None:
+            return documents.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale, sinks_N)
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         grouped = q_BNTH.size(1) != k_BKTH.size(1)
         out_BNTH = F.scaled_dot_product_attention(
             q_BNTH, k_BKTH, v_BKTH, is_causal=True, scale=self.scale, enable_gqa=grouped
         )
         return out_BNTH.transpose(1, 2)
+
+
+class SinkAttentionCore(AttentionCore):
+    """An attention core that is given the scores of sinks: ``core(q, k, v, documents_BT, sinks_N)``."""
+
+    has_sinks = True
+
+
+class HeadNumbers(nn.Module):
+    """One number per query head, (N,); a rank has those of its heads."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads))
+
+    def forward(self) -> Tensor:
+        """The numbers."""
+        return self.weight
 
 
 class Attention(nn.Module):

@@ -33,6 +33,7 @@ class Routing:
     route_norm: bool = True
     route_scale: float = 1.0
     score_before_experts: bool = False
+    router_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
     group_top_k: int = 2
@@ -78,13 +79,16 @@ def expert_draws(std: float, depth: Depth) -> dict[str, Draw]:
     }
 
 
+Gating = Callable[[Tensor, Tensor], Tensor]
+
+
 class Gate(nn.Linear):
     """The router's linear layer, computed in float32 whatever the types of its weight and input."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Logits (B, T, E), float32 (float64 for float64 input)."""
         dtype = torch.promote_types(x_BTD.dtype, torch.float32)
-        return F.linear(x_BTD.to(dtype), self.weight.to(dtype))
+        return F.linear(x_BTD.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
 
 
 class Router(nn.Module):
@@ -101,7 +105,7 @@ class Router(nn.Module):
     def __init__(self, dim: int, routing: Routing) -> None:
         super().__init__()
         self.routing = routing
-        self.gate = Gate(dim, routing.num_experts, bias=False)
+        self.gate = Gate(dim, routing.num_experts, bias=routing.router_bias)
         self.register_buffer("expert_bias", torch.zeros(routing.num_experts) if routing.load_balance_coeff else None)
         self.force_balance = False
         self.places: Callable[[int], Tensor] = torch.arange
@@ -246,19 +250,55 @@ class _Attach(torch.autograd.Function):
         return gradients[0], start, None, None
 
 
-class Experts(nn.Module):
-    """E feed-forwards (SwiGLU) of equal size, in three weights whose dim 0 is the expert."""
+def silu_gate(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
+    """What a SwiGLU makes of its two products."""
+    return F.silu(gate_RF) * up_RF
 
-    def __init__(self, num_experts: int, dim: int, ffn_dim: int) -> None:
+
+class Experts(nn.Module):
+    """E feed-forwards (SwiGLU) of equal size, in three weights whose dim 0 is the expert, and three biases or none.
+
+    ``gate`` makes (R, F) of the products of ``w1`` and of ``w3``.
+    """
+
+    w1_bias: Tensor | None
+    w2_bias: Tensor | None
+    w3_bias: Tensor | None
+
+    def __init__(self, num_experts: int, dim: int, ffn_dim: int, bias: bool = False, gate: Gating = silu_gate) -> None:
         super().__init__()
+        self.gate = gate
+        for name, size in (("w1_bias", ffn_dim), ("w2_bias", dim), ("w3_bias", ffn_dim)):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, size)) if bias else None)
         self.w1 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
 
     def forward(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
         """Map rows (R, D), sorted by expert, to (R, D); ``count_E`` says how many rows each expert has."""
+        if self.gate is not silu_gate or self.w1_bias is not None:
+            gate_RF, up_RF = (
+                add_bias(product(x_RD, count_E, w), count_E, b)
+                for w, b in ((self.w1, self.w1_bias), (self.w3, self.w3_bias))
+            )
+            return add_bias(product(self.gate(gate_RF, up_RF), count_E, self.w2), count_E, self.w2_bias)
         function = _grouped if _has_grouped_matmul(x_RD, self.w1) else _one_by_one
         return function(x_RD, count_E, self.w1, self.w2, self.w3)
+
+
+def product(x_RI: Tensor, count_E: Tensor, weight_EOI: Tensor) -> Tensor:
+    """Each row (R, I), sorted by expert, times the weight of its expert: (R, O)."""
+    if _has_grouped_matmul(x_RI, weight_EOI):
+        return F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=count_E.cumsum(0).to(torch.int32))
+    parts = zip(x_RI.split(count_E.tolist()), weight_EOI.unbind(), strict=True)
+    return torch.cat([F.linear(x, weight_OI) for x, weight_OI in parts])
+
+
+def add_bias(x_RO: Tensor, count_E: Tensor, bias_EO: Tensor | None) -> Tensor:
+    """Each row (R, O), sorted by expert, and the bias of its expert; None is none."""
+    if bias_EO is None:
+        return x_RO
+    return x_RO + bias_EO[torch.repeat_interleave(count_E, output_size=x_RO.size(0))]
 
 
 def _has_grouped_matmul(x_RD: Tensor, w1_EFD: Tensor) -> bool:
@@ -296,13 +336,21 @@ def has_experts(model: nn.Module) -> bool:
 class MoE(nn.Module):
     """A feed-forward block of many experts, of which each token uses a few, beside optional shared ones."""
 
-    def __init__(self, dim: int, ffn_dim: int, routing: Routing, shared_ffn_dim: int = 0) -> None:
+    def __init__(
+        self,
+        dim: int,
+        ffn_dim: int,
+        routing: Routing,
+        shared_ffn_dim: int = 0,
+        expert_bias: bool = False,
+        gate: Gating = silu_gate,
+    ) -> None:
         super().__init__()
         self.routing = routing
         self.router = Router(dim, routing)
         self.balance = Balance(routing)
         self.dispatch = Dispatch()
-        self.experts = Experts(routing.num_experts, dim, ffn_dim)
+        self.experts = Experts(routing.num_experts, dim, ffn_dim, expert_bias, gate)
         self.shared = FeedForward(dim, shared_ffn_dim) if shared_ffn_dim else None
 
     def forward(self, x_BTD: Tensor, documents_BT: Tensor | None = None) -> Tensor:

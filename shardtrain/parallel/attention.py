@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from shardtrain.attention import documents
 from shardtrain.attention.flash import attend, attend_backward
-from shardtrain.attention.scores import PLAIN, QUERIES_AT_ONCE, Scores
+from shardtrain.attention.scores import PLAIN, QUERIES_AT_ONCE, Scores, sinks_gradient, with_sinks
 from shardtrain.attention.window import queries_at_once
 from shardtrain.parallel.pieces import Piece, Window, prefix_pieces, ring_pieces
 
@@ -34,6 +34,7 @@ def gathered_attention(
     documents_BT: Tensor | None = None,
     window: int = 0,
     scores: Scores = PLAIN,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Gather all keys and values, then attend with this rank's queries; the gradients are reduce-scattered back.
 
@@ -51,7 +52,8 @@ def gathered_attention(
         stop = (chunk + 1) * length
         seen = slice(max(0, stop - length - window + 1) if window else 0, stop)
         documents_Bs = None if documents_BT is None else documents_BT[:, seen]
-        outputs.append(_PrefixAttention.apply(q_BlNH, k_BTKH[:, seen], v_BTKH[:, seen], documents_Bs, window, scores))
+        keys_values = k_BTKH[:, seen], v_BTKH[:, seen]
+        outputs.append(_PrefixAttention.apply(q_BlNH, *keys_values, documents_Bs, window, scores, sinks_N))
     return torch.cat(outputs, dim=1)
 
 
@@ -64,10 +66,12 @@ def ring_attention(
     documents_BT: Tensor | None = None,
     window: int = 0,
     scores: Scores = PLAIN,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Pass keys and values round the ring and merge what each part contributes; memory stays that of one part."""
     documents_BT = None if documents_BT is None else documents.on_host(documents_BT)
-    return _Ring.apply(q_BtNH, k_BtKH, v_BtKH, group, balanced, documents_BT, window, scores)  # type: ignore[no-any-return]
+    inputs = (q_BtNH, k_BtKH, v_BtKH, group, balanced, documents_BT, window, scores, sinks_N)
+    return _Ring.apply(*inputs)  # type: ignore[no-any-return]
 
 
 def ulysses_attention(
@@ -79,18 +83,20 @@ def ulysses_attention(
     documents_BT: Tensor | None = None,
     window: int = 0,
     scores: Scores = PLAIN,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Exchange heads for tokens, attend to whole sequences with some of the heads, and exchange back."""
     q_BTnH, k_BTkH, v_BTkH = (_HeadsForTokens.apply(x, group) for x in (q_BtNH, k_BtKH, v_BtKH))
+    heads = slice(group.rank() * q_BTnH.size(2), (group.rank() + 1) * q_BTnH.size(2))
     if scores.slopes:
-        heads = q_BTnH.size(2)
-        scores = scores._replace(slopes=scores.slopes[group.rank() * heads : (group.rank() + 1) * heads])
+        scores = scores._replace(slopes=scores.slopes[heads])
+    sinks_n = None if sinks_N is None else sinks_N[heads]
     if not scores.has_kernel:
         documents_BT = None if documents_BT is None else documents.on_host(documents_BT)
-        out_BTnH = _PrefixAttention.apply(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores)
+        out_BTnH = _PrefixAttention.apply(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
-    if documents_BT is not None or 0 < window < q_BTnH.size(1):
-        out_BTnH = documents.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores.scale)
+    if documents_BT is not None or 0 < window < q_BTnH.size(1) or sinks_n is not None:
+        out_BTnH = documents.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores.scale, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     q_BnTH, k_BkTH, v_BkTH = (x.transpose(1, 2) for x in (q_BTnH, k_BTkH, v_BTkH))
     grouped = q_BnTH.size(1) != k_BkTH.size(1)
@@ -182,6 +188,7 @@ class _PrefixAttention(torch.autograd.Function):
         documents_Bs: Tensor | None,
         window: int,
         scores: Scores,
+        sinks_N: Tensor | None,
     ) -> Tensor:
         merged, ctx.scores = Merged(q_BlNH, scores), scores
         seen = _window(window, k_BsKH.size(1), q_BlNH, scores)
@@ -189,13 +196,14 @@ class _PrefixAttention(torch.autograd.Function):
         ctx.pieces = list(prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, seen))
         for piece in ctx.pieces:
             merged.attend(piece, q_BlNH, k_BsKH, v_BsKH)
+        merged.add_sinks(sinks_N)
         out_BlNH = merged.out_BtNH.to(q_BlNH.dtype)
-        ctx.save_for_backward(q_BlNH, k_BsKH, v_BsKH, out_BlNH, merged.lse_BNt)
+        ctx.save_for_backward(q_BlNH, k_BsKH, v_BsKH, out_BlNH, merged.lse_BNt, sinks_N)
         return out_BlNH
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, sinks_N = ctx.saved_tensors
         saved = (gradients[0], q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl)
         exact = torch.float32 if ctx.blocked else k_BsKH.dtype  # blocks of queries share keys
         dq = torch.zeros_like(q_BlNH, dtype=torch.float32)
@@ -205,7 +213,12 @@ class _PrefixAttention(torch.autograd.Function):
             dq[piece.batch, piece.rows] += part[0]
             dk[piece.batch, piece.columns] += part[1]
             dv[piece.batch, piece.columns] += part[2]
-        return dq.to(q_BlNH.dtype), dk.to(q_BlNH.dtype), dv.to(q_BlNH.dtype), None, None, None
+        dsinks_N = _sinks_gradient(gradients[0], out_BlNH, lse_BNl, sinks_N)
+        return dq.to(q_BlNH.dtype), dk.to(q_BlNH.dtype), dv.to(q_BlNH.dtype), None, None, None, dsinks_N
+
+
+def _sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks_N: Tensor | None) -> Tensor | None:
+    return None if sinks_N is None else sinks_gradient(gradient, out, lse, sinks_N)
 
 
 def _window(window: int, tokens: int, q_BtNH: Tensor, scores: Scores) -> Window:
@@ -238,6 +251,11 @@ class Merged:
         self.out_BtNH[batch, rows] = self.out_BtNH[batch, rows] * keep + out_BlNH.float() * take
         self.lse_BNt[batch, :, rows] = new_BNl
 
+    def add_sinks(self, sinks_N: Tensor | None) -> None:
+        """Let the sink of each head take its share, once all parts are there; None is none."""
+        if sinks_N is not None:
+            self.out_BtNH, self.lse_BNt = with_sinks(self.out_BtNH, self.lse_BNt, sinks_N)
+
 
 def _backward_of(
     piece: Piece,
@@ -268,6 +286,7 @@ class _Ring(torch.autograd.Function):
         documents_BT: Tensor | None,
         window: int,
         scores: Scores,
+        sinks_N: Tensor | None,
     ) -> Tensor:
         merged, ctx.scores = Merged(q_BtNH, scores), scores
         keys_values = torch.stack((k_BtKH, v_BtKH))
@@ -277,14 +296,15 @@ class _Ring(torch.autograd.Function):
             for piece in pieces:
                 merged.attend(piece, q_BtNH, *keys_values)
             keys_values = _pass_on(keys_values, group)
+        merged.add_sinks(sinks_N)
         out_BtNH = merged.out_BtNH.to(q_BtNH.dtype)
-        ctx.save_for_backward(q_BtNH, k_BtKH, v_BtKH, out_BtNH, merged.lse_BNt)
+        ctx.save_for_backward(q_BtNH, k_BtKH, v_BtKH, out_BtNH, merged.lse_BNt, sinks_N)
         ctx.group = group
         return out_BtNH
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None, None]:
-        q_BtNH, k_BtKH, v_BtKH, out_BtNH, lse_BNt = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q_BtNH, k_BtKH, v_BtKH, out_BtNH, lse_BNt, sinks_N = ctx.saved_tensors
         dq_BtNH = torch.zeros_like(q_BtNH, dtype=torch.float32)
         keys_values = torch.stack((k_BtKH, v_BtKH))
         # the gradient of a part travels with it, gathers what every rank adds, and is home after a whole round
@@ -300,7 +320,8 @@ class _Ring(torch.autograd.Function):
             keys_values = _pass_on(keys_values, ctx.group)
             summed = _pass_on(summed, ctx.group)
         dtype = q_BtNH.dtype
-        return dq_BtNH.to(dtype), summed[0].to(dtype), summed[1].to(dtype), None, None, None, None, None
+        dsinks_N = _sinks_gradient(gradients[0], out_BtNH, lse_BNt, sinks_N)
+        return dq_BtNH.to(dtype), summed[0].to(dtype), summed[1].to(dtype), None, None, None, None, None, dsinks_N
 
 
 def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

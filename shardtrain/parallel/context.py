@@ -27,7 +27,9 @@ from shardtrain.parallel.mesh import Mesh
 from shardtrain.parallel.pieces import sequence_part
 
 AXIS = "cp"
-CoreFunction = Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None, int, Scores], Tensor]
+CoreFunction = Callable[
+    [Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None, int, Scores, Tensor | None], Tensor
+]
 
 
 class Batch(Protocol):
@@ -58,17 +60,25 @@ class SplitAttentionCore(nn.Module):
         self._scores = scores_of(core)
 
     @torch.compiler.disable  # collectives inside an autograd function end a graph anyway
-    def forward(self, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        q_BtNH: Tensor,
+        k_BtKH: Tensor,
+        v_BtKH: Tensor,
+        documents_BT: Tensor | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         """Attention of this rank's queries to all keys and values: (B, t, N, H), or (B, N, t, H) if heads come first.
 
-        ``documents_BT`` are the documents of whole rows, which every rank has: they are not cut.
+        ``documents_BT`` are the documents of whole rows, which every rank has: they are not cut. ``sinks_N`` are scores
+        of one more key per head of this rank, whose value is zero.
         """
         if self.heads_first:
             q_BtNH, k_BtKH, v_BtKH = (x.transpose(1, 2) for x in (q_BtNH, k_BtKH, v_BtKH))
         rows, tokens = q_BtNH.size(0), q_BtNH.size(1) * self._group.size()
         documents_BT = documents.chunked(documents_BT, self.chunk, (rows, tokens), q_BtNH.device)
         window = self.window if self.window < tokens else 0
-        inputs = (q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced, documents_BT, window, self._scores)
+        inputs = (q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced, documents_BT, window, self._scores, sinks_N)
         out_BtNH = self._function(*inputs)
         return out_BtNH.transpose(1, 2) if self.heads_first else out_BtNH
 

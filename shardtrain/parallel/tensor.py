@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -210,6 +210,8 @@ def _style(word: str, loss_parallel: bool, path: str = "", length: _Length | Non
         return LocalSequence()
     if word in ("router", "heads"):
         return WholeWeights(Partial())
+    if word == "per_head":
+        return SplitHeadNumbers()
     if word == "features":
         return GatherFeatures()
     if word == "replicate":
@@ -285,6 +287,17 @@ class WholeWeights(ParallelStyle):
             module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         module.register_forward_pre_hook(lambda _, inputs: (self._take(inputs[0]), *inputs[1:]))
         use_local_weights(module, (self._gradient,))
+        return module
+
+
+class SplitHeadNumbers(ParallelStyle):
+    """Numbers of heads, of which each rank has those of its own, as plain tensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            split = distribute_tensor(parameter.detach(), device_mesh, (Shard(0),))
+            module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+        use_local_weights(module, (Shard(0),))
         return module
 
 

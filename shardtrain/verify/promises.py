@@ -198,9 +198,9 @@ class _Prober:
                 halved.set_submodule(path, nn.Identity())
             if word == "rowwise" and isinstance(module, nn.Embedding):
                 return []  # rows of a table are those of some tokens, and the others' are summed
-            if path.startswith(f"{self._layout.layers}.") and word in ("colwise", "rowwise"):
+            if path.startswith(f"{self._layout.layers}.") and word in ("colwise", "rowwise", "per_head"):
                 features = 1 if isinstance(module, nn.Embedding) else 0
-                if not _halve(module, features if word == "colwise" else 1):
+                if not _halve(module, {"colwise": features, "per_head": 0}.get(word, 1)):
                     return []
                 changed.append(path)
         if not changed:

@@ -17,6 +17,7 @@ from shardtrain import init
 from shardtrain.config.model_file import model_names
 from shardtrain.layout import check
 from shardtrain.models import build, find, shape_of
+from shardtrain.models.layers import HeadNumbers
 
 FOLDER = Path(shardtrain.models.__file__).parent
 FAMILIES = [name for name in model_names() if name != "transformers"]  # a folder says what that is, and in its terms
@@ -223,13 +224,13 @@ def test_head_counts_come_out_of_weights(family: str) -> None:
     """A model whose projections hold half of the heads runs, and gives the shape of the whole one."""
     module, model = tiny(family)
     for path, submodule in model.named_modules():
-        if not isinstance(submodule, nn.Linear):
+        if not isinstance(submodule, nn.Linear | HeadNumbers):
             continue
         word = next((w for pattern, w in module.LAYOUT.tensor.items() if shardtrain.layout.matches(path, pattern)), "")
-        if word in ("colwise", "rowwise"):
-            dim = 0 if word == "colwise" else 1
+        if word in ("colwise", "rowwise", "per_head"):
+            dim = 1 if word == "rowwise" else 0
             submodule.weight = nn.Parameter(submodule.weight.chunk(2, dim)[0])
-            if submodule.bias is not None and word == "colwise":
+            if word == "colwise" and submodule.bias is not None:
                 submodule.bias = nn.Parameter(submodule.bias.chunk(2)[0])
     assert model(*inputs()).shape == (2, 12, SHAPE["vocab_size"])
 

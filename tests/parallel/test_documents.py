@@ -105,6 +105,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "balance_loss_coeff": 0.0,
         },
     ),
+    "gpt_oss": (
+        "debugmodel",
+        {
+            **GROUPED,
+            "moe_ffn_dim": 48,
+            "num_experts": 4,
+            "top_k": 2,
+            "sliding_window": 13,
+            "init_std": 0.1,
+            "balance_loss_coeff": 0.0,
+        },
+    ),
     "deepseek_v3": (
         "671B",
         {
@@ -231,12 +243,13 @@ def test_packed_documents_are_what_they_are_apart(run: str) -> None:
     cases(
         [
             *itertools.product(
-                ("qwen3", "deepseek_v3", "qwen3_moe", "mixtral", "mistral", "qwen2", "neox", "llama4"), ("plain",)
+                ("qwen3", "deepseek_v3", "qwen3_moe", "mixtral", "mistral", "qwen2", "neox", "llama4", "gpt_oss"), ("plain",)
             ),
             ("deepseek_v3", "cp ring"),
             ("mixtral", "pp 1F1B"),
             ("mistral", "cp gather"),
             ("llama4", "cp ring"),
+            ("gpt_oss", "cp ulysses"),
         ],
         nightly=[
             *itertools.product(("qwen3", "qwen3_moe"), ("cp ring", "cp gather", "tp", "pp 1F1B")),
@@ -246,6 +259,7 @@ def test_packed_documents_are_what_they_are_apart(run: str) -> None:
             *itertools.product(("mistral",), ("recompute op", "recompute, cp ring", "pp 1F1B")),
             *itertools.product(("qwen2", "neox"), ("tp",)),
             *itertools.product(("llama4",), ("cp gather", "cp ulysses", "tp", "pp 1F1B", "recompute op", "compile")),
+            *itertools.product(("gpt_oss",), ("cp gather", "cp ring", "tp", "pp 1F1B", "recompute op", "compile")),
         ],
     ),
 )

@@ -1,0 +1,199 @@
+"""gpt-oss (OpenAI 2025): experts with biases and a clamped gate, and attention with sinks, every other layer windowed.
+
+A sink is a score per head that takes part in the softmax and in nothing else, so a head may attend to nothing.
+Shape suffixes: B batch, T tokens, D model, N heads, K key-value heads, H head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain.hub.gpt_oss import HUB
+from shardtrain.layout import Draw, Layout
+from shardtrain.models.layers import (
+    Decoder,
+    HeadNumbers,
+    SinkAttentionCore,
+    YarnAngles,
+    build_norm,
+    rotate,
+    yarn_scale,
+)
+from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
+
+__all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a gpt-oss; each field can be set by ``model.overrides``.
+
+    Layers 0, 2, 4, ... attend within ``sliding_window`` tokens, the token itself among them; 0 is no window. An expert
+    computes w2((up + 1) gate sigmoid(swiglu_alpha gate)), its gate bounded above and its up on both sides by
+    ``swiglu_limit``. ``rope_factor`` 1 leaves the rotary angles unscaled.
+    """
+
+    vocab_size: int = 201088
+    dim: int = 2880
+    num_layers: int = 36
+    num_heads: int = 64
+    num_kv_heads: int = 8
+    head_dim: int = 64
+    moe_ffn_dim: int = 2880
+    num_experts: int = 128
+    top_k: int = 4
+    score_func: str = "softmax"
+    route_norm: bool = True
+    router_bias: bool = True
+    load_balance_coeff: float = 0.0
+    balance_loss_coeff: float = 1e-3
+    z_loss_coeff: float = 0.0
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    sliding_window: int = 128
+    norm_type: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    rope_theta: float = 150000.0
+    rope_factor: float = 32.0
+    rope_original_seq_len: int = 4096
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_truncate: bool = False
+    tied_embeddings: bool = False
+    init_std: float = 0.02
+
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.attn_norm": "sequence",
+        "layers.*.attn": "gather",
+        "layers.*.attn.w[qkv]": "colwise",
+        "layers.*.attn.sinks": "per_head",
+        "layers.*.attn.wo": "rowwise",
+        "layers.*.ffn_norm": "sequence",
+        **EXPERT_WORDS,
+        "norm": "sequence",
+        "head": "head",
+    },
+    context="layers.*.attn.core",
+    expert="layers.*.moe",
+    buffers=EXPERT_BIAS,
+)
+
+
+class Angles(YarnAngles):
+    """Rotary angles stretched by YaRN, which also lengthens what is turned."""
+
+    def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, times YaRN's scale, float32, each (B, T, 1, H/2), for integer positions (B, T)."""
+        cos_BT1h, sin_BT1h = super().forward(positions_BT)
+        scale = yarn_scale(self.factor, 1.0)
+        return cos_BT1h * scale, sin_BT1h * scale
+
+
+class GptOssAttention(nn.Module):
+    """Grouped-query attention with biases, rotary positions and a sink per head."""
+
+    def __init__(self, c: Config, window: int) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.wq = nn.Linear(c.dim, c.num_heads * c.head_dim)
+        self.wk = nn.Linear(c.dim, c.num_kv_heads * c.head_dim)
+        self.wv = nn.Linear(c.dim, c.num_kv_heads * c.head_dim)
+        self.sinks = HeadNumbers(c.num_heads)
+        self.core = SinkAttentionCore(window)
+        self.wo = nn.Linear(c.num_heads * c.head_dim, c.dim)
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        out_BTNH = self.core(rotate(q_BTNH, angles), rotate(k_BTKH, angles), v_BTKH, documents_BT, self.sinks())
+        return self.wo(out_BTNH.flatten(2))
+
+
+class Block(nn.Module):
+    """One layer: attention and experts, each behind a norm and added to the residual stream."""
+
+    def __init__(self, c: Config, index: int) -> None:
+        super().__init__()
+        self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        self.attn = GptOssAttention(c, 0 if index % 2 else c.sliding_window)
+        self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        gate = ClampedGate(c.swiglu_alpha, c.swiglu_limit)
+        self.moe = MoE(c.dim, c.moe_ffn_dim, routing_of(c), expert_bias=True, gate=gate)
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
+        return x_BTD + self.moe(self.ffn_norm(x_BTD), documents_BT)
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """What an expert makes of its two products (gpt-oss model card, section 2.1)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_RF: Tensor, up_RF: Tensor) -> Tensor:
+        """(up + 1) gate sigmoid(alpha gate), of bounded inputs (R, F)."""
+        gate_RF, up_RF = gate_RF.clamp(max=self.limit), up_RF.clamp(-self.limit, self.limit)
+        return (up_RF + 1.0) * (gate_RF * torch.sigmoid(gate_RF * self.alpha))
+
+
+class Model(Decoder):
+    """A gpt-oss."""
+
+    def __init__(self, c: Config) -> None:
+        rope = Angles(
+            c.head_dim,
+            c.rope_theta,
+            c.rope_factor,
+            c.rope_original_seq_len,
+            c.rope_beta_fast,
+            c.rope_beta_slow,
+            c.rope_truncate,
+        )
+        layers = [Block(c, index) for index in range(c.num_layers)]
+        norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        super().__init__(c.vocab_size, c.dim, rope, layers, norm, c.tied_embeddings)
+
+
+def initial(c: Config) -> dict[str, Draw]:
+    """How each parameter starts, first match wins: one standard deviation for all but norms and biases."""
+    normal = Draw("normal", std=c.init_std)
+    return {
+        "*norm.weight": Draw("ones"),
+        "layers.*.*_norm.weight": Draw("ones"),
+        "embed.weight": normal,
+        "head.weight": normal,
+        "layers.*.attn.sinks.weight": normal,
+        "layers.*.attn.w?.weight": normal,
+        "layers.*.attn.w?.bias": Draw("zeros"),
+        "layers.*.moe.router.gate.bias": Draw("zeros"),
+        "layers.*.moe.experts.w?_bias": Draw("zeros"),
+        **expert_draws(c.init_std, "none"),
+    }
+
+
+FLAVORS = {
+    "debugmodel": {
+        "vocab_size": 2048,
+        "dim": 256,
+        "num_layers": 4,
+        "num_heads": 16,
+        "num_kv_heads": 4,
+        "head_dim": 16,
+        "moe_ffn_dim": 256,
+        "num_experts": 8,
+    },
+    "20b": {"num_layers": 24, "num_experts": 32},
+    "120b": {},
+}
