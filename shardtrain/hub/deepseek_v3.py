@@ -9,7 +9,7 @@ from shardtrain.errors import ConfigError
 from shardtrain.hub.format import Fields, Hub
 from shardtrain.hub.words import DECODER, ROTARY, experts, feed_forward
 
-_FIELDS = {
+FIELDS = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -59,7 +59,7 @@ def _read(f: Fields) -> dict[str, Any]:
         f.take(key, int, 0)  # repeat what other keys say
     few = {"num_dense_layers": 0, "num_shared_experts": 0}
     return {
-        **{ours: f.integer(theirs, few.get(ours), few.get(ours, 1)) for ours, theirs in _FIELDS.items()},
+        **{ours: f.integer(theirs, few.get(ours), few.get(ours, 1)) for ours, theirs in FIELDS.items()},
         "q_lora_rank": f.integer("q_lora_rank", 0, 0),
         "norm_eps": f.number("rms_norm_eps", 1e-6),
         "score_func": "sigmoid",
@@ -70,17 +70,18 @@ def _read(f: Fields) -> dict[str, Any]:
         "balance_loss_coeff": f.number("aux_loss_alpha", 1e-4),
         "z_loss_coeff": 0.0,
         "tied_embeddings": f.flag("tie_word_embeddings", False),
-        **_read_rope(f),
+        **read_rope(f),
     }
 
 
-def _read_rope(f: Fields) -> dict[str, Any]:
+def read_rope(f: Fields) -> dict[str, Any]:
+    """The rotary angles of a DeepSeek."""
     rope = f.rope()
     base = {"rope_theta": float(rope["rope_theta"])}
     if rope["rope_type"] == "default":
         return {**base, **_NO_YARN}
     if rope["rope_type"] != "yarn":
-        raise f.other(f"rope type {rope['rope_type']!r} is not known for a DeepSeek-V3")
+        raise f.other(f"rope type {rope['rope_type']!r} is not known for a DeepSeek")
     if rope.get("mscale") is None or rope["mscale"] != rope.get("mscale_all_dim"):
         raise f.other("mscale and mscale_all_dim of rope_scaling are not the same number, as they are in ours")
     if rope.get("truncate") is False or "attention_factor" in rope:
@@ -96,20 +97,27 @@ def _write(c: Any) -> dict[str, Any]:
             "score_func, load_balance_coeff or group_top_k of this model have no place in DeepseekV3ForCausalLM, which "
             'has "sigmoid", a bias of the choice, and 2'
         )
+    return {
+        **write_shared(c),
+        "rope_interleave": True,
+        "norm_topk_prob": c.route_norm,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+
+def write_shared(c: Any) -> dict[str, Any]:
+    """What config.json says of V2 and V3 alike."""
     yarn = {"type": "yarn", "mscale_all_dim": c.mscale, **{theirs: getattr(c, ours) for ours, theirs in _YARN.items()}}
     return {
-        **{theirs: getattr(c, ours) for ours, theirs in _FIELDS.items()},
+        **{theirs: getattr(c, ours) for ours, theirs in FIELDS.items()},
         "num_key_value_heads": c.num_heads,
         "q_lora_rank": c.q_lora_rank or None,
         "rms_norm_eps": c.norm_eps,
         "rope_theta": c.rope_theta,
         "rope_scaling": yarn if c.rope_factor != 1.0 else None,
-        "rope_interleave": True,
-        "norm_topk_prob": c.route_norm,
         "routed_scaling_factor": c.route_scale,
         "aux_loss_alpha": c.balance_loss_coeff,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
         "hidden_act": "silu",
         "attention_bias": False,

@@ -114,6 +114,10 @@ LAYOUT = Layout(
 )
 
 
+_LATENT_NORM_EPS = 1e-6
+"""Of the norms of the two latents, in the published code and in transformers, whatever ``norm_eps`` is."""
+
+
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, section 2.1.2)."""
 
@@ -123,10 +127,10 @@ class LatentAttention(nn.Module):
         qk_dim = self.nope_dim + self.rope_dim
         latent = c.q_lora_rank > 0
         self.wq_a = nn.Linear(c.dim, c.q_lora_rank, bias=False) if latent else nn.Identity()
-        self.q_norm = build_norm("rmsnorm", c.q_lora_rank, c.norm_eps) if latent else nn.Identity()
+        self.q_norm = build_norm("rmsnorm", c.q_lora_rank, _LATENT_NORM_EPS) if latent else nn.Identity()
         self.wq_b = nn.Linear(c.q_lora_rank if latent else c.dim, c.num_heads * qk_dim, bias=False)
         self.wkv_a = nn.Linear(c.dim, c.kv_lora_rank + self.rope_dim, bias=False)
-        self.kv_norm = build_norm("rmsnorm", c.kv_lora_rank, c.norm_eps)
+        self.kv_norm = build_norm("rmsnorm", c.kv_lora_rank, _LATENT_NORM_EPS)
         self.shared_key = nn.Identity()
         self.wkv_b = nn.Linear(c.kv_lora_rank, c.num_heads * (self.nope_dim + self.v_dim), bias=False)
         self.core = AttentionCore()

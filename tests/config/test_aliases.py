@@ -305,7 +305,7 @@ def test_what_is_off_or_alone_has_no_effect_and_says_so(tmp_path: Path) -> None:
     assert [problem.option for problem in check(forgotten)] == ["checkpoint.initial_load_path"]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_k2"])
 def test_a_model_of_torchtitans_that_is_not_here_names_the_nearest_way(tmp_path: Path, name: str) -> None:
     problems = check(read(tmp_path, f"[model]\nname = '{name}'"))
     assert any('model.name = "transformers"' in str(problem) for problem in problems)

@@ -41,8 +41,10 @@ def test_every_flavor_has_its_published_size() -> None:
         assert sum(p.numel() for p in model.parameters()) == SIZES[flavor], flavor
 
 
-@pytest.mark.parametrize(("q_lora_rank", "factor"), [(16, 40.0), (0, 40.0), (16, 1.0)])
-def test_logits_are_those_of_hugging_face(q_lora_rank: int, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("q_lora_rank", "factor", "norm_eps"), [(16, 40.0, 1e-6), (0, 40.0, 1e-6), (16, 1.0, 1e-6), (16, 40.0, 0.3)]
+)
+def test_logits_are_those_of_hugging_face(q_lora_rank: int, factor: float, norm_eps: float) -> None:
     transformers = pytest.importorskip("transformers")
     yarn: dict[str, Any] = {
         "rope_type": "yarn",
@@ -75,9 +77,11 @@ def test_logits_are_those_of_hugging_face(q_lora_rank: int, factor: float) -> No
         moe_intermediate_size=16,
         first_k_dense_replace=1,
         rope_parameters=rope,
+        rms_norm_eps=norm_eps,
     )
     module = find("deepseek_v3")
-    ours = module.Model(module.Config(**{**TINY, "q_lora_rank": q_lora_rank, "rope_factor": factor}))
+    sizes = {**TINY, "q_lora_rank": q_lora_rank, "rope_factor": factor, "norm_eps": norm_eps}
+    ours = module.Model(module.Config(**sizes))
     assert_same_logits(transformers.DeepseekV3ForCausalLM(config), ours)
 
 

@@ -1,0 +1,62 @@
+"""DeepSeek-V2: published sizes, and Hugging Face's logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_folders import build as build_theirs
+from hub_folders import save
+
+from shardtrain.hub import importing
+from shardtrain.hub.model import recognise
+from shardtrain.models import build, find, shape_of
+
+SIZES = {"debugmodel": 33_014_016, "16B": 15_706_484_224, "236B": 235_741_434_880}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "236B": ("deepseek_v2", {"rope_parameters": YARN}),
+    "Lite": ("deepseek_v2-greedy", {"rope_parameters": YARN}),
+    "angles that are not scaled": ("deepseek_v2", {}),
+    "another epsilon, which norms of latents do not have": ("deepseek_v2", {"rms_norm_eps": 0.3}),
+}
+
+
+def test_every_flavor_has_its_published_size() -> None:
+    module = find("deepseek_v2")
+    for flavor in module.FLAVORS:
+        model = build(module, shape_of(module, flavor, {}, "rmsnorm"))
+        assert sum(p.numel() for p in model.parameters()) == SIZES[flavor], flavor
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_logits_are_those_of_hugging_face(variant: str, tmp_path: Path) -> None:
+    """In float32, to 1e-5 of logits of size 1: another formula is off by a hundredth and more."""
+    pytest.importorskip("transformers")
+    family, changed = VARIANTS[variant]
+    theirs = build_theirs(family, **changed)
+    folder = save(theirs, tmp_path / "hf")
+    found = recognise(folder)
+    module = find(found.name)
+    assert found.name == "deepseek_v2"
+    model = module.Model(found.config).eval()
+    parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    importing.fill(parameters, folder, module, found.config)
+    tokens_BT = torch.randint(0, 260, (2, 24), generator=torch.Generator().manual_seed(1))
+    expected_BTV = theirs(tokens_BT).logits
+    assert expected_BTV.std() > 0.1
+    torch.testing.assert_close(
+        model(tokens_BT, torch.arange(24).expand(2, -1)), expected_BTV, atol=1e-5 * float(expected_BTV.std()), rtol=1e-5
+    )
