@@ -234,6 +234,15 @@ _CONVERTERS: Mapping[str, str] = MappingProxyType(
 )
 # torchtitan's flavors that named a kernel for masks of documents: the model is that of the flavor without the ending.
 _MASKED_FLAVORS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
+_IROPE = "here this flavor has layers without positions, and chunks in the others, as the published model"
+# Flavors of other names, by model: what they are called here, and why.
+_FLAVORS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
+    {
+        ("llama2", "40B"): ("26B", 'torchtrain called these 26 billion parameters "40B"'),
+        ("deepseek_v2", "deepseek-ai/DeepSeek-V2-Lite"): ("16B", "flavors are named by their parameters"),
+        **{("llama4", f"{name}_irope"): (name, _IROPE) for name in ("debugmodel", "17bx16e", "17bx128e")},
+    }
+)
 _C4 = ("c4", "c4_mini", "c4_test")
 # torchtitan's flavors of qwen3 that have experts, whose file here is qwen3_moe.
 _QWEN3_MOE = ("debugmodel_moe", "30B-A3B", "235B-A22B")
@@ -448,9 +457,10 @@ def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
     if flavor is None or not isinstance(flavor.shown, str):
         return
     model, word = str(name.shown) if name else Model.name, flavor.shown
-    if model == "llama2" and word == "40B":
+    if (model, word) in _FLAVORS:
         done.settings.remove(flavor)
-        _add(done, "model.flavor", "26B", flavor.where, 'torchtrain called these 26 billion parameters "40B"')
+        today, why = _FLAVORS[model, word]
+        _add(done, "model.flavor", today, flavor.where, why)
     plain = next((word.removesuffix(end) for end in _MASKED_FLAVORS if word.endswith(end)), None)
     flavors = _flavors(model)
     if plain is None or word in flavors or plain not in flavors:

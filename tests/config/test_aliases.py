@@ -305,6 +305,20 @@ def test_what_is_off_or_alone_has_no_effect_and_says_so(tmp_path: Path) -> None:
     assert [problem.option for problem in check(forgotten)] == ["checkpoint.initial_load_path"]
 
 
+@pytest.mark.parametrize(
+    ("name", "flavor", "today"),
+    [
+        ("llama2", "40B", "26B"),
+        ("llama4", "17bx16e_irope", "17bx16e"),
+        ("deepseek_v2", "deepseek-ai/DeepSeek-V2-Lite", "16B"),
+    ],
+)
+def test_a_flavor_of_another_name_is_found_with_a_notice(tmp_path: Path, name: str, flavor: str, today: str) -> None:
+    loaded = read(tmp_path, f"[model]\nname = '{name}'\nflavor = '{flavor}'")
+    assert check(loaded) == [] and loaded.config.model.flavor == today
+    assert any("model.flavor" in notice for notice in loaded.notices)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "kimi_k2"])
 def test_a_model_of_torchtitans_that_is_not_here_names_the_nearest_way(tmp_path: Path, name: str) -> None:
     problems = check(read(tmp_path, f"[model]\nname = '{name}'"))
