@@ -322,7 +322,14 @@ def _fit(core: nn.Module, got: Any, q: Tensor, k: Tensor, scoring: scores.Scores
         rule = "adds a bias that depends on the distance, as ALiBi does, of which its attribute alibi_slopes "
         rule += "says something else" if scoring.slopes else "says nothing"
         return Broken(rule, "set alibi_slopes to a tuple of one number per query head; no other bias can be carried")
-    window = int(getattr(core, "window", 0) or 0)
+    window, chunk = (int(getattr(core, name, 0) or 0) for name in ("window", "chunk"))
+    reach = int((got(k=torch.zeros_like(k), v=first)[0, :, 0, 0] > 0).sum())  # tokens that see the first
+    if not scoring.slopes and 1 < reach < tokens and reach != chunk:
+        own = torch.zeros_like(k)
+        own[:, reach] = 1.0
+        if round(float(got(k=torch.zeros_like(k), v=own)[:, reach].mean()), 3) == 1.0:  # the next sees itself alone
+            rule = f"lets a token see its chunk of {reach} tokens alone, and its attribute chunk says {chunk or 'nothing'}"
+            return Broken(rule, f"set the attribute chunk of the core, here to {reach}")
     seen = round(1.0 / max(float(got(k=torch.zeros_like(k), v=last)[:, -1].mean()), 1.0 / (tokens + 1)))
     if not scoring.slopes and seen != min(window or tokens, tokens):
         how = f"{seen} tokens" if seen < tokens else "all tokens before it"

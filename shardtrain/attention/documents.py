@@ -93,22 +93,27 @@ def chunked(documents_BT: Tensor | None, chunk: int, shape: tuple[int, int], dev
     >>> chunked(torch.tensor([[0, 0, 0, 4, 4]]), 2, (1, 5), torch.device("cpu"))
     tensor([[0, 0, 1, 2, 2]])
     """
-    rows, tokens = shape
-    if not 0 < chunk < tokens:
+    if not 0 < chunk < shape[1]:
         return documents_BT
+    if torch.compiler.is_compiling() or device.type == "meta":
+        whole_BT = torch.zeros(shape, dtype=torch.int64, device=device) if documents_BT is None else documents_BT
+        return _cut(whole_BT, chunk)
     if documents_BT is None:
-        return (torch.arange(tokens, device=device) // chunk).expand(rows, tokens)
-    if torch.compiler.is_compiling() or documents_BT.is_meta:
-        return _cut(documents_BT, chunk)
+        return _on_device(_cut(torch.zeros(shape, dtype=torch.int64), chunk), device)
     known = _chunks.setdefault(documents_BT, {})
     if chunk not in known:  # once for all layers
-        on_host_BT = on_host(documents_BT)
-        known[chunk] = _cut(on_host_BT, chunk).to(documents_BT.device, non_blocking=True)
-        remember(known[chunk], _cut(on_host_BT, chunk))
+        known[chunk] = _on_device(_cut(on_host(documents_BT), chunk), device)
     return known[chunk]
 
 
 _chunks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _on_device(on_host_BT: Tensor, device: torch.device) -> Tensor:
+    """A copy that is read without waiting for the device."""
+    copy_BT = on_host_BT.to(device, non_blocking=True)
+    remember(copy_BT, on_host_BT)
+    return copy_BT
 
 
 def _cut(documents_BT: Tensor, chunk: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from shardtrain.attention import core
 from shardtrain.attention.core import Given
-from shardtrain.models.layers import AttentionCore
+from shardtrain.models.layers import AttentionCore, SinkAttentionCore
 
 SLOPES = (0.5, 0.25, 0.125, 0.0625)
 N, K, T, H = 4, 2, 13, 8
@@ -65,6 +65,14 @@ class Weighted(User):
         self.sinks = nn.Parameter(torch.zeros(4))
 
 
+class Chunked(AttentionCore):
+    """Chunks that no attribute tells."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        chunks_BT = (torch.arange(q.size(1)) // 5).expand(q.size(0), -1)
+        return super().forward(q, k, v, chunks_BT if documents_BT is None else documents_BT * 100 + chunks_BT)
+
+
 KEPT: dict[str, tuple[nn.Module, Given]] = {
     "plain": (User(), GIVEN),
     "scale": (User(0.2, scale=0.2), GIVEN),
@@ -74,6 +82,11 @@ KEPT: dict[str, tuple[nn.Module, Given]] = {
     "long window": (AttentionCore(40), GIVEN),
     "all": (AttentionCore(7, 0.3, 4.0, SLOPES), GIVEN),
     "heads first": (User(heads_first=True), HEADS_FIRST),
+    "chunks": (AttentionCore(chunk=5), GIVEN),
+    "chunks, a window and all": (AttentionCore(4, 0.3, 4.0, SLOPES, chunk=6), GIVEN),
+    "sinks": (SinkAttentionCore(), GIVEN),
+    "sinks and a window": (SinkAttentionCore(5), GIVEN),
+    "sinks and a soft cap": (SinkAttentionCore(0, 0.3, 4.0), GIVEN),
 }
 BROKEN: dict[str, tuple[nn.Module, Given, str]] = {
     "scale": (User(0.2), GIVEN, "scales q k by 0.2, and not by 0.3536"),
@@ -86,6 +99,7 @@ BROKEN: dict[str, tuple[nn.Module, Given, str]] = {
     "later tokens": (User(causal=False), GIVEN, "lets tokens see later ones"),
     "dropout": (User(drop=0.1), GIVEN, "other numbers each time, as with dropout"),
     "sink": (User(sink=True), GIVEN, "weights that do not sum to one, as with an attention sink"),
+    "chunks": (Chunked(), GIVEN, "its chunk of 5 tokens alone, and its attribute chunk says nothing"),
     "documents": (User(documents=False), GIVEN, "lets documents see each other"),
     "another shape": (Flat(), GIVEN, r"gives (B, T, N H) for queries (B, T, N, H)"),
     "weights": (Weighted(), GIVEN, "holds parameters"),

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardtrain.attention import documents
+from shardtrain.attention import documents, scores
 from shardtrain.data.batch import Batch
+from shardtrain.models.layers import AttentionCore
 
 B, T, N, K, H = 2, 24, 4, 2, 8
 CUTS = st.lists(st.sets(st.integers(1, T - 1), max_size=T - 1), min_size=B, max_size=B)
@@ -64,6 +65,47 @@ def test_attention_within_documents_equals_attention_written_out(cuts, gap, func
 def test_a_mask_is_made_for_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "_QUERIES_AT_ONCE", 7)
     assert max(largest_errors(documents.masked_attention, numbers([{5, 9}, {7, 14}]), inputs())) < 2e-6
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(CUTS, st.integers(0, 9), st.sampled_from([0, 1, 5, 9, 40]))
+def test_chunks_are_documents_of_their_own(cuts, chunk, window) -> None:
+    documents_BT, (q, k, v, _) = numbers(cuts, 3), inputs()
+    cut_BT = documents.chunked(documents_BT, chunk, (B, T), q.device)
+    whole_BT = documents.chunked(None, chunk, (B, T), q.device)
+    place_T = torch.arange(T)
+    for row, places in enumerate(cuts):
+        start_T = torch.tensor([max((cut for cut in places if cut <= t), default=0) for t in range(T)])
+        number_T = (place_T - start_T) // chunk if chunk else torch.zeros_like(place_T)
+        same_TT = (start_T[:, None] == start_T) & (number_T[:, None] == number_T)
+        assert torch.equal(cut_BT[row][:, None] == cut_BT[row], same_TT)
+    assert (whole_BT is None) == (chunk == 0)
+    assert whole_BT is None or torch.equal(whole_BT, (place_T // chunk).expand(B, T))
+    core = AttentionCore(window, chunk=chunk)
+    torch.testing.assert_close(core(q, k, v, documents_BT), AttentionCore(window)(q, k, v, cut_BT), rtol=0, atol=0)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(CUTS, st.sampled_from([0, 1, 5, 40]), st.sampled_from([-30.0, 0.0, 2.0, 30.0]))
+def test_attention_with_sinks_equals_attention_written_out(cuts, window, level) -> None:
+    """Forward and all gradients, of weak sinks, usual ones, and some that take nearly everything."""
+    documents_BT, (q, k, v, gradient) = numbers(cuts), inputs()
+    sinks_N = torch.linspace(-1.0, 1.0, N) + level
+    exact = [x.double().requires_grad_() for x in (q, k, v, sinks_N)]
+    mine = [x.clone().requires_grad_() for x in (q, k, v, sinks_N)]
+    expected = scores.attention(*exact[:3], documents_BT, window, scores.PLAIN, exact[3])
+    found = documents.attention(*mine[:3], documents_BT, window, None, mine[3])
+    expected.backward(gradient.double())
+    found.backward(gradient)
+    pairs = [(found, expected), *((a.grad, b.grad) for a, b in zip(mine, exact, strict=True))]
+    # gradients of sinks are sums of B T numbers of about one
+    assert max(float((a.detach().double() - b.detach()).abs().max()) for a, b in pairs) < 1e-5
+
+
+def test_a_sink_that_scores_nothing_leaves_attention_as_it_is() -> None:
+    documents_BT, (q, k, v, _) = numbers([{3}, {9}]), inputs()
+    found = documents.attention(q, k, v, documents_BT, sinks_N=torch.full((N,), -200.0))
+    torch.testing.assert_close(found, documents.attention(q, k, v, documents_BT), rtol=0, atol=0)
 
 
 def test_bfloat16_loses_no_more_than_the_type_does() -> None:

@@ -277,6 +277,8 @@ def test_a_file_of_fixed_sizes_is_said_not_to_be_compared(tmp_path: Path) -> Non
         ("mixtral", "8x22B", 8),
         ("qwen2", "0.5B", 2),
         ("neox", "20B", 4),
+        ("llama4", "17bx128e", 8),
+        ("gpt_oss", "20b", 4),
     ],
 )
 def test_a_small_copy_is_found_of_every_family(name: str, flavor: str, tp: int, tmp_path: Path) -> None:

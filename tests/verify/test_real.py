@@ -29,6 +29,8 @@ PRESETS = (
     ("mistral", "7B-v0.3"),
     ("mixtral", "8x7B"),
     ("deepseek_v3", "671B"),
+    ("llama4", "17bx128e"),
+    ("gpt_oss", "20b"),
     ("neox", "pythia-6.9b"),
     ("encoder", "base"),
 )
