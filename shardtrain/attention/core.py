@@ -1,10 +1,10 @@
 """The contract of an attention core, held against a core of a user's file: docs/models.md says it in full.
 
 A core is a module without weights, called as ``core(q, k, v)`` or ``core(q, k, v, documents_BT)``, and with scores of
-sinks as the fifth argument where its attribute ``has_sinks`` is true, that computes
-``softmax(cap(scale q k) - slope distance) v`` for causal attention; its attributes ``window``, ``scale``, ``softcap``,
-``chunk``, ``alibi_slopes`` and ``heads_first`` say what differs from the plain one. Where parallelism computes it in its place, a
-core that does anything else would change numbers: it is tried on small tensors before training.
+sinks as a fifth argument where its attribute ``has_sinks`` is true. It computes
+``softmax(cap(scale q k) - slope distance) v`` for causal attention; its attributes ``window``, ``chunk``, ``scale``,
+``softcap``, ``alibi_slopes`` and ``heads_first`` say what differs from the plain one. Where parallelism computes it in
+its place, a core that does anything else would change numbers: it is tried on small tensors before training.
 Shape suffixes: B batch, T tokens, N heads, K key-value heads, H head.
 """
 
@@ -215,7 +215,9 @@ def _sinks(core: nn.Module, heads: int) -> Tensor | None:
 def _broken_call(core: nn.Module, given: Given | None) -> Broken | None:
     """Why a call of a core is not one that can be taken over."""
     if any(True for _ in core.parameters()):
-        return Broken("holds parameters", "move them out: a core has no weights (sinks are its fifth argument, see has_sinks)")
+        return Broken(
+            "holds parameters", "move them out: a core has no weights (sinks are its fifth argument, see has_sinks)"
+        )
     if given is None:
         return None
     if given.more or given.strange:
@@ -328,7 +330,9 @@ def _fit(core: nn.Module, got: Any, q: Tensor, k: Tensor, scoring: scores.Scores
         own = torch.zeros_like(k)
         own[:, reach] = 1.0
         if round(float(got(k=torch.zeros_like(k), v=own)[:, reach].mean()), 3) == 1.0:  # the next sees itself alone
-            rule = f"lets a token see its chunk of {reach} tokens alone, and its attribute chunk says {chunk or 'nothing'}"
+            rule = (
+                f"lets a token see its chunk of {reach} tokens alone, and its attribute chunk says {chunk or 'nothing'}"
+            )
             return Broken(rule, f"set the attribute chunk of the core, here to {reach}")
     seen = round(1.0 / max(float(got(k=torch.zeros_like(k), v=last)[:, -1].mean()), 1.0 / (tokens + 1)))
     if not scoring.slopes and seen != min(window or tokens, tokens):

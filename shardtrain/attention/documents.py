@@ -272,7 +272,7 @@ def _(
 def _like_attention(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
     B, T, N, _ = q_BTNH.shape
     out_BTNH = torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
-    return out_BTNH, q_BTNH.new_empty((B, N, T), dtype=torch.float32)
+    return out_BTNH, q_BTNH.new_empty((B, N, T), dtype=torch.promote_types(q_BTNH.dtype, torch.float32))
 
 
 @torch.library.custom_op("shardtrain::document_attention_backward", mutates_args=())
@@ -296,7 +296,7 @@ def _attention_backward(
         dq, dk, dv = (grad.view_as(x) for grad, x in zip(grads, inputs, strict=True))
         return dq, dk, dv
     # blocks of queries share keys, whose gradients are then summed in float32
-    exact = torch.float32 if window else q_BTNH.dtype
+    exact = torch.promote_types(q_BTNH.dtype, torch.float32) if window else q_BTNH.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in inputs)
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
         gradient, q, out = (x[row, queries] for x in (gradient_BTNH, q_BTNH, out_BTNH))
@@ -324,7 +324,8 @@ def _differentiate(
     ctx: Any, gradient_BTNH: Tensor, _: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None, None, None]:
     *saved, sinks_N = ctx.saved_tensors
-    dsinks_N = None if sinks_N is None else scores.sinks_gradient(gradient_BTNH, *saved[3:5], sinks_N)
+    out_BTNH, lse_BNT = saved[3:5]
+    dsinks_N = None if sinks_N is None else scores.sinks_gradient(gradient_BTNH, out_BTNH, lse_BNT, sinks_N)
     return *_attention_backward(gradient_BTNH, *saved, ctx.window, ctx.scale), None, dsinks_N, None, None
 
 

@@ -46,7 +46,7 @@ def attend(
     else:
         _check_flash(q)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scores.scale)
-    return out.transpose(1, 2), lse.float()
+    return out.transpose(1, 2), lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def attend_backward(
@@ -88,7 +88,7 @@ def attend_backward(
         return dq.view_as(q_BlNH), dk.view_as(k_BsKH), dv.view_as(v_BsKH)
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
     gradient, out = (x.transpose(1, 2).contiguous() for x in (gradient_BlNH, out_BlNH))
-    lse = lse_BNl.contiguous()
+    lse = lse_BNl.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
     if q.device.type == "cpu":
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(q, k, band), scale=scores.scale

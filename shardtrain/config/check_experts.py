@@ -61,11 +61,7 @@ def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
         yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
         return
     experts, *rows = (_count(sizes, name) for name in ("num_experts", "moe_ffn_dim", "dim"))
-    if (
-        "num_experts" not in sizes
-        or ranks <= experts
-        or _count(sizes, "num_layers") <= dense_layers(sizes)
-    ):
+    if "num_experts" not in sizes or ranks <= experts or _count(sizes, "num_layers") <= dense_layers(sizes):
         return
     # with more ranks than experts, those that share one split its matrices by their rows
     uneven = [size for size in rows if size % (ranks // degree)]

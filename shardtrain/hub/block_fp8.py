@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.errors import CheckpointError
-from shardtrain.hub.config_json import MXFP4, Quantised
+from shardtrain.hub.config_json import Quantised
 from shardtrain.hub.mxfp4 import Mxfp4Weights
 from shardtrain.hub.weights import HubWeights
 
@@ -25,9 +25,9 @@ def open_weights(folder: Path, block: Quantised, prefix: str = "") -> HubWeights
 
     Names may begin with ``prefix``: see ``HubWeights``.
     """
-    if block == MXFP4:
-        return Mxfp4Weights(folder, prefix)
-    return HubWeights(folder, prefix) if block is None else BlockFp8Weights(folder, block, prefix)
+    if isinstance(block, tuple):
+        return BlockFp8Weights(folder, block, prefix)
+    return HubWeights(folder, prefix) if block is None else Mxfp4Weights(folder, prefix)
 
 
 class BlockFp8Weights(HubWeights):

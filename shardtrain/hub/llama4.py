@@ -98,9 +98,7 @@ def _write(c: Any) -> dict[str, Any]:
         "no_rope_layers": turned,
         "no_rope_layer_interval": c.no_rope_layer_interval or c.num_layers + 1,
         "attention_chunk_size": c.attention_chunk_size or None,
-        "layer_types": [
-            "chunked_attention" if one and c.attention_chunk_size else "full_attention" for one in turned
-        ],
+        "layer_types": ["chunked_attention" if one and c.attention_chunk_size else "full_attention" for one in turned],
         "use_qk_norm": c.use_qk_norm,
         "attn_temperature_tuning": c.attn_temperature_tuning,
         "floor_scale": c.floor_scale,

@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config.model_file import read_model_file, shape
-from shardtrain.hub import deepseek_v2, deepseek_v3, gpt_oss, llama, llama4, mistral, mixtral, neox, qwen2, qwen3, qwen3_moe
+from shardtrain.hub import (
+    deepseek_v2,
+    deepseek_v3,
+    gpt_oss,
+    llama,
+    llama4,
+    mistral,
+    mixtral,
+    neox,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from shardtrain.hub.config_json import CONFIG, Quantised, block_of, read_json
 from shardtrain.hub.format import FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
 

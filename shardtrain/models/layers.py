@@ -141,10 +141,12 @@ class AttentionCore(nn.Module):
 
     With a ``window`` a token attends to itself and the ``window - 1`` tokens before it; 0 is no window. With a
     ``chunk`` each document is cut into chunks of so many tokens from its beginning, and a token attends within its own
-    alone; 0 is none. ``scale`` takes the place of 1 / sqrt(H); ``softcap`` bounds the scaled scores by softcap tanh(score / softcap), 0 is none;
-    ``alibi_slopes``, one number per query head of the whole model, times the distance in tokens are subtracted from
-    them. These attributes are what context parallelism reads of a core, and tensor parallelism leaves each rank
-    the slopes of its heads. ``has_sinks`` says that the core is given ``sinks_N`` too, one score per query head. ``heads_first`` says that a core takes and gives (B, N, T, H): this one does not.
+    chunk alone; 0 cuts nothing. ``scale`` takes the place of 1 / sqrt(H); ``softcap`` bounds the scaled scores by
+    softcap tanh(score / softcap), 0 is none; ``alibi_slopes``, one number per query head of the whole model, times the
+    distance in tokens are subtracted from them. These attributes are what context parallelism reads of a core, and
+    tensor parallelism leaves each rank the slopes of its heads. ``has_sinks`` says that the core is given ``sinks_N``
+    too, one score per query head of the rank. ``heads_first`` says that a core takes and gives (B, N, T, H): this one
+    does not.
     """
 
     heads_first = False
@@ -163,19 +165,16 @@ class AttentionCore(nn.Module):
         self.window, self.scale, self.softcap = window, scale, softcap
         self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
 
-    def forward(
-        self,
-        q_BTNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        documents_BT: Tensor | None = None,
-        sinks_N: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Attention of queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K: (B, T, N, H).
 
-        With ``documents_BT`` a token attends within its own document alone. ``sinks_N`` are scores of one more key per
-        head, whose value is zero.
+        With ``documents_BT`` a token attends within its own document alone.
         """
+        return self._attend(q_BTNH, k_BTKH, v_BTKH, documents_BT, None)
+
+    def _attend(
+        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, sinks_N: Tensor | None
+    ) -> Tensor:
         scoring = scores.scores_of(self)
         documents_BT = documents.chunked(documents_BT, self.chunk, (q_BTNH.size(0), q_BTNH.size(1)), q_BTNH.device)
         if not scoring.has_kernel:
@@ -194,6 +193,17 @@ class SinkAttentionCore(AttentionCore):
     """An attention core that is given the scores of sinks: ``core(q, k, v, documents_BT, sinks_N)``."""
 
     has_sinks = True
+
+    def forward(
+        self,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        documents_BT: Tensor | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        """See AttentionCore; ``sinks_N`` are scores of one more key per head, whose value is zero."""
+        return self._attend(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N)
 
 
 class HeadNumbers(nn.Module):

@@ -96,11 +96,12 @@ LAYOUT = Layout(
 )
 
 
-class Angles(RotaryAngles):
+class Angles(nn.Module):
     """Rotary angles, and the temperature of layers without them."""
 
     def __init__(self, c: Config) -> None:
-        super().__init__(
+        super().__init__()
+        self.rotary = RotaryAngles(
             c.head_dim,
             c.rope_theta,
             c.rope_scaling,
@@ -114,7 +115,7 @@ class Angles(RotaryAngles):
     def forward(self, positions_BT: Tensor) -> tuple[Tensor, ...]:
         """Cosines and sines (B, T, 1, H/2) and the temperature (B, T, 1, 1), float32, for integer positions (B, T)."""
         steps_BT11 = ((positions_BT.float() + 1.0) / self.floor_scale).floor()[..., None, None]
-        return *super().forward(positions_BT), steps_BT11.log1p() * self.attn_scale + 1.0
+        return *self.rotary(positions_BT), steps_BT11.log1p() * self.attn_scale + 1.0
 
 
 class Llama4Attention(nn.Module):

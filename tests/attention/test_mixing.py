@@ -71,7 +71,9 @@ def test_a_second_core_that_has_no_name_is_found() -> None:
     assert broken is not None and broken.rule.startswith("has layers.0.attn.second, of the class AttentionCore")
 
 
-@pytest.mark.parametrize("path", [*OTHERS, "llama3", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"], ids=str)
+@pytest.mark.parametrize(
+    "path", [*OTHERS, "llama3", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"], ids=str
+)
 def test_models_that_can_be_split_are_not_accused(path: Path | str) -> None:
     model, layout = built(path)
     assert mixing.outside_of_gathered(model, layout) is None

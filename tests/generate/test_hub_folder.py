@@ -24,7 +24,19 @@ from shardtrain.parallel.world import World
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = ["llama3", "mistral", "qwen2", "neox", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v2", "llama4", "gpt_oss"]
+FAMILIES = [
+    "llama3",
+    "mistral",
+    "qwen2",
+    "neox",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "deepseek_v2",
+    "llama4",
+    "gpt_oss",
+]
 PROMPTS = [[5, 7, 11, 13, 17], [3, 200, 41]]
 NEW = 8
 CHAT = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"

@@ -89,7 +89,9 @@ def test_a_sigmoid_router_stays_one_beside_a_flavor_with_softmax(tmp_path: Path)
         recognise(write({**MOONLIGHT, "scoring_func": "softmax"}, tmp_path / "hf"))
 
 
-@pytest.mark.parametrize("family", ["llama2", "llama3", "mistral", "qwen2", "deepseek_v3-plain-queries", "qwen3_moe", "llama4"])
+@pytest.mark.parametrize(
+    "family", ["llama2", "llama3", "mistral", "qwen2", "deepseek_v3-plain-queries", "qwen3_moe", "llama4"]
+)
 def test_fields_that_are_said_to_be_unused_change_no_logit(family: str, tmp_path: Path) -> None:
     found = describe(write(config_of(family), tmp_path / "hf"))
     values = {**found.values, "num_groups": 1, "top_groups": 1} if "num_groups" in found.values else found.values

@@ -179,7 +179,9 @@ def test_dora_is_that_of_peft_and_merges_equally(base, base_dtype, tmp_path):
         torch.testing.assert_close(theirs.eval()(tokens(260)).logits, beside, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["mistral", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"]
+)
 def test_every_family_trains_adapters_and_merges_them(family, tmp_path):
     folder = save(build(family), tmp_path / "base")
     config = adapter_config(folder, tmp_path / "run")

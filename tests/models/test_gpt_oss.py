@@ -162,7 +162,10 @@ def test_what_was_in_mxfp4_is_written_as_the_numbers_that_it_stands_for(tmp_path
     ("damage", "words"),
     [
         (lambda t: t.pop(next(name for name in t if name.endswith("_scales"))), "beside it"),
-        (lambda t: t.update({n: x[..., :8].contiguous() for n, x in t.items() if n.endswith("_blocks")}), "are not bytes"),
+        (
+            lambda t: t.update({n: x[..., :8].contiguous() for n, x in t.items() if n.endswith("_blocks")}),
+            "are not bytes",
+        ),
     ],
 )
 def test_blocks_and_scales_that_do_not_fit_are_refused(damage: Any, words: str, tmp_path: Path) -> None:

@@ -243,7 +243,8 @@ def test_packed_documents_are_what_they_are_apart(run: str) -> None:
     cases(
         [
             *itertools.product(
-                ("qwen3", "deepseek_v3", "qwen3_moe", "mixtral", "mistral", "qwen2", "neox", "llama4", "gpt_oss"), ("plain",)
+                ("qwen3", "deepseek_v3", "qwen3_moe", "mixtral", "mistral", "qwen2", "neox", "llama4", "gpt_oss"),
+                ("plain",),
             ),
             ("deepseek_v3", "cp ring"),
             ("mixtral", "pp 1F1B"),

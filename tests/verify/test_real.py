@@ -167,9 +167,16 @@ def rows_of(*words, budget=1 << 31, meshes=("1", "dp_shard=2,tp=2")):
     return {(c.name, c.mesh): real.measured(c, budget) for c in checks if c.mesh in meshes}
 
 
-@pytest.mark.parametrize(("model", "mesh"), [("llama3", "dp_shard=2,tp=2"), ("deepseek_v3", "1")])
-def test_a_step_of_one_layer_is_that_of_float64(model, mesh):
-    sizes = "{dim = 64, ffn_dim = 128, vocab_size = 300}"
+@pytest.mark.parametrize(
+    ("model", "mesh", "sizes"),
+    [
+        ("llama3", "dp_shard=2,tp=2", "ffn_dim = 128"),
+        ("deepseek_v3", "1", "ffn_dim = 128"),
+        ("gpt_oss", "1", "moe_ffn_dim = 64, sliding_window = 3"),
+    ],
+)
+def test_a_step_of_one_layer_is_that_of_float64(model, mesh, sizes):
+    sizes = f"{{dim = 64, vocab_size = 300, {sizes}}}"
     rows = rows_of("--model.name", model, "--model.overrides", sizes, meshes=(mesh,))
     assert {row.verdict for row in rows.values()} == {"pass"}, rows
     assert ("layer and vocabulary: gradients", mesh) in rows
