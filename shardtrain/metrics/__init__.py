@@ -261,8 +261,8 @@ class Metrics:
         steps = self._step - self._facts.start_step
         if not steps and self._step >= self._facts.total_steps:
             logger.info(
-                f"the run was finished already, at step {self._step}: to go on raise training.steps or training.epochs, to "
-                "begin anew choose another job.dump_folder"
+                f"the run was finished already, at step {self._step}: to go on raise training.steps or epochs; "
+                "to begin anew choose another job.dump_folder"
             )
             return
         if not steps:
