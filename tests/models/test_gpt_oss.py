@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 
 from shardtrain.cli import main
 from shardtrain.errors import CheckpointError
-from shardtrain.hub import importing
+from shardtrain.hub import importing, mapping
 from shardtrain.hub.block_fp8 import open_weights
-from shardtrain.hub.model import recognise
+from shardtrain.hub.model import recognise, translation_of
 from shardtrain.models import build, find, shape_of
 
 SIZES = {"debugmodel": 8_033_120, "20b": 20_914_757_184, "120b": 116_829_156_672}
@@ -175,3 +176,21 @@ def test_blocks_and_scales_that_do_not_fit_are_refused(damage: Any, words: str, 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=words):
         ours_of(folder)
+
+
+def test_each_box_of_a_stack_is_that_of_the_whole(tmp_path: Path) -> None:
+    """Ranks read a part of each stack: some experts, some rows, some columns, of what lies interleaved and turned."""
+    folder, _ = packed_folder(tmp_path)
+    found = recognise(folder)
+    translation = translation_of(find("gpt_oss"), found.config, "")
+    generator = random.Random(1)
+    with open_weights(folder, found.block) as weights:
+        for name, shape in translation.shapes.items():
+            if ".experts." not in name:
+                continue
+            whole = mapping.read_whole(name, translation, weights, torch.float32)
+            for _ in range(4):
+                ends = [sorted(generator.sample(range(size + 1), 2)) for size in shape]
+                box = tuple(slice(start, stop) for start, stop in ends)
+                part = mapping.read_part(name, box, translation, weights, torch.float32)
+                assert torch.equal(part, whole[box]), (name, box)
