@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from shardtrain.cli import main
 from shardtrain.hub import importing
 from shardtrain.hub.model import recognise
+from shardtrain.hub.reading import describe
+from shardtrain.metrics.flops import count_model
 from shardtrain.models import build, find, shape_of
 
 # of the published weights without those of images; the debug model by hand
@@ -156,3 +158,55 @@ def test_another_order_of_layers_is_left_to_transformers(said: dict[str, Any], w
     (folder / "config.json").write_text(json.dumps({**fields, **said}))
     found = recognise(folder)
     assert found.name == "transformers" and words in found.notices[0]
+
+
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "boi_token_index": 200080,
+    "eoi_token_index": 200081, "image_token_index": 200092, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+    "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 1408},
+    "text_config": {
+        "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0, "attn_scale": 0.1,
+        "attn_temperature_tuning": True, "bos_token_id": 200000, "cache_implementation": "hybrid",
+        "eos_token_id": [200001, 200007, 200008], "floor_scale": 8192, "for_llm_compressor": False, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "interleave_moe_layer_step": 1,
+        "intermediate_size": 8192, "intermediate_size_mlp": 16384, "max_position_embeddings": 10485760,
+        "model_type": "llama4_text", "no_rope_layers": [], "num_attention_heads": 40, "num_experts_per_tok": 1,
+        "num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 16, "output_router_logits": False,
+        "pad_token_id": 200018, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "router_aux_loss_coef": 0.001,
+        "rope_scaling": {
+            "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "router_jitter_noise": 0.0, "torch_dtype": "bfloat16", "use_cache": True, "use_qk_norm": True,
+        "vocab_size": 202048,
+    },
+}  # fmt: skip
+"""The keys of Scout's file; those of Maverick's are the same, with four other values."""
+MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_scaling": None}
+
+
+@pytest.mark.parametrize(
+    ("flavor", "changed"),
+    [
+        ("17bx16e", {}),
+        ("17bx16e", {"attn_temperature_tuning": 4, "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(48)]}),
+        ("17bx16e", {"moe_layers": list(range(48))}),
+        ("17bx128e", MAVERICK),
+        ("17bx128e", {**MAVERICK, "moe_layers": list(range(1, 48, 2))}),
+    ],
+)
+def test_published_files_are_the_flavors(flavor: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    said = {**PUBLISHED, "text_config": {**PUBLISHED["text_config"], **changed}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    found = describe(tmp_path)
+    assert (found.name, found.flavor, dict(found.overrides)) == ("llama4", flavor, {})
+    assert len(found.notices) == 1 and "vision_config" in found.notices[0]
+
+
+def test_attention_within_chunks_counts_as_many_tokens_as_a_chunk_has() -> None:
+    module = find("llama4")
+    shape = shape_of(module, "debugmodel", {}, "rmsnorm")
+    model = build(module, shape)
+    short, long = (count_model(model, module.LAYOUT, shape, tokens)[1] for tokens in (256, 1024))
+    # of six layers the fourth alone sees more than 256 tokens
+    assert long - short == 12 * shape.num_heads * shape.head_dim * (1024 - 256)
