@@ -91,15 +91,32 @@ def migrate(files: Sequence[Path], num_processes: int | None = None, flags: Sequ
 
 def load(path: Path, arguments: Sequence[str] = (), num_processes: int | None = None) -> config.Loaded:
     """The configuration of a foreign file, for ``train``: raises ConfigError where a key of it cannot be followed."""
-    found = migrate([path], num_processes)
+    return _followed(migrate([path], num_processes), arguments, path)
+
+
+def load_flags(words: Sequence[str], num_processes: int | None = None) -> config.Loaded:
+    """The configuration of FMEngine's flags, and of overrides of ours (which have a dot) between them: as ``load``."""
+    flags: list[str] = []
+    own: list[str] = []
+    into = flags
+    for word in words:
+        if word.startswith("--"):
+            into = own if "." in word.partition("=")[0] else flags
+        into.append(word)
+    fmengine.parse(flags, "command line").refuse_stray(flags)
+    return _followed(migrate([], num_processes, flags), own, None)
+
+
+def _followed(found: Migration, arguments: Sequence[str], path: Path | None) -> config.Loaded:
+    """The configuration of what was read; raises ConfigError where a key of it cannot be followed."""
     problems = [
-        Problem(entry.key, entry.value, f"cannot be followed: {entry.text}", "take it out of the file", entry.where)
+        Problem(entry.key, entry.value, f"cannot be followed: {entry.text}", "take it out", entry.where)
         for entry in found.unsupported
     ]
     if problems:
         raise ConfigError(problems)
     loaded = config.load_settings(found.settings, arguments, path)
-    said = (f"{path.name} was taken for a file of {' and '.join(found.systems)}",)
+    said = (f"{path.name} was taken for a file of {' and '.join(found.systems)}",) if path else ()
     notices = (*said, *map(str, found.entries), *unnamed(loaded), *loaded.notices)
     return config.Loaded(loaded.config, loaded.origins, notices, loaded.path)
 
