@@ -121,7 +121,7 @@ class TorchFile:
 
 
 class FlatFile:
-    """A file of one state dict, its tensors by dotted names: what ``dcp_to_torch`` writes, or ``torch.save`` of a model.
+    """A file of one state dict, its tensors by dotted names, such as ``dcp_to_torch`` or ``torch.save`` writes.
 
     It answers as a ``DcpFolder`` does.
     """
