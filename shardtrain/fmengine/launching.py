@@ -47,6 +47,12 @@ def deepspeed(words: list[str]) -> int:
         print("                 [--master_addr HOST] [--master_port PORT] cli/train.py FLAGS...")
         return 0
     options, flags = _split(list(words))
+    for name in ("num_gpus", "num_nodes", "master_port"):
+        text = options.get(name, "1")
+        if not (text.isdecimal() and 0 < int(text) < 10**6):
+            raise ConfigError(
+                Problem(f"--{name}", text, "must be a whole number above 0", "correct it", "command line")
+            )
     several = _hosts(options)
     if several:
         return _on_hosts(options, flags, several)
@@ -54,8 +60,6 @@ def deepspeed(words: list[str]) -> int:
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
     number = options.get("num_gpus") or (str(len(devices.split(","))) if devices else "")
-    if number and not (number.isdecimal() and int(number) > 0):
-        raise ConfigError(Problem("--num_gpus", number, "must be a whole number above 0", "correct it", "command line"))
     return train([*(["--nproc", number] if number else []), *flags])
 
 
@@ -126,7 +130,7 @@ def _hosts(options: dict[str, str]) -> list[str]:
     if is_local or not Path(file).is_file():
         if given and not is_local:
             raise ConfigError(Problem("--hostfile", given, "is no file here", "give one, or leave it out"))
-        if int(options["num_nodes"]) > 1 if options.get("num_nodes", "").isdecimal() else False:
+        if int(options.get("num_nodes", "1")) > 1:
             rule = f"needs a hostfile, and {HOSTFILE} is not here"
             raise ConfigError(Problem("--num_nodes", options["num_nodes"], rule, "give --hostfile FILE"))
         return []
@@ -135,7 +139,6 @@ def _hosts(options: dict[str, str]) -> list[str]:
         ("include", "--include"),
         ("exclude", "--exclude"),
         ("num_nodes", "--nodes"),
-        ("num_gpus", "--nproc"),
         ("master_port", "--master_port"),
         ("master_addr", "--master_addr"),
     ):
@@ -154,11 +157,15 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
 
     named = {"hostfile": words[1], **{name: options[name] for name in ("include", "exclude") if name in options}}
     launch = config.load(None, [f"--launch.ssh.{name}={text}" for name, text in named.items()]).config.launch
-    count = int(options["num_nodes"]) if options.get("num_nodes", "").isdecimal() else None
+    count = int(options["num_nodes"]) if "num_nodes" in options else None
     chosen = hosts.chosen(launch, count)
-    each = options.get("num_gpus") or str(chosen[0].slots or 1)
-    world = int(each) * len(chosen) if each.isdecimal() else None
-    loaded = migrate.load_flags(flags, num_processes=world)
+    each = int(options.get("num_gpus", chosen[0].slots or 1))
+    if "num_gpus" in options and chosen[0].slots and each < chosen[0].slots and "include" not in options:
+        devices = ",".join(map(str, range(each)))  # the first of each host, as there
+        words = [*words, "--include", "@".join(f"{host.name}:{devices}" for host in chosen)]
+    elif "num_gpus" in options:
+        words = [*words, "--nproc", options["num_gpus"]]
+    loaded = migrate.load_flags(flags, each * len(chosen), follow=False)
     folder = Path(loaded.config.job.dump_folder)
     file = folder / "fmengine.toml"
     try:

@@ -94,8 +94,11 @@ def load(path: Path, arguments: Sequence[str] = (), num_processes: int | None = 
     return _followed(migrate([path], num_processes), arguments, path)
 
 
-def load_flags(words: Sequence[str], num_processes: int | None = None) -> config.Loaded:
-    """The configuration of FMEngine's flags, and of overrides of ours (which have a dot) between them: as ``load``."""
+def load_flags(words: Sequence[str], num_processes: int | None = None, follow: bool = True) -> config.Loaded:
+    """The configuration of FMEngine's flags, and of overrides of ours (which have a dot) between them: as ``load``.
+
+    Without ``follow`` the model stays as the flags name it, so that a file can be written of it.
+    """
     flags: list[str] = []
     own: list[str] = []
     into = flags
@@ -104,10 +107,10 @@ def load_flags(words: Sequence[str], num_processes: int | None = None) -> config
             into = own if "." in word.partition("=")[0] else flags
         into.append(word)
     fmengine.parse(flags, "command line").refuse_stray(flags)
-    return _followed(migrate([], num_processes, flags), own, None)
+    return _followed(migrate([], num_processes, flags), own, None, follow)
 
 
-def _followed(found: Migration, arguments: Sequence[str], path: Path | None) -> config.Loaded:
+def _followed(found: Migration, arguments: Sequence[str], path: Path | None, follow: bool = True) -> config.Loaded:
     """The configuration of what was read; raises ConfigError where a key of it cannot be followed."""
     problems = [
         Problem(entry.key, entry.value, f"cannot be followed: {entry.text}", "take it out", entry.where)
@@ -115,7 +118,7 @@ def _followed(found: Migration, arguments: Sequence[str], path: Path | None) -> 
     ]
     if problems:
         raise ConfigError(problems)
-    loaded = config.load_settings(found.settings, arguments, path)
+    loaded = config.load_settings(found.settings, arguments, path, follow)
     said = (f"{path.name} was taken for a file of {' and '.join(found.systems)}",) if path else ()
     notices = (*said, *map(str, found.entries), *unnamed(loaded), *loaded.notices)
     return config.Loaded(loaded.config, loaded.origins, notices, loaded.path)

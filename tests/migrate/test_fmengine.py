@@ -365,3 +365,61 @@ def test_a_wrong_word_of_its_programs_is_one_line(words: list[str], told: str, t
     error = capfd.readouterr().err
     assert code in (2, 5) and len(error.strip().splitlines()) == 1 and told in error
     assert list(tmp_path.iterdir()) == []
+
+
+SSH = """\
+#!/bin/bash
+# reaches no host: what a host is told runs here, as if it had come over the network
+for word in "$@"; do [ "$word" = -G ] && { echo "hostname ${@: -1}"; exit 0; }; done
+echo "$@" >> "$RECORD"
+while [ "$1" != -- ]; do shift; done
+export SSH_CONNECTION="127.0.0.1 1 127.0.0.$([ "$2" = host-a ] && echo 1 || echo 2) 22"
+exec bash -c "$3"
+"""
+
+
+@pytest.mark.nightly(by="tests/migrate/test_fmengine.py::test_a_hostfile_becomes_a_launch_by_ssh")
+def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
+    folder = users_folder(tmp_path)
+    (folder / "site").mkdir()
+    (folder / "site/ssh").write_text(SSH)
+    (folder / "site/ssh").chmod(0o755)
+    (folder / "hostfile").write_text("host-a slots=2\nhost-b slots=2\nhost-c slots=2\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RECORD": str(folder / "record")}
+    environment |= {"PATH": f"{folder}/site:{os.environ['PATH']}", "XDG_STATE_HOME": str(folder / "state")}
+    program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained")
+    words = TRAIN.replace("--num_gpus 2 --num_nodes 1", f"--num_gpus 1 --num_nodes 2 --master_port {free_port()}")
+    command = [sys.executable, "-m", "shardtrain.fmengine", "deepspeed", "--hostfile", "hostfile", *words.split()]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [one["step"] for one in values(folder / "output")] == [1, 2, 3]
+    record = (folder / "record").read_text()
+    assert "host-a" in record and "host-b" in record and "host-c" not in record
+
+
+def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) -> None:
+    """What the launcher's options become; the launch itself has laws of its own."""
+    from shardtrain.fmengine import launching
+    from shardtrain.launch import command
+
+    folder = users_folder(tmp_path)
+    monkeypatch.chdir(folder)
+    Path("hostfile").write_text("node1 slots=4\nnode2 slots=4\nnode3 slots=4\n")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    asked: list[list[str]] = []
+    monkeypatch.setattr(command, "main", lambda words: asked.append(words) or 0)
+    flags = "cli/train.py --init_ckpt hf --data_path data.jsonl --output_dir out --deepspeed_config configs/llama.json"
+    for options, expected in {
+        "--exclude node2": "--exclude node2",
+        "--include node1:0,1@node3:0,1 --master_port 3000": "--include node1:0,1@node3:0,1 --master_port 3000",
+        "--num_nodes 2 --num_gpus 2 --master_addr node1i": "--nodes 2 --master_addr node1i --include node1:0,1@node2:0,1",
+        "--num_gpus 4": "--nproc 4",
+    }.items():
+        assert launching.deepspeed(f"--hostfile hostfile {options} {flags}".split()) == 0
+        words = asked.pop()
+        assert words[:4] == ["ssh", str(folder / "out/fmengine.toml"), "--hostfile", "hostfile"]
+        assert " ".join(words[4 : words.index("--launch.workdir")]) == expected
+        assert words[words.index("--launch.workdir") + 1] == str(folder)
+        assert "NCCL_DEBUG" in words[words.index("--launch.forward_env") :]
+    settings = (folder / "out/fmengine.toml").read_text()
+    assert ('hf_assets_path = "hf"' in settings and "global_batch_size = 4" not in settings) or "4" in settings
