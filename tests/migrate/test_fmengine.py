@@ -412,7 +412,7 @@ def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) ->
     for options, expected in {
         "--exclude node2": "--exclude node2",
         "--include node1:0,1@node3:0,1 --master_port 3000": "--include node1:0,1@node3:0,1 --master_port 3000",
-        "--num_nodes 2 --num_gpus 2 --master_addr node1i": "--nodes 2 --master_addr node1i --include node1:0,1@node2:0,1",
+        "--num_nodes 2 --num_gpus 2 --master_addr n1": "--nodes 2 --master_addr n1 --include node1:0,1@node2:0,1",
         "--num_gpus 4": "--nproc 4",
     }.items():
         assert launching.deepspeed(f"--hostfile hostfile {options} {flags}".split()) == 0
@@ -422,4 +422,24 @@ def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) ->
         assert words[words.index("--launch.workdir") + 1] == str(folder)
         assert "NCCL_DEBUG" in words[words.index("--launch.forward_env") :]
     settings = (folder / "out/fmengine.toml").read_text()
-    assert ('hf_assets_path = "hf"' in settings and "global_batch_size = 4" not in settings) or "4" in settings
+    assert 'hf_assets_path = "hf"' in settings and 'flavor = "from_folder"' in settings
+
+
+@pytest.mark.parametrize("family", ["llama2", "mistral"])
+def test_a_window_is_followed_though_the_folder_names_none_or_a_wider_one(family: str, tmp_path: Path) -> None:
+    """A token's loss no longer depends on those before its window, which the model's layers widen to 2 x 4."""
+    folder, data = hf_folder(tmp_path / "hf", family), jsonl(tmp_path / "data.jsonl")
+    file = ds_json(tmp_path / "llama.json", 4, 4, bf16=False)
+    flags = f"--init_ckpt {folder} --data_path {data} --max_seq_len 32 --deepspeed_config {file}"
+    flags += f" --output_dir {tmp_path}/out --window_size 4"
+    losses = run_ranks(1, steps_of_flags, flags.split(), 2)[0][0]
+    import transformers
+
+    _, _, rows, _ = run_ranks(1, steps_of_flags, flags.partition(" --window")[0].split(), 1)[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    tokens, targets = rows[0]
+    seen = torch.arange(32)[:, None] - torch.arange(32)[None, :]
+    mask = torch.where((seen >= 0) & (seen < 4), 0.0, float("-inf")).expand(len(tokens), 1, 32, 32)
+    logits = model(tokens, attention_mask=mask).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert losses[0] == pytest.approx(loss.item(), rel=1e-5)
