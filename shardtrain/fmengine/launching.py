@@ -155,11 +155,16 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
     """Write the configuration that the flags ask for where all hosts see it, and start it on them by ssh."""
     from shardtrain.launch import command, hosts
 
-    named = {"hostfile": words[1], **{name: options[name] for name in ("include", "exclude") if name in options}}
+    named: dict[str, str] = {"hostfile": words[1]}
+    named.update({name: options[name] for name in ("include", "exclude") if name in options})
     launch = config.load(None, [f"--launch.ssh.{name}={text}" for name, text in named.items()]).config.launch
     count = int(options["num_nodes"]) if "num_nodes" in options else None
     chosen = hosts.chosen(launch, count)
     each = int(options.get("num_gpus", chosen[0].slots or 1))
+    if len(chosen) == 1:  # taken for this machine, and reached by no ssh, as there
+        if chosen[0].devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, chosen[0].devices))
+        return train(["--nproc", str(each), *flags])
     if "num_gpus" in options and chosen[0].slots and each < chosen[0].slots and "include" not in options:
         devices = ",".join(map(str, range(each)))  # the first of each host, as there
         words = [*words, "--include", "@".join(f"{host.name}:{devices}" for host in chosen)]

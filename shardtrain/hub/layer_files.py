@@ -87,7 +87,7 @@ def family_of(folder: Path) -> tuple[Family, int]:
     """The family and the number of layers that config.json of a folder names; raises CheckpointError for others."""
     said = read_json(folder / CONFIG)
     kind, count = said.get("model_type"), said.get("num_hidden_layers")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(
             f"{folder / CONFIG}: model_type {str(kind)[:40]!r} has no files per layer; they are those of "
             f"{', '.join(FAMILIES)}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import patience
 import pytest
 import torch
 from fmengine_runs import ds_json, hf_folder, jsonl, same, steps_of_flags, tensors, values
@@ -177,8 +178,10 @@ def test_rates_and_twenty_steps_are_those_of_a_plain_loop(tmp_path: Path) -> Non
 def program(folder: Path, name: str, words: str) -> subprocess.CompletedProcess[str]:
     """One of FMEngine's programs in a folder that holds only what its user has."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "shardtrain.fmengine", name, *words.split()]
-    done = forked.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    command, limit = [sys.executable, "-m", "shardtrain.fmengine", name, *words.split()], patience.seconds(150)
+    done = forked.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=patience.seconds(150)
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -243,7 +246,10 @@ def test_adapters_of_a_mistral_are_beside_queries_and_values(tmp_path: Path) -> 
     assert load_flags(flags.split(), 1).config.lora.target_modules == ["q_proj", "v_proj"]
 
 
-@pytest.mark.nightly(by="tests/migrate/test_fmengine.py::test_a_users_folder_trains_and_goes_back_in_three_commands")
+@pytest.mark.nightly(
+    "the same in processes of their own",
+    by="tests/migrate/test_fmengine.py::test_a_users_folder_trains_and_goes_back_in_three_commands",
+)
 def test_commands_of_a_shell_and_a_script_of_slurm_run_as_they_are(tmp_path: Path) -> None:
     """Both launchers found on PATH, and the site's script with programs that stand for Slurm and Apptainer."""
     folder = users_folder(tmp_path)
@@ -378,7 +384,9 @@ exec bash -c "$3"
 """
 
 
-@pytest.mark.nightly(by="tests/migrate/test_fmengine.py::test_a_hostfile_becomes_a_launch_by_ssh")
+@pytest.mark.nightly(
+    "what is told to the hosts", by="tests/migrate/test_fmengine.py::test_a_hostfile_becomes_a_launch_by_ssh"
+)
 def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
     folder = users_folder(tmp_path)
     (folder / "site").mkdir()
@@ -390,7 +398,10 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained")
     words = TRAIN.replace("--num_gpus 2 --num_nodes 1", f"--num_gpus 1 --num_nodes 2 --master_port {free_port()}")
     command = [sys.executable, "-m", "shardtrain.fmengine", "deepspeed", "--hostfile", "hostfile", *words.split()]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    limit = patience.seconds(150)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=patience.seconds(150)
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert [one["step"] for one in values(folder / "output")] == [1, 2, 3]
     record = (folder / "record").read_text()
@@ -421,6 +432,9 @@ def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) ->
         assert " ".join(words[4 : words.index("--launch.workdir")]) == expected
         assert words[words.index("--launch.workdir") + 1] == str(folder)
         assert "NCCL_DEBUG" in words[words.index("--launch.forward_env") :]
+    monkeypatch.setattr(launching, "train", lambda words: asked.append(words) or 0)
+    assert launching.deepspeed(f"--hostfile hostfile --include node2 {flags}".split()) == 0
+    assert asked.pop() == ["--nproc", "4", *flags.split()[1:]]
     settings = (folder / "out/fmengine.toml").read_text()
     assert 'hf_assets_path = "hf"' in settings and 'flavor = "from_folder"' in settings
 
