@@ -47,8 +47,8 @@ def ds_json(file: Path, micro: int, batch: int, bf16: bool = True, **changed: An
 def steps_of_flags(
     rank: int, flags: list[str], steps: int
 ) -> tuple[list[float], list[float], list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """Train as one of two ranks; gives losses, rates, the rows of each step with their targets, and all weights."""
-    config = migrate.load_flags(flags, 2).config
+    """Train as one rank of several; gives losses, rates, the rows of each step with their targets, and all weights."""
+    config = migrate.load_flags(flags, torch.distributed.get_world_size()).config
     run = make_run(rank, config)
     resume(run, Checkpoints(config))
     stream, rows = run.stream, []

@@ -100,7 +100,8 @@ def staged(folder: Path, base: Path | None, step: str, beside: Path) -> Iterator
         CheckpointError: when there is no such step, or no config.json.
     """
     where = _step(folder, step)
-    described = base or (folder if (folder / CONFIG).is_file() else folder.parent)
+    places = [base] if base else [folder, folder.parent]  # a step's own folder has none
+    described = next((place for place in places if (place / CONFIG).is_file()), places[0])
     if not (described / CONFIG).is_file():
         hint = "it is no Hugging Face folder" if base else "name the Hugging Face folder of its model with --base-model"
         raise CheckpointError(f"{described / CONFIG} is missing: {hint}")

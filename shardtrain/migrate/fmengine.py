@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.migrate import deepspeed
 from shardtrain.migrate.document import Document, read
 from shardtrain.migrate.report import JOINED, Found, Idle, Rule, To, apply
 
@@ -75,11 +76,10 @@ class Line:
         nodes = self._number("launcher\0num_nodes") or self._number("launcher\0nnodes") or 1
         return per_node * nodes if per_node else None
 
-    @property
-    def num_copies(self) -> int | None:
-        """Data parallel ranks: those that pipeline and tensor parallelism leave."""
+    def num_copies(self, num_processes: int | None) -> int | None:
+        """Data parallel ranks: those that pipeline and tensor parallelism leave of all."""
         each = (self._number("pipe_parallel_size") or 1) * (self._number("model_parallel_size") or 1)
-        return self.num_processes // each if self.num_processes and self.num_processes % each == 0 else None
+        return num_processes // each if num_processes and num_processes % each == 0 else None
 
     def _number(self, key: str) -> int | None:
         text = self.flags.get(key, "")
@@ -186,6 +186,14 @@ def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Seq
         if lines:
             line.lines[tuple(key.split("\0"))] = lines[number]
     return line
+
+
+def require_deepspeed(document: Document, system: str) -> None:
+    """Stop at a file of another system where the flags name that of DeepSpeed."""
+    if system != deepspeed.SYSTEM:
+        rule = f"was taken for a file of {system}, and not for DeepSpeed's JSON"
+        fix = "name the one that has train_micro_batch_size_per_gpu"
+        raise ConfigError(Problem("deepspeed_config", str(document.path), rule, fix, "command line"))
 
 
 def before(found: Found) -> None:

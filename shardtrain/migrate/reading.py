@@ -73,12 +73,15 @@ def migrate(files: Sequence[Path], num_processes: int | None = None, flags: Sequ
     lines = [fmengine.command_line(file, read_text(file)) for file in files if _is_script(file)]
     lines += [fmengine.parse(flags, "command line")] if flags else []
     for line in lines:
-        documents += line.documents(documents)
+        named = line.documents(documents)
+        documents += named
         num_processes = num_processes or line.num_processes
+        for document in named:
+            fmengine.require_deepspeed(document, reader_of(document).SYSTEM)
     chosen = [(reader_of(document), document) for document in documents]
     for _, document in chosen:
         num_processes = num_processes or _named_processes(document)
-    copies = next((line.num_copies for line in lines), num_processes)
+    copies = next((line.num_copies(num_processes) for line in lines), num_processes)
     parts: list[Found] = [_read(reader, document, copies, bool(lines)) for reader, document in chosen]
     parts += [line.read(num_processes, parts) for line in lines]
     problems = [problem for part in parts for problem in part.problems]
