@@ -114,6 +114,7 @@ def to_hf_format(words: Sequence[str]) -> int:
     base = Path(found.base_model) if found.base_model else None
     ours = _steps_of_run(found.in_model_path)
     from shardtrain.fmengine import folders
+    from shardtrain.lora.spec import FACT
 
     names = list(ours) if ours else folders.steps(found.in_model_path)
     chosen = names if found.step == "all" else [found.step]
@@ -124,7 +125,8 @@ def to_hf_format(words: Sequence[str]) -> int:
             raise CheckpointError(f"{found.in_model_path} has no step {name!r}; there is {', '.join(names[-8:])}")
         output = found.out_model_path / name if found.step == "all" else found.out_model_path
         if ours:
-            status = _export(ours[name], output, base, adapters)
+            holds = FACT in manifest.read(ours[name]).facts  # FMEngine's looked for adapters by itself, too
+            status = _export(ours[name], output, base, adapters or holds)
         elif adapters:
             status = _adapters(found.in_model_path, output, name, found.lora_alpha, True)
         else:

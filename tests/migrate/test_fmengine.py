@@ -239,7 +239,7 @@ def test_a_lora_block_trains_adapters_alone(tmp_path: Path) -> None:
     folder = users_folder(tmp_path)
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained")
     program(folder, "deepspeed", TRAIN.replace("llama.json", "llama_lora.json"))
-    words = "--in-model-path output --out-model-path adapter --base-model hf --step global_step3 --is-lora-tuned true"
+    words = "--in-model-path output --out-model-path adapter --base-model hf --step global_step3"
     program(folder, "to_hf_format", words)
     from safetensors.torch import load_file
 
