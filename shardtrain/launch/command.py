@@ -130,8 +130,8 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
             'training.device = "cpu" if that is meant'
         )
         print(f"note: {told}", file=sys.stderr)
-    if platform == "slurm" and launch.cpus_per_node is None:
-        told = f"launch.cpus_per_node is not set: many clusters then give one core to the {ranks or devices or 1} ranks"
+    if platform == "slurm" and launch.cpus_per_node is None and (ranks or devices or 1) > 1:
+        told = f"launch.cpus_per_node is not set: many clusters then give one core to the {ranks or devices} ranks"
         print(f"note: {told} of a node; 8 for each device is usual", file=sys.stderr)
     if platform != "slurm" and (devices or 0) > 1 and launch.shared_memory_gib is None:
         told = "launch.shared_memory_gib is not set: a container has 64 MiB of /dev/shm, too few for NCCL and workers"
