@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.errors import CheckpointError
+from shardtrain.hub import layer_files
 from shardtrain.hub.config_json import Quantised
 from shardtrain.hub.mxfp4 import Mxfp4Weights
 from shardtrain.hub.weights import HubWeights
@@ -21,10 +22,12 @@ _SCALE = "_scale_inv"
 
 
 def open_weights(folder: Path, block: Quantised, prefix: str = "") -> HubWeights:
-    """The weights of a folder, whichever way they lie there; raises CheckpointError.
+    """The weights of a folder, in whichever way they lie there; raises CheckpointError.
 
     Names may begin with ``prefix``: see ``HubWeights``.
     """
+    if layer_files.is_layer_folder(folder):
+        return layer_files.LayerWeights(folder)
     if isinstance(block, tuple):
         return BlockFp8Weights(folder, block, prefix)
     return HubWeights(folder, prefix) if block is None else Mxfp4Weights(folder, prefix)
