@@ -6,6 +6,7 @@ verbs of ``data`` that need it, after the configuration has been found to work.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import os
@@ -48,7 +49,8 @@ usage: shardtrain VERB ...
   --version                                                   print the version
 
 Without CONFIG.toml the defaults train a small Llama on the Python standard library's own source text.
-NGPU, LOG_RANK: number of ranks, and the ranks that write to the terminal ("0" unless set).
+CONFIG_FILE, NGPU, LOG_RANK: the configuration where none is named, the number of ranks, and the ranks that write to
+the terminal ("0" unless set).
 With --comm.mode fake_backend nothing is trained: one process builds rank RANK (0) of any number of ranks.
 """
 
@@ -116,6 +118,7 @@ def _train(words: list[str]) -> int:
         return _help(words)
     from shardtrain.launch import agent, environment, nodes
 
+    arguments = _with_config_file(arguments)
     loaded = _load(arguments)
     if loaded.config.comm.mode == "fake_backend":
         return _module("shardtrain.simulated", "run")(loaded, arguments.nproc)
@@ -129,6 +132,16 @@ def _train(words: list[str]) -> int:
     if several:
         return agent.train(loaded, arguments, several)
     return _train_here(loaded, arguments, words)
+
+
+def _with_config_file(arguments: CommandLine) -> CommandLine:
+    """Take the file of CONFIG_FILE where the command line names none, as torchtitan's scripts and images do."""
+    file = os.environ.get("CONFIG_FILE")
+    if not file or arguments.path or any(word.split("=")[0] == "--job.config_file" for word in arguments.overrides):
+        return arguments
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"configuration: {file} (as CONFIG_FILE says)", file=sys.stderr, flush=True)
+    return dataclasses.replace(arguments, path=file)
 
 
 def _train_rank(loaded: Loaded) -> NoReturn:

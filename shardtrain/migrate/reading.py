@@ -100,8 +100,9 @@ def load(path: Path, arguments: Sequence[str] = (), num_processes: int | None = 
         raise ConfigError(problems)
     loaded = config.load_settings(found.settings, arguments, path)
     said = (f"{path.name} was taken for a file of {' and '.join(found.systems)}",)
-    notices = (*said, *map(str, found.entries), *unnamed(loaded), *loaded.notices)
-    return config.Loaded(loaded.config, loaded.origins, notices, loaded.path)
+    entries = tuple(map(str, found.entries))
+    notices = (*said, *entries, *unnamed(loaded), *loaded.notices)
+    return config.Loaded(loaded.config, loaded.origins, notices, loaded.path, (*said, *entries, *loaded.renames))
 
 
 def unnamed(loaded: config.Loaded) -> list[str]:
