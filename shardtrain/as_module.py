@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-PROGRAM = 'if __name__ == "__main__":'
+PROGRAM = '\nif __name__ == "__main__":'
 
 
 def refuse_without_program(command: Sequence[str]) -> None:
