@@ -30,11 +30,12 @@ def values(loaded: Loaded, *names: str) -> tuple[object, ...]:
 def test_files_of_every_age_check_without_errors(file: Path) -> None:
     loaded = load(file)
     assert check(loaded) == []
-    assert (loaded.notices == ()) == (file.parent.name == "torchtitan_v0_2_2")
+    # the flavors of qwen3 with experts have a model file of their own
+    assert (loaded.notices == ()) == (file.parent.name == "torchtitan_v0_2_2" and "moe" not in file.stem)
 
 
 def test_there_are_fixtures_of_every_age() -> None:
-    assert [len(list((FIXTURES / age).glob("*.toml"))) for age in AGES] == [1, 4, 4, 4]
+    assert [len(list((FIXTURES / age).glob("*.toml"))) for age in AGES] == [1, 4, 4, 11]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
