@@ -22,7 +22,10 @@ def refuse_without_program(command: Sequence[str]) -> None:
     if file.exists() and PROGRAM in file.read_text(encoding="utf-8"):
         return
     if path.is_dir() or file.exists():  # of another name Python itself says that there is no such module
-        print(f"error[2]: python -m {module} is not a command; use shardtrain VERB, see shardtrain --help", file=sys.stderr)
+        print(
+            f"error[2]: python -m {module} is not a command; use shardtrain VERB, see shardtrain --help",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
 
 

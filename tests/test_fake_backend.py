@@ -195,7 +195,11 @@ def test_buffers_of_experts_have_no_memory_where_layers_are_recomputed_in_part(m
 
     monkeypatch.setattr(DefaultAllocMixin, "allocate", noted)
     config = deep_config(
-        model={"name": "qwen3_moe", "flavor": "debugmodel_moe", "overrides": {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}},
+        model={
+            "name": "qwen3_moe",
+            "flavor": "debugmodel_moe",
+            "overrides": {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2},
+        },
         activation_checkpoint={"mode": "selective", "selective_ac_option": "op"},
         training={"seq_len": 32},
     )

@@ -169,8 +169,8 @@ def rotary_notes(loaded: Loaded) -> list[str]:
     scaling, factor = sizes.get("rope_scaling", "none"), sizes.get("rope_factor", 1.0)
     if config.model.name == "llama3" and scaling == "none":
         return [
-            "rotary angles: torchtitan v0.2 scales those of every Llama 3, its debugmodel too, and this model's are not; "
-            'to continue what v0.2 trained, set model.overrides rope_scaling = "llama3" and rope_scaling_factor = 8.0'
+            "rotary angles: torchtitan v0.2 scales those of every Llama 3, its debugmodel too, and this model's are "
+            'not; to continue what v0.2 trained, set model.overrides rope_scaling = "llama3", rope_scaling_factor = 8.0'
         ]
     if config.model.name == "llama3" and scaling == "llama3" and loaded.renames:
         return [
