@@ -58,6 +58,10 @@ SMALLER = {
     "shardtrain train examples/custom_task/config.toml --job.dump_folder outputs/custom_task": "",  # small already
     "shardtrain train configs/llama3_405b.toml --comm.mode fake_backend --nproc 512 --model.hf_assets_path bytes "
     "--training.dataset_path .": "",  # small already
+    "NGPU=2 LOG_RANK=0,1 ./run_llama_train.sh --training.steps 5": TRAIN,
+    "shardtrain train examples/migrate/torchtitan.toml --comm.mode fake_backend --nproc 64": "",  # small already
+    "shardtrain train configs/llama3_70b.toml --comm.mode fake_backend --nproc 32": "",
+    "shardtrain train configs/llama3_405b.toml --comm.mode fake_backend --nproc 128": "",
     "shardtrain train examples/migrate/ds_config.json --training.steps 20": TRAIN.replace(
         "--training.local_batch_size=1 ", ""
     ),
