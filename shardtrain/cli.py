@@ -48,9 +48,9 @@ usage: shardtrain VERB ...
   help, --help                                                this text
   --version                                                   print the version
 
-Without CONFIG.toml the defaults train a small Llama on the Python standard library's own source text.
-CONFIG_FILE, NGPU, LOG_RANK: the configuration where none is named, the number of ranks, and the ranks that write to
-the terminal ("0" unless set).
+CONFIG.toml may be the name of a preset: debug, llama3_8b, ... Without it, it is the file of CONFIG_FILE, or debug: a
+small Llama on the Python standard library's own source text.
+NGPU, LOG_RANK: number of ranks, and the ranks that write to the terminal ("0" unless set).
 With --comm.mode fake_backend nothing is trained: one process builds rank RANK (0) of any number of ranks.
 """
 
@@ -94,6 +94,7 @@ def _complain(code: int, problems: Sequence[str]) -> int:
 
 def _load(arguments: CommandLine) -> Loaded:
     from shardtrain import config
+    from shardtrain.config import presets
 
     if arguments.path and arguments.path.lower().endswith((".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")):
         from shardtrain import migrate
@@ -101,7 +102,7 @@ def _load(arguments: CommandLine) -> Loaded:
         world = os.environ.get("WORLD_SIZE", "")
         count = int(world) if world.isdecimal() else arguments.nproc
         return migrate.load(Path(arguments.path), arguments.overrides, count)
-    return config.load(arguments.path, arguments.overrides)
+    return config.load(arguments.path, arguments.overrides, preset=presets.FIRST)
 
 
 def _config(words: list[str]) -> int:
@@ -176,13 +177,21 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     restarts = arguments.max_restarts or 0
     if choice.count == 1 and not restarts:
         local.prepare(Path(loaded.config.job.dump_folder))
-        return local.run_rank(loaded, _trainer())
+        return _go_on(local.run_rank(loaded, _trainer()))
     # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves
     # each rank the import of torch: measured in docs/launch.md.
     if accelerators == 0 and sys.platform == "linux":
-        return local.launch(loaded, choice.count, main=_trainer(), max_restarts=restarts)
+        return _go_on(local.launch(loaded, choice.count, main=_trainer(), max_restarts=restarts))
     command = (sys.executable, "-m", "shardtrain", "train", *words)
-    return local.launch(loaded, choice.count, command=command, max_restarts=restarts)
+    return _go_on(local.launch(loaded, choice.count, command=command, max_restarts=restarts))
+
+
+def _go_on(code: int) -> int:
+    """Where a script has made the environment: how its user comes to have the command, once a run has succeeded."""
+    activate = os.environ.get("SHARDTRAIN_ACTIVATE")
+    if activate and code == 0:
+        print(f"to go on: {activate}; then `shardtrain --help` tells what there is", file=sys.stderr)
+    return code
 
 
 def _require(loaded: Loaded, world_size: int) -> None:

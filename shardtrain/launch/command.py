@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from shardtrain import config
+from shardtrain.config import presets
 from shardtrain.config.command_line import split
 from shardtrain.config.launch_schema import Launch
 from shardtrain.config.machine import mesh_notes
@@ -128,7 +129,7 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     if found.nnodes or found.node_rank is not None or found.rdzv_endpoint:
         rule = "is what launch tells each node itself"
         raise ConfigError(Problem("--nnodes", found.nnodes, rule, "say --nodes", "command line"))
-    loaded = config.load(found.path, found.overrides)
+    loaded = config.load(found.path, found.overrides, preset=presets.FIRST)
     launch = loaded.config.launch
     problems = config.check(loaded)
     ranks = launch.nproc_per_node or launch.devices_per_node
@@ -138,7 +139,8 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
         raise ConfigError(problems)
     for entry in launch.slurm.sweep:
         try:
-            swept = config.load(found.path, [*without(found.overrides, "job.dump_folder"), *shlex.split(entry)])
+            more = [*without(found.overrides, "job.dump_folder"), *shlex.split(entry)]
+            swept = config.load(found.path, more, preset=presets.FIRST)
             wrong: Sequence[object] = config.check(swept)
         except ConfigError as error:
             wrong = error.problems
