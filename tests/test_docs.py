@@ -214,7 +214,7 @@ def test_pages_for_other_systems_users_name_options_and_verbs_that_exist(page):
     ours = [line.split("|")[-2] for line in page.read_text().splitlines() if line.startswith("|") and "---" not in line]
     assert ours
     for cell in ours:
-        for name in re.findall(r"(?<![\w/.])[a-z_]+(?:\.[A-Za-z_]+)+(?!\w*[/(])", cell):
+        for name in re.findall(r"(?<![\w/.])[a-z_]+(?:\.[A-Za-z_0-9]+)+(?!\w*[/(])", cell):
             if name.split(".")[0] in sections and not name.endswith(files):
                 assert name in known or name.startswith(("model.overrides.", "data.sources.")), f"{page.name}: {name}"
         for verb in re.findall(r"`shardtrain ([a-z]+)", cell):

@@ -325,3 +325,65 @@ def test_a_strange_key_is_not_taken_for_another(tmp_path: Path, text: str, misle
     with pytest.raises(ConfigError) as raised:
         read(tmp_path, text)
     assert misleading not in str(raised.value)
+
+
+LLAMA = '[model]\nname = "llama3"\nflavor = "{}"\n'
+DEEPSEEK = '[model]\nname = "deepseek_v3"\nflavor = "16B"\n[training]\nseq_len = {}\n'
+OLD = "[training]\nbatch_size = 2\n"
+C4 = '[training]\ndataset = "c4"\n'
+
+
+def angles(loaded: Loaded) -> str:
+    (said,) = [note for note in notes(loaded) if note.startswith("rotary angles: ")] or [""]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (LLAMA.format("debugmodel") + OLD, "torchtitan v0.2 scales those of every Llama 3"),
+        (LLAMA.format("debugmodel") + C4, "torchtitan v0.2 scales those of every Llama 3"),
+        (LLAMA.format("8B") + OLD, "which torchtitan does from v0.2 on"),
+        (LLAMA.format("8B") + C4, ""),
+        (LLAMA.format("debugmodel"), ""),  # a file of ours
+        (OLD, ""),  # names no model
+        (LLAMA.format("8B") + '[model.overrides]\nrope_scaling = "none"\n' + OLD, ""),
+        (DEEPSEEK.format(4096) + 'dataset = "c4"\n', "only where training.seq_len is above 4096"),
+        (DEEPSEEK.format(4097) + 'dataset = "c4"\n', ""),
+        (DEEPSEEK.format(2048) + 'dataset = "c4"\n[model.overrides]\nrope_factor = 1.0\n', ""),
+    ],
+)
+def test_a_file_of_torchtitan_is_told_once_where_its_rotary_angles_are_others(tmp_path, text, words):
+    told = angles(read(tmp_path, text))
+    assert words in told and bool(told) == bool(words)
+
+
+def test_a_notice_that_tells_a_name_alone_is_no_warning(tmp_path):
+    """The trainer logs these as INFO, and those that tell of another result as warnings."""
+    text = "[training]\nbatch_size = 2\ncompile = true\n[metrics]\nrank_0_only = true\n"
+    loaded = read(tmp_path, text)
+    assert len(loaded.notices) == 3 and loaded.renames == loaded.notices
+    mask = "[model]\nname = 'llama3'\nflavor = '8B_flex'\n"
+    for changed in (mask, "[model]\nattn_mask_type = 'block_causal'\n"):
+        loaded = read(tmp_path, changed)
+        told = [notice for notice in loaded.notices if notice not in loaded.renames]
+        assert len(told) == 1 and "begin anew in each" in told[0]
+    loaded = read(tmp_path, "[training]\nbatch_size = 2\nlocal_batch_size = 2\n")
+    assert ["too, as here" in notice for notice in loaded.notices if notice not in loaded.renames] == [True]
+
+
+def test_experts_split_over_tensor_ranks_are_taken_as_torchtitan_took_them(tmp_path):
+    """1 or the tensor parallel degree; experts stay whole, which is a matter of memory."""
+    experts = '[model]\nname = "qwen3"\nflavor = "debugmodel_moe"\n[parallelism]\ntensor_parallel_degree = 2\n'
+    option = "parallelism.expert_tensor_parallel_degree"
+    for degree, errors, told in ((1, 0, 0), (2, 0, 1), (4, 1, 1)):
+        loaded = read(tmp_path, f"{experts}expert_tensor_parallel_degree = {degree}\n")
+        assert [problem.option for problem in check(loaded)] == [option] * errors
+        assert sum(option in note for note in notes(loaded)) == told
+
+
+def test_a_dashboard_of_2024_finds_its_tag(tmp_path):
+    old = "[training]\ndata_parallel_degree = -1\n[metrics]\nenable_tensorboard = true\n"
+    assert read(tmp_path, old).config.metrics.legacy_tags is True
+    assert read(tmp_path, old + "legacy_tags = false\n").config.metrics.legacy_tags is False
+    assert read(tmp_path, "[metrics]\nenable_tensorboard = true\n").config.metrics.legacy_tags is False
