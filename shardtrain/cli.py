@@ -140,8 +140,9 @@ def _with_config_file(arguments: CommandLine) -> CommandLine:
     file = os.environ.get("CONFIG_FILE")
     if not file or arguments.path or any(word.split("=")[0] == "--job.config_file" for word in arguments.overrides):
         return arguments
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"configuration: {file} (as CONFIG_FILE says)", file=sys.stderr, flush=True)
+    if os.environ.get("RANK", "0") == "0" and "SHARDTRAIN_PARENT" not in os.environ:
+        shown = "".join(char if char.isprintable() else "?" for char in file)
+        print(f"configuration: {shown} (as CONFIG_FILE says)", file=sys.stderr, flush=True)
     return dataclasses.replace(arguments, path=file)
 
 

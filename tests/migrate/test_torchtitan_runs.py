@@ -222,7 +222,9 @@ def test_each_feature_is_one_line_of_the_debug_model_and_changes_no_number(torch
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("DCP both ways", by="tests/dcp/test_both_ways.py")
+@pytest.mark.nightly(
+    "DCP both ways", by="tests/dcp/test_both_ways.py::test_what_comes_out_is_loaded_by_pytorch_to_the_bit"
+)
 def test_weights_alone_in_bfloat16_go_to_torch_load(torchtitan):
     """Train, ``to-dcp``, PyTorch's own converter: three commands, and ``torch.load`` runs no code of the file."""
     import torch
