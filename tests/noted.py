@@ -43,7 +43,8 @@ def command_of(folder: Path, line: str, **names: str) -> tuple[list[str], dict[s
     (notes / "words").unlink(missing_ok=True)
     own = environment(**names)
     own |= {"VIRTUAL_ENV": str(notes), "PATH": f"{notes}/bin:{own['PATH']}"}
-    told = subprocess.run(["bash", "-c", line], cwd=folder, env=own, capture_output=True, text=True, timeout=60)
+    limit = patience.seconds(60)
+    told = subprocess.run(["bash", "-c", line], cwd=folder, env=own, capture_output=True, text=True, timeout=limit)
     assert told.returncode == 0 and (notes / "words").exists(), told.stderr
     pairs = (notes / "environment").read_text().split("\0")
     return (notes / "words").read_text().splitlines(), dict(pair.split("=", 1) for pair in pairs if pair)
