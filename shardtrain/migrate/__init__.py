@@ -6,6 +6,6 @@ read runs code, and no torch is imported. Only the command line imports this roo
 
 from __future__ import annotations
 
-from shardtrain.migrate.reading import FOREIGN_ENDINGS, Migration, load, migrate
+from shardtrain.migrate.reading import FOREIGN_ENDINGS, Migration, load, load_flags, migrate
 
-__all__ = ["FOREIGN_ENDINGS", "Migration", "load", "migrate"]
+__all__ = ["FOREIGN_ENDINGS", "Migration", "load", "load_flags", "migrate"]
