@@ -161,7 +161,9 @@ def rotary_notes(loaded: Loaded) -> list[str]:
     versions before it of none; it stretches DeepSeek-V3's where ``training.seq_len`` is above the original length.
     """
     config, sizes = loaded.config, model_shape(loaded) or {}
-    if not loaded.is_set("model.name") or not (loaded.renames or config.training.dataset in _OF_TORCHTITAN):
+    is_toml = loaded.path is not None and loaded.path.suffix == ".toml"  # not a file of torchtune's, say
+    of_torchtitan = loaded.renames or config.training.dataset in _OF_TORCHTITAN
+    if not (is_toml and of_torchtitan and loaded.is_set("model.name")):
         return []
     set_by_hand = {"model.overrides.rope_scaling", "model.overrides.rope_factor"} & loaded.origins.keys()
     if set_by_hand or config.model.flavor == "folder":

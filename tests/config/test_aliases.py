@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from shardtrain.config import Loaded, check, load, notes, read_model_file, resolved_toml, shape
+from shardtrain.config import Loaded, check, load, load_settings, notes, read_model_file, resolved_toml, shape
 from shardtrain.config.aliases import ALIASES
 from shardtrain.config.options import options
 from shardtrain.errors import ConfigError
+from shardtrain.migrate import migrate
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "configs"
 FILES = sorted(FIXTURES.rglob("*.toml"))
@@ -356,6 +358,21 @@ def angles(loaded: Loaded) -> str:
 def test_a_file_of_torchtitan_is_told_once_where_its_rotary_angles_are_others(tmp_path, text, words):
     told = angles(read(tmp_path, text))
     assert words in told and bool(told) == bool(words)
+
+
+def test_a_file_of_another_system_is_not_told_of_torchtitan_s_angles(tmp_path):
+    """Its renamed keys are no sign of torchtitan, and its Llama 3.1 is scaled as here."""
+    text = "\n".join(
+        [
+            "model:\n  _component_: torchtune.models.llama3_1.llama3_1_8b",
+            "checkpointer:\n  _component_: torchtune.training.FullModelHFCheckpointer\n  checkpoint_dir: /models/llama",
+            "dataset:\n  _component_: torchtune.datasets.alpaca_dataset\nbatch_size: 2\nepochs: 1\n",
+        ]
+    )
+    (tmp_path / "config.yaml").write_text(text)
+    found = migrate([tmp_path / "config.yaml"])
+    loaded = load_settings(found.settings, ["--model.name", "llama3", "--model.flavor", "8B"], follow=False)
+    assert found.entries and angles(dataclasses.replace(loaded, renames=tuple(map(str, found.entries)))) == ""
 
 
 def test_a_notice_that_tells_a_name_alone_is_no_warning(tmp_path):
