@@ -6,6 +6,7 @@ verbs of ``data`` that need it, after the configuration has been found to work.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import os
@@ -47,8 +48,8 @@ usage: shardtrain VERB ...
   help, --help                                                this text
   --version                                                   print the version
 
-CONFIG.toml may be the name of a preset: debug, llama3_8b, ... Without it, it is debug: a small Llama on the Python
-standard library's own source text.
+CONFIG.toml may be the name of a preset: debug, llama3_8b, ... Without it, it is the file of CONFIG_FILE, or debug: a
+small Llama on the Python standard library's own source text.
 NGPU, LOG_RANK: number of ranks, and the ranks that write to the terminal ("0" unless set).
 With --comm.mode fake_backend nothing is trained: one process builds rank RANK (0) of any number of ranks.
 """
@@ -140,6 +141,7 @@ def _train(words: list[str]) -> int:
         return _help(words)
     from shardtrain.launch import agent, environment, nodes
 
+    arguments = _with_config_file(arguments)
     loaded = _load(arguments)
     if loaded.config.comm.mode == "fake_backend":
         return _module("shardtrain.simulated", "run")(loaded, arguments.nproc)
@@ -153,6 +155,17 @@ def _train(words: list[str]) -> int:
     if several:
         return agent.train(loaded, arguments, several)
     return _train_here(loaded, arguments, words)
+
+
+def _with_config_file(arguments: CommandLine) -> CommandLine:
+    """Take the file of CONFIG_FILE where the command line names none, as torchtitan's scripts and images do."""
+    file = os.environ.get("CONFIG_FILE")
+    if not file or arguments.path or any(word.split("=")[0] == "--job.config_file" for word in arguments.overrides):
+        return arguments
+    if os.environ.get("RANK", "0") == "0" and "SHARDTRAIN_PARENT" not in os.environ:
+        shown = "".join(char if char.isprintable() else "?" for char in file)
+        print(f"configuration: {shown} (as CONFIG_FILE says)", file=sys.stderr, flush=True)
+    return dataclasses.replace(arguments, path=file)
 
 
 def _train_rank(loaded: Loaded) -> NoReturn:

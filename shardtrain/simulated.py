@@ -15,7 +15,7 @@ def run(loaded: Loaded, nproc: int | None) -> int:
     cores = environment.usable_cores()
     size = environment.choose_processes(loaded.config, nproc, os.environ, accelerators, cores).count
     rank = environment.simulated_rank(os.environ, size)
-    notices = config.require(loaded, world_size=size)  # of this machine's devices nothing is asked
+    notices = config.require_to_build(loaded, size)  # of this machine's devices and files nothing is asked
     environment.set_process_defaults(os.environ, 1, cores, alone=True)
     from shardtrain import dry_run  # torch, once the configuration has been found to work
 

@@ -80,7 +80,7 @@ def main(loaded: Loaded) -> TrainState:
         color = not config.metrics.disable_color_printing
         log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console, color, prefix=several)
         for notice in notices:
-            logger.warning(notice)
+            (logger.info if notice in loaded.renames else logger.warning)(notice)
         for line in compared:
             (logger.warning if " NOT " in line else logger.info)(line)
         return train(loaded, here, phases)

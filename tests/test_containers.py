@@ -32,7 +32,9 @@ def test_the_image_runs_as_no_root_and_its_command_gets_the_signals(path):
     (entry,) = [value for name, value in stage if name == "ENTRYPOINT"]
     assert json.loads(entry) == ["shardtrain"], "a shell would keep the signals to itself"
     (command,) = [value for name, value in stage if name == "CMD"]
-    assert (ROOT / json.loads(command)[-1]).is_file()
+    assert json.loads(command) == ["train"], "a file here would beat the CONFIG_FILE of a job"
+    (default,) = [re.search(r"CONFIG_FILE=(\S+)", value) for name, value in stage if name == "ENV"]
+    assert default and (ROOT / default[1]).is_file()
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)

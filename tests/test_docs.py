@@ -61,6 +61,10 @@ SMALLER = {
     "shardtrain train examples/custom_task/config.toml --job.dump_folder outputs/custom_task": "",  # small already
     "shardtrain train configs/llama3_405b.toml --comm.mode fake_backend --nproc 512 --model.hf_assets_path bytes "
     "--training.dataset_path .": "",  # small already
+    "NGPU=2 LOG_RANK=0,1 ./run_llama_train.sh --training.steps 5": TRAIN,
+    "shardtrain train examples/migrate/torchtitan.toml --comm.mode fake_backend --nproc 64": "",  # small already
+    "shardtrain train configs/llama3_70b.toml --comm.mode fake_backend --nproc 32": "",
+    "shardtrain train configs/llama3_405b.toml --comm.mode fake_backend --nproc 128": "",
     "shardtrain train examples/migrate/ds_config.json --training.steps 20": TRAIN.replace(
         "--training.local_batch_size=1 ", ""
     ),
@@ -210,7 +214,7 @@ def test_pages_for_other_systems_users_name_options_and_verbs_that_exist(page):
     ours = [line.split("|")[-2] for line in page.read_text().splitlines() if line.startswith("|") and "---" not in line]
     assert ours
     for cell in ours:
-        for name in re.findall(r"(?<![\w/.])[a-z_]+(?:\.[A-Za-z_]+)+(?!\w*[/(])", cell):
+        for name in re.findall(r"(?<![\w/.])[a-z_]+(?:\.[A-Za-z_0-9]+)+(?!\w*[/(])", cell):
             if name.split(".")[0] in sections and not name.endswith(files):
                 assert name in known or name.startswith(("model.overrides.", "data.sources.")), f"{page.name}: {name}"
         for verb in re.findall(r"`shardtrain ([a-z]+)", cell):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import deep_config
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardtrain import cli, dry_run, models
 from shardtrain.layout import Draw
@@ -181,6 +181,30 @@ def test_worlds_of_one_and_of_thousands_are_built(capsys, size):
     assert code == 0
     assert f"rank 0 of {size}" in out
     assert "note: compile.enable=true: nothing is compiled here" in out
+
+
+def test_buffers_of_experts_have_no_memory_where_layers_are_recomputed_in_part(monkeypatch):
+    """FSDP's hooks of experts run apart from what counts recomputed operations; that took fake tensors away, too."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+
+    allocate, made = DefaultAllocMixin.allocate, []
+
+    def noted(*arguments, **keywords):
+        made.append(allocate(*arguments, **keywords))
+        return made[-1]
+
+    monkeypatch.setattr(DefaultAllocMixin, "allocate", noted)
+    config = deep_config(
+        model={
+            "name": "qwen3_moe",
+            "flavor": "debugmodel_moe",
+            "overrides": {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2},
+        },
+        activation_checkpoint={"mode": "selective", "selective_ac_option": "op"},
+        training={"seq_len": 32},
+    )
+    dry(config, size=8)  # two ranks to an expert
+    assert len(made) > 10 and all(isinstance(tensor, FakeTensor) for tensor in made)
 
 
 def test_experts_are_traced_with_an_even_load():

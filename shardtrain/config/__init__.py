@@ -10,7 +10,7 @@ from shardtrain.config.availability import unavailable
 from shardtrain.config.check import check, notes
 from shardtrain.config.check_safety import code_of_a_run
 from shardtrain.config.load import Loaded, load, load_settings, read_settings
-from shardtrain.config.machine import machine_notes
+from shardtrain.config.machine import is_for_training, machine_notes
 from shardtrain.config.model_file import ModelFacts, model_names, read_model_file, shape
 from shardtrain.config.options import help_text
 from shardtrain.config.schema import Config
@@ -33,6 +33,7 @@ __all__ = [
     "read_model_file",
     "read_settings",
     "require",
+    "require_to_build",
     "resolved_toml",
     "set_toml",
     "shape",
@@ -53,3 +54,12 @@ def require(
     if problems:
         raise ConfigError(problems)
     return (*loaded.notices, *notes(loaded))
+
+
+def require_to_build(loaded: Loaded, world_size: int) -> tuple[str, ...]:
+    """As ``require``, to build the model without memory and train nothing: what a training alone misses is told."""
+    problems = [*check(loaded), *unavailable(loaded), *machine_notes(loaded, world_size)]
+    missing = [one for one in problems if is_for_training(one)]
+    if len(missing) < len(problems):
+        raise ConfigError([one for one in problems if one not in missing])
+    return (*loaded.notices, *notes(loaded), *(f"a training would stop here: {one}" for one in missing))

@@ -7,7 +7,7 @@ one notice; what their program dropped without a word is named and left out here
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -258,11 +258,15 @@ def old_kinds() -> dict[str, Any]:
 
 @dataclass
 class Rewritten:
-    """Settings under today's names, what was said about it, and what could not be translated."""
+    """Settings under today's names, what was said about it, and what could not be translated.
+
+    ``changes`` are those of the notices that tell of another result than the older program's, not of a name alone.
+    """
 
     settings: list[Setting]
     notices: list[str]
     problems: list[Problem]
+    changes: list[str] = field(default_factory=list)
 
 
 def rewrite(settings: list[Setting]) -> Rewritten:
@@ -300,7 +304,11 @@ def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
         done.notices.append(f"{where}: {old} is ignored: {alias.why if alias.new is None else 'it is empty'}")
         return None
     why = f": {alias.why}" if alias.why else (" (its opposite)" if alias.translate is _inverted else "")
+    if alias.translate is _mask and value == "on":
+        why = ": here positions begin anew in each document, too"
     done.notices.append(f"{where}: {old} is called {alias.new} now{why}")
+    if alias.translate is _mask and value == "on":
+        done.changes.append(done.notices[-1])
     return Setting(alias.new, value, where)
 
 
@@ -359,6 +367,7 @@ def _finish(done: Rewritten, old: list[Setting]) -> None:
     _cuts(done)
     _dataset_of_path(done, new)
     _validation_set(done, given, new)
+    _tags_of_2024(done, given, new)
 
 
 def _add(done: Rewritten, option: str, value: Value, where: str, why: str) -> None:
@@ -410,6 +419,15 @@ def _folder(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
     of_2024 = {"training.data_parallel_degree", "training.fp8_linear", "profiling.run_profiler"} & given.keys()
     if not explicit and ("training.checkpoint_folder" in given or of_2024):
         _add(done, "checkpoint.enable", True, folder.where, "in files of early 2024 a checkpoint folder turned them on")
+
+
+def _tags_of_2024(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
+    """Write the tags that dashboards of that time read, beside today's."""
+    names = ("training.data_parallel_degree", "training.warmup_pct", "profiling.run_profiler")
+    first = next((given[name] for name in names if name in given), None)
+    tensorboard = new.get("metrics.enable_tensorboard")
+    if first and tensorboard and tensorboard.shown in (True, "true", "True") and "metrics.legacy_tags" not in new:
+        _add(done, "metrics.legacy_tags", True, first.where, "TensorBoard gets the tag wps, too")
 
 
 def _microbatches(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
@@ -470,6 +488,7 @@ def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
     if "data.document_mask" not in new:
         why = f'"{word}" let no document attend to another; here positions begin anew in each, too'
         _add(done, "data.document_mask", "on", flavor.where, why)
+        done.changes.append(done.notices[-1])
 
 
 def _flavors(model: str) -> Mapping[str, Mapping[str, Any]]:

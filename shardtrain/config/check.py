@@ -18,7 +18,7 @@ from shardtrain.config.check_data import (
     check_validation,
     data_notes,
 )
-from shardtrain.config.check_experts import check_experts
+from shardtrain.config.check_experts import check_experts, experts_notes
 from shardtrain.config.check_launch import check_launch
 from shardtrain.config.check_lora import check_lora
 from shardtrain.config.check_model import (
@@ -28,6 +28,7 @@ from shardtrain.config.check_model import (
     check_sequence,
     check_sizes,
     check_tensor_parallel,
+    rotary_notes,
 )
 from shardtrain.config.check_numbers import check_numbers, numbers_notes
 from shardtrain.config.check_pairs import check_pairs, check_schedule, check_without_effect
@@ -171,6 +172,7 @@ def notes(loaded: Loaded) -> list[str]:
         found.append(f"{overlap}: without effect, experts' exchanges are not overlapped with compute")
     if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
         found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
+    found += experts_notes(loaded) + rotary_notes(loaded)
     return found + checkpoint_notes(loaded) + numbers_notes(loaded) + data_notes(loaded)
 
 

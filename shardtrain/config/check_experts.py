@@ -18,8 +18,8 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
     """Each token finds enough experts; the experts are dealt evenly over the expert-parallel ranks."""
     config, sizes = loaded.config, model_shape(loaded)
     p = config.parallelism
-    if p.expert_tensor_parallel_degree != 1:
-        rule = "would split each expert: here experts are whole and tokens travel, which moves less"
+    if p.expert_tensor_parallel_degree not in (1, p.tensor_parallel_degree):
+        rule = "would split each expert over other ranks than those of tensor parallelism, which torchtitan refuses too"
         fix = f"set it to 1, and spread the experts with {_DEGREE}"
         yield problem(loaded, "parallelism.expert_tensor_parallel_degree", rule, fix)
     if sizes is None:
@@ -41,6 +41,17 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, _DEGREE, rule, f"set it to 1, or lower model.overrides.{name}")
     if p.data_parallel_shard_degree != -1:
         yield from _check_ranks(loaded, p.data_parallel_shard_degree)
+
+
+def experts_notes(loaded: Loaded) -> list[str]:
+    """Return what becomes of torchtitan's choice to split each expert over the ranks of tensor parallelism."""
+    degree = loaded.config.parallelism.expert_tensor_parallel_degree
+    if degree == 1:
+        return []
+    return [
+        f"parallelism.expert_tensor_parallel_degree={degree}: experts stay whole, as with 1, and the numbers are the "
+        f"same; {_DEGREE} divides experts over ranks"
+    ]
 
 
 def check_experts_of_world(loaded: Loaded, world_size: int) -> Iterator[Problem]:

@@ -158,6 +158,43 @@ def dense_layers(sizes: dict[str, Any]) -> int:
     return layers - layers // step if step else min(layers, _size(sizes, "num_dense_layers"))
 
 
+_OF_TORCHTITAN = ("c4", "c4_mini", "c4_test")
+
+
+def rotary_notes(loaded: Loaded) -> list[str]:
+    """Return where rotary angles are not torchtitan's, for a file of torchtitan's: no option of its says which it has.
+
+    Its files are known by older names of options and by its datasets. v0.2 scales the angles of every Llama 3 and the
+    versions before it of none; it stretches DeepSeek-V3's where ``training.seq_len`` is above the original length.
+    """
+    config, sizes = loaded.config, model_shape(loaded) or {}
+    is_toml = loaded.path is not None and loaded.path.suffix == ".toml"  # not a file of torchtune's, say
+    of_torchtitan = loaded.renames or config.training.dataset in _OF_TORCHTITAN
+    if not (is_toml and of_torchtitan and loaded.is_set("model.name")):
+        return []
+    set_by_hand = {"model.overrides.rope_scaling", "model.overrides.rope_factor"} & loaded.origins.keys()
+    if set_by_hand or config.model.flavor == "folder":
+        return []
+    scaling, factor = sizes.get("rope_scaling", "none"), sizes.get("rope_factor", 1.0)
+    if config.model.name == "llama3" and scaling == "none":
+        return [
+            "rotary angles: torchtitan v0.2 scales those of every Llama 3, its debugmodel too, and this model's are "
+            'not; to continue what v0.2 trained, set model.overrides rope_scaling = "llama3", rope_scaling_factor = 8.0'
+        ]
+    if config.model.name == "llama3" and scaling == "llama3" and loaded.renames:
+        return [
+            "rotary angles: scaled as Llama 3.1's are, which torchtitan does from v0.2 on; to continue what an older "
+            'one trained, set model.overrides rope_scaling = "none"'
+        ]
+    length = sizes.get("rope_original_seq_len", math.inf)
+    if config.model.name == "deepseek_v3" and factor != 1.0 and config.training.seq_len <= length:
+        return [
+            f"rotary angles: stretched, as DeepSeek's are; torchtitan does so only where training.seq_len is above "
+            f"{length}, so to continue what it trained, set model.overrides.rope_factor = 1.0"
+        ]
+    return []
+
+
 def check_sequence(loaded: Loaded) -> Iterator[Problem]:
     """Each context-parallel rank holds a part of the sequence, or two with a balanced load, cut again over tp ranks."""
     p, c = loaded.config.parallelism, loaded.config

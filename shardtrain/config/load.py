@@ -29,13 +29,15 @@ class Loaded:
     """A config with the origin of every value.
 
     ``origins`` maps each dotted option (and each key of a table option, and of each entry of a table of tables) to
-    "run.toml:12", "command line" or "default". ``notices`` are lines for the user: older names and what became of them.
+    "run.toml:12", "command line" or "default". ``notices`` are lines for the user: older names and what became of them;
+    ``renames`` are those of them that tell of a name alone, and of no other result than the older program's.
     """
 
     config: Config
     origins: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
     path: Path | None = None
+    renames: tuple[str, ...] = ()
 
     def value(self, option: str) -> Value:
         """Return the value of a dotted option."""
@@ -118,6 +120,7 @@ def _resolve(
     origins: dict[str, str] = dict.fromkeys(options(), DEFAULT)
     rewritten = rewrite([s for group in both for s in group])
     problems += rewritten.problems
+    renames = tuple(notice for notice in rewritten.notices if notice not in rewritten.changes)
     seen: dict[tuple[str, bool], Setting] = {}
     for setting in sorted(rewritten.settings, key=lambda s: s.where == COMMAND_LINE):
         place = (setting.option, setting.where == COMMAND_LINE)
@@ -140,7 +143,7 @@ def _resolve(
     if isinstance(followed, Problem):
         raise ConfigError(followed)
     notices = (*rewritten.notices, *followed.notices)
-    return Loaded(followed.config, MappingProxyType({**origins, **followed.origins}), notices, file)
+    return Loaded(followed.config, MappingProxyType({**origins, **followed.origins}), notices, file, renames)
 
 
 def _in_force(from_file: list[Setting], from_line: list[Setting]) -> list[Setting]:

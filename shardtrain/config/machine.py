@@ -44,6 +44,18 @@ def machine_notes(
     return found
 
 
+_FOR_TRAINING = ("model.tokenizer_path", "model.hf_assets_path", "checkpoint.initial_load_path", "model.converters")
+
+
+def is_for_training(problem: Problem) -> bool:
+    """Whether a model can be built without what this problem misses: a file, a package, another format of weights."""
+    if problem.rule.startswith("needs the package "):
+        return True
+    if problem.option.endswith(".dataset_path") or problem.option in _FOR_TRAINING:
+        return problem.rule in ("does not exist", "matches no file") or problem.option == "model.converters"
+    return False
+
+
 def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
     """The degrees multiply to the number of ranks, and the global batch divides over them."""
     p, others = loaded.config.parallelism, other_degrees(loaded.config)

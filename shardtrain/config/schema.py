@@ -224,7 +224,7 @@ class Parallelism:
     expert_parallel_degree: int = 1
     """Ranks over which experts are divided."""
     expert_tensor_parallel_degree: int = 1
-    """Ranks over which each expert is split; 1 alone: whole experts are spread by expert_parallel_degree instead."""
+    """A torchtitan option, 1 or tensor_parallel_degree: without effect here, experts are spread whole."""
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
     """How tokens reach their experts."""
 

@@ -123,8 +123,9 @@ def _followed(found: Migration, arguments: Sequence[str], path: Path | None, fol
         raise ConfigError(problems)
     loaded = config.load_settings(found.settings, arguments, path, follow)
     said = (f"{path.name} was taken for a file of {' and '.join(found.systems)}",) if path else ()
-    notices = (*said, *map(str, found.entries), *unnamed(loaded), *loaded.notices)
-    return config.Loaded(loaded.config, loaded.origins, notices, loaded.path)
+    entries = tuple(map(str, found.entries))
+    notices = (*said, *entries, *unnamed(loaded), *loaded.notices)
+    return config.Loaded(loaded.config, loaded.origins, notices, loaded.path, (*said, *entries, *loaded.renames))
 
 
 def unnamed(loaded: config.Loaded) -> list[str]:

@@ -6,6 +6,7 @@ are split over ep on dim 0 and by FSDP over efsdp, so that each lies once on all
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
@@ -29,6 +31,7 @@ from shardtrain.parallel.pieces import sequence_part
 from shardtrain.rows import inverse_of, permute
 
 AXIS = "ep"
+_RECOMPUTING = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
 TOKEN_AXES = (*LOSS_AXES, "tp")
 """Ranks along these hold different tokens of a layer's experts: under tp, the sequence is split there."""
 
@@ -241,15 +244,20 @@ def _place(dim: int, _: nn.Parameter) -> Shard:
 
 
 def _hide_from_modes(module: nn.Module) -> None:
-    """Run the hooks of FSDP on a module outside of dispatch modes.
+    """Run the hooks of FSDP on a module outside of the dispatch modes of selective recomputation.
 
-    Selective recomputation counts operations and stops where a second forward has more than the first. Those of FSDP
-    are no part of what is recomputed, and differ: what was gathered ahead at first is gathered anew later.
+    It counts operations and stops where a second forward has more than the first. Those of FSDP are no part of what is
+    recomputed, and differ: what was gathered ahead at first is gathered anew later. Other modes stay: without that of
+    fake tensors, FSDP would allocate its buffers in earnest.
     """
 
     def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
-            with _disable_current_modes():
+            modes = [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, _RECOMPUTING)]
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_disable_current_modes())
+                for mode in modes:
+                    stack.enter_context(mode)
                 return hook(*arguments, **keywords)
 
         return run

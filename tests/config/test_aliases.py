@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from shardtrain.config import Loaded, check, load, notes, read_model_file, resolved_toml, shape
+from shardtrain.config import Loaded, check, load, load_settings, notes, read_model_file, resolved_toml, shape
 from shardtrain.config.aliases import ALIASES
 from shardtrain.config.options import options
 from shardtrain.errors import ConfigError
+from shardtrain.migrate import migrate
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "configs"
 FILES = sorted(FIXTURES.rglob("*.toml"))
@@ -30,11 +32,12 @@ def values(loaded: Loaded, *names: str) -> tuple[object, ...]:
 def test_files_of_every_age_check_without_errors(file: Path) -> None:
     loaded = load(file)
     assert check(loaded) == []
-    assert (loaded.notices == ()) == (file.parent.name == "torchtitan_v0_2_2")
+    # the flavors of qwen3 with experts have a model file of their own
+    assert (loaded.notices == ()) == (file.parent.name == "torchtitan_v0_2_2" and "moe" not in file.stem)
 
 
 def test_there_are_fixtures_of_every_age() -> None:
-    assert [len(list((FIXTURES / age).glob("*.toml"))) for age in AGES] == [1, 4, 4, 4]
+    assert [len(list((FIXTURES / age).glob("*.toml"))) for age in AGES] == [1, 4, 4, 11]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
@@ -338,3 +341,80 @@ def test_a_strange_key_is_not_taken_for_another(tmp_path: Path, text: str, misle
     with pytest.raises(ConfigError) as raised:
         read(tmp_path, text)
     assert misleading not in str(raised.value)
+
+
+LLAMA = '[model]\nname = "llama3"\nflavor = "{}"\n'
+DEEPSEEK = '[model]\nname = "deepseek_v3"\nflavor = "16B"\n[training]\nseq_len = {}\n'
+OLD = "[training]\nbatch_size = 2\n"
+C4 = '[training]\ndataset = "c4"\n'
+
+
+def angles(loaded: Loaded) -> str:
+    (said,) = [note for note in notes(loaded) if note.startswith("rotary angles: ")] or [""]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (LLAMA.format("debugmodel") + OLD, "torchtitan v0.2 scales those of every Llama 3"),
+        (LLAMA.format("debugmodel") + C4, "torchtitan v0.2 scales those of every Llama 3"),
+        (LLAMA.format("8B") + OLD, "which torchtitan does from v0.2 on"),
+        (LLAMA.format("8B") + C4, ""),
+        (LLAMA.format("debugmodel"), ""),  # a file of ours
+        (OLD, ""),  # names no model
+        (LLAMA.format("8B") + '[model.overrides]\nrope_scaling = "none"\n' + OLD, ""),
+        (DEEPSEEK.format(4096) + 'dataset = "c4"\n', "only where training.seq_len is above 4096"),
+        (DEEPSEEK.format(4097) + 'dataset = "c4"\n', ""),
+        (DEEPSEEK.format(2048) + 'dataset = "c4"\n[model.overrides]\nrope_factor = 1.0\n', ""),
+    ],
+)
+def test_a_file_of_torchtitan_is_told_once_where_its_rotary_angles_are_others(tmp_path, text, words):
+    told = angles(read(tmp_path, text))
+    assert words in told and bool(told) == bool(words)
+
+
+def test_a_file_of_another_system_is_not_told_of_torchtitan_s_angles(tmp_path):
+    """Its renamed keys are no sign of torchtitan, and its Llama 3.1 is scaled as here."""
+    text = "\n".join(
+        [
+            "model:\n  _component_: torchtune.models.llama3_1.llama3_1_8b",
+            "checkpointer:\n  _component_: torchtune.training.FullModelHFCheckpointer\n  checkpoint_dir: /models/llama",
+            "dataset:\n  _component_: torchtune.datasets.alpaca_dataset\nbatch_size: 2\nepochs: 1\n",
+        ]
+    )
+    (tmp_path / "config.yaml").write_text(text)
+    found = migrate([tmp_path / "config.yaml"])
+    loaded = load_settings(found.settings, ["--model.name", "llama3", "--model.flavor", "8B"], follow=False)
+    assert found.entries and angles(dataclasses.replace(loaded, renames=tuple(map(str, found.entries)))) == ""
+
+
+def test_a_notice_that_tells_a_name_alone_is_no_warning(tmp_path):
+    """The trainer logs these as INFO, and those that tell of another result as warnings."""
+    text = "[training]\nbatch_size = 2\ncompile = true\n[metrics]\nrank_0_only = true\n"
+    loaded = read(tmp_path, text)
+    assert len(loaded.notices) == 3 and loaded.renames == loaded.notices
+    mask = "[model]\nname = 'llama3'\nflavor = '8B_flex'\n"
+    for changed in (mask, "[model]\nattn_mask_type = 'block_causal'\n"):
+        loaded = read(tmp_path, changed)
+        told = [notice for notice in loaded.notices if notice not in loaded.renames]
+        assert len(told) == 1 and "begin anew in each" in told[0]
+    loaded = read(tmp_path, "[training]\nbatch_size = 2\nlocal_batch_size = 2\n")
+    assert ["too, as here" in notice for notice in loaded.notices if notice not in loaded.renames] == [True]
+
+
+def test_experts_split_over_tensor_ranks_are_taken_as_torchtitan_took_them(tmp_path):
+    """1 or the tensor parallel degree; experts stay whole, which is a matter of memory."""
+    experts = '[model]\nname = "qwen3"\nflavor = "debugmodel_moe"\n[parallelism]\ntensor_parallel_degree = 2\n'
+    option = "parallelism.expert_tensor_parallel_degree"
+    for degree, errors, told in ((1, 0, 0), (2, 0, 1), (4, 1, 1)):
+        loaded = read(tmp_path, f"{experts}expert_tensor_parallel_degree = {degree}\n")
+        assert [problem.option for problem in check(loaded)] == [option] * errors
+        assert sum(option in note for note in notes(loaded)) == told
+
+
+def test_a_dashboard_of_2024_finds_its_tag(tmp_path):
+    old = "[training]\ndata_parallel_degree = -1\n[metrics]\nenable_tensorboard = true\n"
+    assert read(tmp_path, old).config.metrics.legacy_tags is True
+    assert read(tmp_path, old + "legacy_tags = false\n").config.metrics.legacy_tags is False
+    assert read(tmp_path, "[metrics]\nenable_tensorboard = true\n").config.metrics.legacy_tags is False

@@ -34,7 +34,7 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
             "does not divide the 6 ranks",
         ),
         (
-            f"{MIXTRAL}[parallelism]\nexpert_tensor_parallel_degree = 2\ntensor_parallel_degree = 2",
+            f"{MIXTRAL}[parallelism]\nexpert_tensor_parallel_degree = 2\ntensor_parallel_degree = 4",
             "expert_tensor_parallel_degree=2",
             "would split each expert",
         ),

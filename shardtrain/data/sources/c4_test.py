@@ -1,18 +1,25 @@
-"""A few documents of C4 for tests, as torchtitan ships them in tests/assets/c4_test: a local copy, never downloaded."""
+"""A few documents of C4 for tests: the copy that a clone of torchtitan holds, or one at a path; never downloaded."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from shardtrain.data.sources import Request, Shards, Table, huggingface
 from shardtrain.errors import ConfigError, Problem
+
+PLACES = ("tests/assets/c4_test", "test/assets/c4_test")
+"""Where torchtitan reads it, from the folder of the run: since February 2025, and before."""
 
 
 def open_source(request: Request) -> Table | Shards:
     """Open the local copy; see huggingface.open_source.
 
     Raises:
-        ConfigError: also when no path is set.
+        ConfigError: also when no path is set, and none is where torchtitan has it.
     """
-    if not request.path:
-        rule, fix = 'is not set, and the dataset "c4_test" is a local one', "name the folder, or use c4_mini"
-        raise ConfigError(Problem(request.option, None, rule, fix))
-    return huggingface.open_local(request)
+    path = request.path or next((place for place in PLACES if Path(place).is_dir()), None)
+    if not path:
+        rule = f'is not set, and the dataset "c4_test" is a local one that is not in ./{PLACES[0]}'
+        raise ConfigError(Problem(request.option, None, rule, "name the folder, or use c4_mini"))
+    return huggingface.open_local(replace(request, path=path))

@@ -1,0 +1,68 @@
+"""Shell scripts of ours and of other systems, run as they are up to the program that they start, which runs in a fork.
+
+A stand-in for Python writes down the words and the environment that it is given; importing torch anew costs seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import forked
+import patience
+
+ROOT = Path(__file__).parents[1]
+_SAID = re.compile(
+    r"(PET|SHARDTRAIN|SLURM|RUNAI|TORCH|TORCHELASTIC|MASTER|CONDA)_|(NGPU|LOG_RANK|RANK|WORLD_SIZE|CONFIG_FILE|"
+    r"COMM_MODE|TRAIN_FILE|VIRTUAL_ENV|LOCAL_RANK)$"
+)
+SECONDS = 240
+
+
+def environment(**names: str) -> dict[str, str]:
+    """What this machine says, without what it might say of a run."""
+    inherited = {name: value for name, value in os.environ.items() if not _SAID.match(name)}
+    return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **names}
+
+
+def command_of(folder: Path, line: str, **names: str) -> tuple[list[str], dict[str, str]]:
+    """Words after ``python`` or ``torchrun`` in which a command line ends run in ``folder``; its environment."""
+    notes = folder / ".noted"
+    (notes / "bin").mkdir(parents=True, exist_ok=True)
+    real = f'[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"'
+    write = f"printf '%s\\n' \"$@\" > {notes}/words\nenv -0 > {notes}/environment\n"
+    (notes / "bin/python").write_text(f"#!/bin/sh\n{real}\n{write}")
+    (notes / "bin/torchrun").write_text(f"#!/bin/sh\n{write}")
+    for name in ("python", "torchrun"):
+        (notes / "bin" / name).chmod(0o755)
+    (notes / "words").unlink(missing_ok=True)
+    own = environment(**names)
+    own |= {"VIRTUAL_ENV": str(notes), "PATH": f"{notes}/bin:{own['PATH']}"}
+    limit = patience.seconds(60)
+    told = subprocess.run(["bash", "-c", line], cwd=folder, env=own, capture_output=True, text=True, timeout=limit)
+    assert told.returncode == 0 and (notes / "words").exists(), told.stderr
+    pairs = (notes / "environment").read_text().split("\0")
+    return (notes / "words").read_text().splitlines(), dict(pair.split("=", 1) for pair in pairs if pair)
+
+
+def start(folder: Path, words: list[str], names: dict[str, str], **options: Any) -> subprocess.Popen[str]:
+    """A fork that is what ``python WORDS`` would become."""
+    return forked.Popen([sys.executable, *words], cwd=folder, env=names, text=True, **options)
+
+
+def run(folder: Path, line: str, **names: str) -> subprocess.CompletedProcess[str]:
+    """A command line that ends in our trainer, to its end."""
+    words, own = command_of(folder, line, **names)
+    return run_words(folder, words, own)
+
+
+def run_words(folder: Path, words: list[str], names: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """``python WORDS`` in a fork, to its end."""
+    limit = patience.seconds(SECONDS)
+    command = [sys.executable, *words]
+    return forked.run(command, cwd=folder, env=names, capture_output=True, text=True, timeout=limit)
