@@ -203,4 +203,4 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:
         return f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} differ"
-    return "tokenizer, seq_len, seed, packing, mixture, data.mode or data.readers differ"
+    return "tokenizer, seq_len, seed, packing, mixture, data.mode, data.readers or training.last_batch differ"
