@@ -7,7 +7,7 @@ import io
 import math
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from shardtrain.checkpoint.manifest import ITEM_BYTES
 from shardtrain.checkpoint.tiling import check_tiling
+from shardtrain.dcp import torch_file
 from shardtrain.dcp.pickled import Made, Name, parse
+from shardtrain.dcp.torch_file import damage
 from shardtrain.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -40,16 +42,6 @@ _NAMES = {
     *(f"{_DCP}.{kind}" for kind in ("Metadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex")),
     *(f"{_DCP}.StorageMeta", f"{_FILES}._StorageInfo", f"{_FILES}._StoragePrefix"),
 }
-_STORAGES = {
-    f"torch.{kind}Storage": dtype
-    for kind, dtype in {
-        "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
-        "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
-    }.items()
-}  # fmt: skip
-_REBUILD = "torch._utils._rebuild_tensor_v2"
-_REBUILD_V3, _UNTYPED = "torch._utils._rebuild_tensor_v3", "torch.storage.UntypedStorage"
-_ITEM_NAMES = {*_STORAGES, *_TYPES, _REBUILD, _REBUILD_V3, _UNTYPED, "collections.OrderedDict"}
 _FILE = re.compile(r"[A-Za-z0-9_.=-]{1,200}")
 _MAX_DIMS, _MAX_SIZE, _MAX_NAME, _MAX_VALUE = 16, 2**48, 1000, 2**20
 _MAX_BYTES = 2**30
@@ -101,7 +93,7 @@ class DcpFolder:
         self.unread: dict[str, str] = {}
         """Tensors of a type that is not read, and the type."""
         steps = _FREE_STEPS + _bytes_on_disk(folder) // _BYTES_PER_STEP
-        with _damage(self._where):
+        with damage(self._where):
             self._read(parse(self._bytes(), _NAMES, self._where, max_steps=steps))
         self._check_files()
 
@@ -221,68 +213,32 @@ class DcpFolder:
                 )
 
     def _item(self, place: Place, name: str, dtype: str, sizes: tuple[int, ...]) -> Tensor:
-        with _damage(self._part(place, name)):
+        with damage(self._part(place, name)):
             return self._tensor_of(place, name, dtype, sizes)
 
     def _tensor_of(self, place: Place, name: str, dtype: str, sizes: tuple[int, ...]) -> Tensor:
         described, read = self._open(place, name)
         where = self._part(place, name)
-        if not isinstance(described, Made) or str(described.name) not in (_REBUILD, _REBUILD_V3):
+        if not isinstance(described, Made) or str(described.name) not in torch_file.REBUILD:
             raise CheckpointError(f"{where} holds no tensor; use another checkpoint")
-        storage, offset, shape, strides = described.arguments[:4]
-        key, stored = storage if isinstance(storage, _Storage) else (None, None)
-        if stored == "":  # of type uint8, and the tensor's type is told at its end
-            last = described.arguments[6] if len(described.arguments) > 6 else None
-            stored = last.name if isinstance(last, Name) and last.module == "torch" else ""
-        counts = [*shape, *strides, offset] if isinstance(shape, tuple) and isinstance(strides, tuple) else [-1]
-        if (
-            key is None
-            or stored != dtype
-            or shape != sizes
-            or len(strides) != len(shape)
-            or not all(_is_count(n) for n in counts)
-        ):
+        try:
+            stored = torch_file.stored(described)
+        except ValueError:
+            stored = None
+        if stored is None or stored.dtype != dtype or stored.shape != sizes:
             raise CheckpointError(f"{where} is another tensor than {METADATA} describes; use another checkpoint")
-        data = read(key)
-        last_element = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        if (last_element + 1) * ITEM_BYTES[dtype] > len(data):
+        data = read(stored.key)
+        if stored.last_byte > len(data):
             raise CheckpointError(f"{where} is shorter than its tensor; use another checkpoint")
-        flat = torch.frombuffer(data, dtype=getattr(torch, dtype), count=len(data) // ITEM_BYTES[dtype])
-        return flat.as_strided(shape, strides, offset)
+        return stored.of(data)
 
-    def _open(self, place: Place, name: str) -> tuple[Any, Any]:
+    def _open(self, place: Place, name: str) -> tuple[Any, Callable[[str], bytearray]]:
         """What one item describes, and a function that reads the storages that it speaks of."""
         where = self._part(place, name)
-        with _damage(where):
+        with damage(where):
             archive = zipfile.ZipFile(_Slice(self.folder / place.file, place))
-            members = {m.filename: m for m in archive.infolist()}
-            if any(m.compress_type != zipfile.ZIP_STORED or m.file_size > place.length for m in members.values()):
-                raise CheckpointError(f"{where} is compressed, which torch.save does not do; use another checkpoint")
-            (top,) = {n.partition("/")[0] for n in members}
-            if f"{top}/byteorder" in members and archive.read(f"{top}/byteorder") != b"little":
-                raise CheckpointError(f"{where} was written big-endian; convert it on the machine that wrote it")
-
-            def storage(said: Any) -> _Storage:
-                if not isinstance(said, tuple) or len(said) != 5:
-                    raise ValueError("a storage is none")
-                word, kind, key = said[:3]
-                if word != "storage" or not isinstance(kind, Name) or not isinstance(key, str):
-                    raise ValueError("a storage is none")
-                if str(kind) not in _STORAGES and str(kind) != _UNTYPED:
-                    raise ValueError("a storage is of no known type")
-                return _Storage((key, _STORAGES.get(str(kind), "")))
-
-            def read(key: str) -> bytearray:
-                member = members[f"{top}/data/{key}"]
-                data = bytearray(member.file_size)
-                with archive.open(member) as file:  # compares its CRC-32
-                    view = memoryview(data)
-                    while view and (count := file.readinto(view)):  # type: ignore[attr-defined]
-                        view = view[count:]
-                    file.read(1)
-                return data
-
-            return parse(archive.read(f"{top}/data.pkl"), _ITEM_NAMES, where, storage), read
+            described, _ = torch_file.describe(archive, place.length, torch_file.NAMES, where)
+        return described, lambda key: torch_file.read_storage(archive, place.length, key, where)
 
     def _part(self, place: Place, name: str) -> str:
         return f"{self.folder / place.file}, bytes {place.begin} to {place.begin + place.length}, {name}:"
@@ -293,10 +249,6 @@ class DcpFolder:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_SIZE
-
-
-class _Storage(tuple[str, str]):
-    """The name of a storage in its archive, and its type; empty where the tensor says it."""
 
 
 class _Slice(io.RawIOBase):
@@ -329,26 +281,6 @@ class _Slice(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-@contextlib.contextmanager
-def _damage(where: str) -> Iterator[None]:
-    """Whatever goes wrong with what a stranger has written is one line that says where."""
-    try:
-        yield
-    except zipfile.BadZipFile as error:
-        reason = str(error)[:150]
-        if "CRC" in reason:
-            reason += ", or written with torch.serialization.set_crc32_options(False), which leaves nothing to compare"
-        if "not a zip" in reason:
-            reason += ": no item of torch.save (files of safetensors are read by `shardtrain import`)"
-        raise CheckpointError(f"{where} is damaged: {reason}; use another checkpoint") from None
-    except (
-        *(ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError, RuntimeError, MemoryError),
-        *(EOFError, OSError),
-    ) as error:
-        reason = " ".join(str(error).split())[:150] or type(error).__name__
-        raise CheckpointError(f"{where} is damaged: {reason}; use another checkpoint") from None
 
 
 def _bytes_on_disk(folder: Path) -> int:
