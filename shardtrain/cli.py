@@ -6,6 +6,7 @@ verbs of ``data`` that need it, after the configuration has been found to work.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import os
@@ -90,16 +91,32 @@ def _complain(code: int, problems: Sequence[str]) -> int:
     return code
 
 
-def _load(arguments: CommandLine) -> Loaded:
+def _open(arguments: CommandLine, verb: str) -> tuple[Loaded, CommandLine]:
+    """The configuration of a verb, and its options with what a file of another system says of nodes and processes."""
     from shardtrain import config
 
-    if arguments.path and arguments.path.lower().endswith((".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")):
-        from shardtrain import migrate
+    if not (arguments.path and arguments.path.lower().endswith(FOREIGN_ENDINGS)):
+        return config.load(arguments.path, arguments.overrides), arguments
+    from shardtrain import migrate
+    from shardtrain.launch import environment
 
-        world = os.environ.get("WORLD_SIZE", "")
-        count = int(world) if world.isdecimal() else arguments.nproc
-        return migrate.load(Path(arguments.path), arguments.overrides, count)
-    return config.load(arguments.path, arguments.overrides)
+    path, overrides = Path(arguments.path), arguments.overrides
+    if environment.is_rank(os.environ) and not arguments.nnodes:
+        world = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS", "")
+        return migrate.open_file(path, overrides, int(world) if world.isdecimal() else None, verb=verb)[0], arguments
+    asked = environment.asked_processes(arguments.nproc, os.environ)
+    nodes = arguments.nnodes or ""
+    here = migrate.Here(
+        nproc=asked.count if asked else None,
+        nodes=int(nodes) if nodes.isdecimal() else None,
+        devices=environment.count_accelerators(),
+    )
+    loaded, said = migrate.open_file(path, overrides, here=here, verb=verb)
+    own = {name: value for name, value in said.items() if getattr(arguments, name) is None}
+    return loaded, dataclasses.replace(arguments, **own)
+
+
+FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
 
 
 def _config(words: list[str]) -> int:
@@ -116,7 +133,7 @@ def _train(words: list[str]) -> int:
         return _help(words)
     from shardtrain.launch import agent, environment, nodes
 
-    loaded = _load(arguments)
+    loaded, arguments = _open(arguments, "train")
     if loaded.config.comm.mode == "fake_backend":
         return _module("shardtrain.simulated", "run")(loaded, arguments.nproc)
     if environment.is_rank(os.environ) and not arguments.nnodes:
@@ -216,7 +233,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _config,
     "data": _module("shardtrain.data_tools.command"),
     "checkpoint": lambda words: _module("shardtrain.checkpoint.command")(words, _module("shardtrain.dcp.command")),
-    "test": _module("shardtrain.testing.command"),
+    "test": lambda words: _module("shardtrain.testing.command")(words, lambda found: _open(found, "test")),
     "generate": _module("shardtrain.generate.command"),
     "evaluate": _module("shardtrain.evaluation.command"),
     "import": _module("shardtrain.hub.command", "import_main"),

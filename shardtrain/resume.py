@@ -116,15 +116,16 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
 
 def _load_hub(run: Run, folder: Place) -> None:
     """Start from the weights of a Hugging Face folder (a collective): all ranks do, or none."""
-    model, quantized = run.config.model, run.config.checkpoint.initial_load_in_hf_quantized
+    model, options = run.config.model, run.config.checkpoint
+    quantized, legacy = options.initial_load_in_hf_quantized, options.initial_load_legacy_bin
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    tensors, resize = weights(run), run.config.checkpoint.initial_load_resize_embeddings
+    tensors, resize = weights(run), options.initial_load_resize_embeddings
     if tasks.open_task(run.config).num_labels:
         head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
         logger.info(f"the head of {run.config.task.name} is not in the folder, and starts anew")
-    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized, resize))
+    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized, resize, legacy))
     logger.info(f"starting from the weights of {folder}")
 
 

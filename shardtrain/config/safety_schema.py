@@ -38,6 +38,9 @@ class Checkpoint:
     new row starts as the mean of those that are there (shardtrain)."""
     initial_load_in_hf_quantized: bool = False
     """They are fp8 with a scale per block of a weight, as DeepSeek-V3 is published."""
+    initial_load_legacy_bin: bool = False
+    """With initial_load_in_hf, take the weights of pytorch_model.bin, a pickle, of a folder without safetensors; it is
+    read as data, and nothing in it is run (shardtrain)."""
     last_save_model_only: bool = False
     """Save the weights alone at the last step. torchtitan's default is true, which makes a finished run impossible to
     extend; here it is asked for."""
