@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import continuing, models, optim, tasks
+from shardtrain import continuing, models, optim, saved_file, tasks
 from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
@@ -67,6 +67,10 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
         return
     if initial and lora.enable and peft.is_folder(path):
         peft.load(run, Path(str(path)))
+        return
+    if initial and not lora.enable and not options.initial_load_in_hf and saved_file.is_saved_file(path):
+        tensors = weights(run)
+        together(lambda: saved_file.load(run, Path(str(path)), tensors, options.initial_load_model_only))
         return
     if initial and options.initial_load_in_hf and not lora.enable:
         _load_hub(run, path)

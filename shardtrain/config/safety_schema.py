@@ -28,7 +28,8 @@ class Checkpoint:
     """shared: all nodes see folder, which is tried before the first step. first_node: only the first rank's node does;
     the bytes of the others travel through it (shardtrain)."""
     initial_load_path: str | None = None
-    """Checkpoint to start from when folder holds none."""
+    """Checkpoint to start from when folder holds none: a folder, or a file of torch.save with a model_state_dict, as
+    pytorch_universal_trainer's checkpoint-396, of which nothing is run."""
     initial_load_model_only: bool = True
     """Take the weights alone from initial_load_path."""
     initial_load_in_hf: bool = False
