@@ -20,11 +20,16 @@ STEPS = 10
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 
 
+def write_data(folder: Path) -> None:
+    """The files of all runs, written by one process: a rank that wrote them would empty them while another reads."""
+    texts = [TEXT[start : start + 60] for start in range(0, len(TEXT), 60)]
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "few.jsonl").write_text(json.dumps({"text": "x" * 100}) + "\n")
+
+
 def config_of(folder: Path, data: dict[str, Any], **training: Any) -> Config:
-    rows = [{"text": TEXT[start : start + 60]} for start in range(0, len(TEXT), 60)]
-    path = folder.parent / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"dataset": "jsonl", "dataset_path": str(path), "seq_len": 64, "local_batch_size": 4, "steps": 100}
+    path = str(folder.parent / "data.jsonl")
+    options = {"dataset": "jsonl", "dataset_path": path, "seq_len": 64, "local_batch_size": 4, "steps": 100}
     return tiny_config(
         job={"dump_folder": str(folder)},
         training={**options, **training},
@@ -45,10 +50,8 @@ def runs_of(rank: int, root: Path) -> dict[str, Ended]:
         straight = config_of(root / f"{kind}-straight", data, on_data_end="repeat", steps=STEPS)
         results[f"{kind} straight"] = train_whole(rank, straight)
     # fewer rows than ranks: 102 tokens are two rows for eight rows of a step
-    few = config_of(root / "few", {}, on_data_end="error")
-    path = root / "few.jsonl"
-    path.write_text(json.dumps({"text": "x" * 100}) + "\n")
-    training = {"dataset": "jsonl", "dataset_path": str(path), "seq_len": 64, "local_batch_size": 4, "steps": 5}
+    path = str(root / "few.jsonl")
+    training = {"dataset": "jsonl", "dataset_path": path, "seq_len": 64, "local_batch_size": 4, "steps": 5}
     few = tiny_config(job={"dump_folder": str(root / "few")}, training=training)
     results["few"] = train_whole(rank, few)
     return results
@@ -56,7 +59,9 @@ def runs_of(rank: int, root: Path) -> dict[str, Ended]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data-end")
+    root = tmp_path_factory.mktemp("data-end")
+    write_data(root)
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +129,6 @@ def other_data(rank: int, root: Path) -> list[Ended]:
     config = config_of(root / "changed", {}, steps=2)
     first = train_whole(rank, config)
     path = Path(str(config.training.dataset_path))
-    path.write_text(path.read_text().replace("fox", "cat"))
     changed = config_of(root / "changed", {}, steps=4)
     path.write_text(path.read_text().replace("fox", "cat"))
     return [first, train_whole(rank, changed)]
@@ -132,6 +136,7 @@ def other_data(rank: int, root: Path) -> list[Ended]:
 
 def test_a_file_that_changed_before_a_resume_is_named(tmp_path: Path) -> None:
     (tmp_path / "changed").mkdir()
+    write_data(tmp_path)
     first, second = run_ranks(1, other_data, tmp_path)[0]
     assert first.error is None
     assert isinstance(second.error, ConfigError) and second.error.exit_code == 2
@@ -151,6 +156,7 @@ def with_other_batches(rank: int, root: Path) -> list[Ended]:
 
 def test_epochs_are_read_to_their_end_when_a_resume_changes_the_batch(tmp_path: Path) -> None:
     (tmp_path / "batches").mkdir()
+    write_data(tmp_path)
     first, second, third = run_ranks(1, with_other_batches, tmp_path)[0]
     # 30 documents of 62 tokens are 1,859 targets: 30 rows of 64, 60 in two epochs; 24 of them in 6 steps of 4
     assert (first.error, second.error, third.error) == (None, None, None)

@@ -14,6 +14,9 @@ import patience
 import pytest
 from tiers import cases
 
+from shardtrain.cli import USAGE
+from shardtrain.config.options import options
+
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.md"))
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *RECIPES])
@@ -197,6 +200,21 @@ def test_relative_links_lead_to_files_and_headings(page):
         assert linked.exists(), f"{page.name} links to {target}"
         if anchor:
             assert anchor in anchors(linked), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/migrate").glob("*.md")), ids=lambda page: page.name)
+def test_pages_for_other_systems_users_name_options_and_verbs_that_exist(page):
+    """In the last column of each table, which is ours; what a file is called is no option."""
+    known, files = options(), (".jsonl", ".toml", ".yaml", ".json", ".md", ".py", ".log", ".sh")
+    sections = {name.split(".")[0] for name in known}
+    ours = [line.split("|")[-2] for line in page.read_text().splitlines() if line.startswith("|") and "---" not in line]
+    assert ours
+    for cell in ours:
+        for name in re.findall(r"(?<![\w/.])[a-z_]+(?:\.[A-Za-z_]+)+(?!\w*[/(])", cell):
+            if name.split(".")[0] in sections and not name.endswith(files):
+                assert name in known or name.startswith(("model.overrides.", "data.sources.")), f"{page.name}: {name}"
+        for verb in re.findall(r"`shardtrain ([a-z]+)", cell):
+            assert f"\n  {verb} " in USAGE.replace("; export ", "\n  export "), f"{page.name}: shardtrain {verb}"
 
 
 def anchors(page):

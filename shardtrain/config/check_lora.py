@@ -12,6 +12,9 @@ from shardtrain.config.check_values import problem
 from shardtrain.config.load import Loaded
 from shardtrain.errors import Problem
 
+_HEADS = ("head", "lm_head")
+"""What the last module is called here and by Hugging Face; other patterns are looked up when the model is built."""
+
 
 def check_lora(loaded: Loaded) -> Iterator[Problem]:
     """Options of ``[lora]``: each by itself always, and with those of other sections where it is on."""
@@ -60,10 +63,15 @@ def _task(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _sizes(loaded: Loaded) -> Iterator[Problem]:
-    width = (model_shape(loaded) or {}).get("dim")
+    shape = model_shape(loaded) or {}
+    width = shape.get("dim")
     if isinstance(width, int) and loaded.config.lora.rank > width > 0:
         rule = f"is above the model's width of {width}: no weight of it has a higher rank"
         yield problem(loaded, "lora.rank", rule, f"use at most {width}")
+    head = next((name for name in loaded.config.lora.target_modules if name in _HEADS), None)
+    if head is not None and shape.get("tied_embeddings"):
+        rule = f"names {head}, whose weight is the embedding's: merging would change both"
+        yield problem(loaded, "lora.target_modules", rule, "leave it out")
 
 
 def _kinds(loaded: Loaded) -> Iterator[Problem]:

@@ -185,6 +185,7 @@ class Found:
         in_file = key in self.values
         where = self.where(key) if in_file else self.document.path.name
         self.settings = [s for s in self.settings if s.option != option]
+        self.entries = [e for e in self.entries if e.verdict != "default" or e.option != option]
         self.settings.append(Setting(option, value, where))
         if in_file:
             verdict: Verdict = "honoured" if _dotted(key).rpartition(".")[2] == option.rpartition(".")[2] else "renamed"

@@ -28,6 +28,10 @@ ON = {"enable": True, "random_base": True}
     [
         ({"lora": {**ON, "rank": 0}}, ["lora.rank=0", "at least 1"]),
         ({"lora": {**ON, "rank": 65}}, ["lora.rank=65", "width of 64"]),
+        (
+            {"lora": {**ON, "target_modules": ["wq", "lm_head"]}, "model": {"overrides": {"tied_embeddings": True}}},
+            ["lora.target_modules", "names lm_head, whose weight is the embedding's"],
+        ),
         ({"lora": {**ON, "dropout": 1.0}}, ["lora.dropout=1", "below 1"]),
         ({"lora": {**ON, "dropout": -0.1}}, ["lora.dropout=-0.1", "at least 0"]),
         ({"lora": {**ON, "alpha": 0.0}}, ["lora.alpha=0", "above 0"]),

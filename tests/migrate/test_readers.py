@@ -40,6 +40,9 @@ def test_every_key_has_one_answer_with_its_line(tmp_path, name):
     found = migrate([file])
     keys = [entry.key for entry in found.entries if entry.verdict != "default"]
     assert len(keys) == len(set(keys))
+    defaults = [entry.option for entry in found.entries if entry.verdict == "default"]
+    others = {entry.option for entry in found.entries if entry.verdict != "default"}
+    assert len(defaults) == len(set(defaults)) and not others & set(defaults)
     lines = file.read_text().splitlines()
     for entry in found.entries:
         if entry.verdict == "default":
