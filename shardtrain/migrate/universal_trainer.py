@@ -148,7 +148,7 @@ def finish(found: Found) -> None:
         ("metrics.save_log_file", "logger_logs/training_{rank}.log"),
     ):
         found.default(option, value)
-    patterns = _not_decayed(folder) if folder else ["*bias*"]
+    patterns = _not_decayed(folder) if network else ["*bias*"]
     if patterns:
         found.default("optimizer.no_weight_decay", patterns, "names with `bias` or `LayerNorm.weight`")
     _continue(found)
@@ -167,7 +167,7 @@ def _not_decayed(folder: str | None) -> list[str]:
 
     BART's norms are called layer_norm and layernorm_embedding, and decay, as they did there.
     """
-    kind = _facts(folder).get("model_type")
+    kind = _facts(folder).get("model_type") if folder else "encoder"
     if kind in _WITH_LAYERNORM:
         return ["*bias*", "*LayerNorm.weight*"]
     return ["*bias*"] if kind in ("bart", "mbart", "gpt2") else []
@@ -356,7 +356,7 @@ def _data(found: Found, step_rows: int) -> None:
     own_rows = any(s.option == "task.name" for s in found.settings) and not folder
     if own_rows:
         found.answer(_key(_D, "data_dir"), "ignored", "it is empty: the hooks have the rows")
-        for option in ("training.dataset", "validation.dataset"):
+        for option in ("training.dataset", "validation.dataset", "task.test_dataset_path"):
             found.default(option, "")
     elif not folder:
         found.answer(_key(_D, "data_dir"), "ignored", "it is empty")

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
+import patience
 import pytest
 import torch
 import universal_trainer_folder as folders
+from ports import free_port
 from ranks import run_ranks
+from tiers import cases
 from tiny import make_run
 from torch.nn import functional as F
 
@@ -359,3 +369,170 @@ def test_home_is_meant_by_its_sign_in_every_path(tmp_path: Path, monkeypatch: py
     assert (c.training.dataset_path, c.task.name) == (f"{base}/sentiment-train", str(tmp_path / "hooks.py"))
     assert c.checkpoint.initial_load_path == str(tmp_path / "checkpoint-3")
     assert (c.task.options, c.checkpoint.keep_best) == ({"margin": 0.3, "note": "a b"}, "validation.f1")
+
+
+MAIN = Path(__file__).parents[2] / "main.py"
+
+
+def command(folder: Path, *words: str, env: Mapping[str, str] | None = None) -> Any:
+    """``python main.py ...`` in a folder, in a fork of this process."""
+    names = {**{k: v for k, v in os.environ.items() if k not in ("NGPU", "LOG_RANK")}, **(env or {})}
+    limit = patience.seconds(100)
+    line = [sys.executable, str(MAIN), *words]
+    return forked.run(line, cwd=folder, env=names, capture_output=True, text=True, timeout=limit)
+
+
+def steps_of(folder: Path) -> list[int]:
+    return sorted(int(one.name.removeprefix("step-")) for one in folder.glob("checkpoint/step-*"))
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "step" in line and "loss" in line}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("epochs", cases([2], nightly=[3]))
+def test_a_folder_of_the_program_trains_and_tests_as_it_is(tmp_path: Path, epochs: int) -> None:
+    """Two commands in a folder that holds its files alone: checkpoints per epoch, logs per rank, best step, results."""
+    folder = tmp_path / "a user's folder"
+    folders.make(folder, train=104, num_epochs=epochs, max_length=16)
+    done = command(folder, "--params=parameters.yml")
+    assert done.returncode == 0, done.stderr[-3000:]
+    models = folder / "models" / "baseline"
+    assert steps_of(models) == [7 * epoch for epoch in range(1, epochs + 1)]  # 104 rows in steps of 2 x 8
+    logs = [models / "logger_logs" / f"training_{rank}.log" for rank in (0, 1)]
+    assert all(log.read_text() for log in logs) and list((models / "tensorboard_logs").rglob("events*"))
+    accuracies = {
+        line["step"]: line["accuracy"]
+        for line in map(json.loads, (models / "validation.jsonl").read_text().splitlines())
+    }
+    best = next(step for step, value in accuracies.items() if value == max(accuracies.values()))
+    assert json.loads((models / "checkpoint" / "best.json").read_text())["step"] == best
+    before = logs[0].read_text()
+    again = command(folder, "--params=parameters.yml")  # nothing is left to do, and the log goes on
+    assert again.returncode == 0 and steps_of(models)[-1] == 7 * epochs
+    assert logs[0].read_text().startswith(before) and len(logs[0].read_text()) > len(before)
+    folders.write_parameters(folder, mode="test", max_length=16)
+    tested = command(folder, "--params", "parameters.yml")
+    assert tested.returncode == 0, tested.stderr[-3000:]
+    assert f"step-{best}" in tested.stderr
+    for name, count in (("dev", 50), ("test", 70)):
+        found = json.loads((models / f"{name}_results.json").read_text())
+        lines = (models / f"{name}_prediction.txt").read_text().splitlines()
+        labels = [line.rsplit("\t", 1)[1] for line in (folder / "data" / f"sentiment-{name}").read_text().splitlines()]
+        assert set(found) == {"Accuracy"} and len(lines) == count and set(lines) <= {"0", "1"}
+        assert found["Accuracy"] == sum(a == b for a, b in zip(lines, labels, strict=True)) / count
+    assert json.loads((models / "dev_results.json").read_text())["Accuracy"] == accuracies[best]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.nightly("each node starts its ranks as new interpreters, which takes half a minute")
+def test_two_nodes_meet_by_their_current_node(tmp_path: Path) -> None:
+    """The same command on both, one five seconds late; then the flags of fairscale, which change no loss."""
+    folder = tmp_path / "folder"
+    values = {"train": 104, "nodes": 2, "gpus": 1, "num_epochs": 1, "master_port": free_port(), "dropout": 0.0}
+    folders.make(folder, **values)
+    text = (folder / "parameters.yml").read_text()
+    (folder / "second.yml").write_text(text.replace("current_node: 0", "current_node: 1"))
+    line = [sys.executable, str(MAIN)]
+    quiet = {"cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    first = forked.Popen([*line, "--params=parameters.yml"], **quiet)
+    time.sleep(5)
+    second = forked.Popen([*line, "--params=second.yml"], **quiet)
+    assert [one.wait(patience.seconds(120)) for one in (first, second)] == [0, 0]
+    models = folder / "models" / "baseline"
+    assert {log.name for log in (models / "logger_logs").iterdir()} == {"training_0.log", "training_1.log"}
+    assert steps_of(models) == [7]
+    plain = losses_of(models)
+    for name, flags in SHARDING.items():
+        one = {"num_epochs": 1, "model_dir": f"models/{name.split(',')[-1].strip()}", **flags}
+        folders.write_parameters(folder, **one)
+        assert command(folder, "--params=parameters.yml").returncode == 0
+        assert losses_of(folder / one["model_dir"]) == pytest.approx(plain, abs=1e-5)
+
+
+def test_wrong_files_are_told_in_one_line(tmp_path: Path) -> None:
+    folders.write_parameters(tmp_path, mode="test")
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1}}')
+    told = {
+        (): "--params needs the parameters file",
+        ("--params=no.yml",): "cannot be read",
+        ("--params=ds.json",): "is a file of DeepSpeed; run `shardtrain train ds.json`",
+        ("--params=parameters.yml", "--nproc", "0"): "must be a whole number of processes above 0",
+    }
+    for words, said in told.items():
+        done = command(tmp_path, *words)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+        assert len([line for line in done.stderr.splitlines() if line.startswith("error")]) == 1
+    trained = forked.run(
+        [sys.executable, "-m", "shardtrain", "train", "parameters.yml"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert trained.returncode == 2 and "asks for a test, and this trains" in trained.stderr
+
+
+HOOKS = {
+    "tokenizer": (
+        "    @property\n    def tokenizer(self):\n        seen.append('tokenizer'); return super().tokenizer\n"
+    ),
+    "read_rows": "    def read_rows(self, split):\n        seen.append(split); return super().read_rows(split)\n",
+    "collate": "    def collate(self, rows):\n        seen.append(len(rows)); return super().collate(rows)\n",
+    "forward": "    def forward(self, model, batch):\n        seen.append('f'); return super().forward(model, batch)\n",
+    "loss_sum": (
+        "    def loss_sum(self, outputs, batch, weight):\n"
+        "        seen.append(self.config.task.options['margin'])\n"
+        "        return super().loss_sum(outputs, batch, weight)\n"
+    ),
+}
+
+
+def hooked(rank: int, config: Config) -> tuple[list[Any], float]:
+    run = make_run(rank, config)
+    outcome = train.step(run)
+    assert outcome is not None
+    module = sys.modules["shardtrain_task_file_hooks"] if config.task.name.endswith(".py") else None
+    return list(getattr(module, "seen", [])), float(outcome.loss_sum)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_are_overridden_one_at_a_time(tmp_path: Path, name: str) -> None:
+    folders.make(tmp_path / "folder", train=16, pretrained_model_dir="")
+    places = {"data_dir": tmp_path / "folder" / "data", "model_dir": tmp_path / "models", "pretrained_model_dir": ""}
+    plain = configured(folders.write_parameters(tmp_path, gpus=1, **places), 1)
+    hooks = tmp_path / "hooks.py"
+    head = "from shardtrain.tasks.classification import Classification\nseen = []\nclass Task(Classification):\n"
+    hooks.write_text(head + HOOKS[name])
+    own = f"    hooks_file: '{hooks}'\n    margin: 0.3"
+    config = configured(folders.write_parameters(tmp_path, gpus=1, own=own, **places), 1)
+    assert not configs.check(configs.Loaded(config))
+    seen, loss = run_ranks(1, hooked, config)[0]
+    assert seen and loss == run_ranks(1, hooked, plain)[0][1]
+    assert name != "loss_sum" or seen == [0.3]
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "universal_trainer"
+
+
+def test_the_template_trains_a_model_of_its_own(tmp_path: Path) -> None:
+    text = (EXAMPLE / "parameters.yml").read_text()
+    text = text.replace("'examples/universal_trainer/hooks.py'", f"'{EXAMPLE / 'hooks.py'}'").replace("2000 ", "400 ")
+    (tmp_path / "parameters.yml").write_text(text.replace("batch_size: 16", "batch_size: 8"))
+    done = command(tmp_path, "--params=parameters.yml")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "parameters.yml").write_text((tmp_path / "parameters.yml").read_text().replace("'train'", "'test'"))
+    assert command(tmp_path, "--params=parameters.yml").returncode == 0
+    models = tmp_path / "outputs" / "universal_trainer"
+    for part in ("dev", "test"):
+        assert json.loads((models / f"{part}_results.json").read_text())["Accuracy"] > 0.9
+        assert len((models / f"{part}_prediction.txt").read_text().splitlines()) == 400
+    marks = re.findall(r"# -----> ([\w ]+):", (EXAMPLE / "hooks.py").read_text())
+    assert {"tokenizer", "read_files", "collate", "model", "optimizer", "loss", "metrics", "writer"} <= set(marks)
+
+
+def test_the_steps_of_the_shipped_file_are_counted(tmp_path: Path) -> None:
+    """67,349 rows in steps of 2 x 256: 132 an epoch, 396 in all, which its main.py had as a number."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "sentiment-train").write_text("good\t1\n" * 67_348 + "bad\t0")
+    file = folders.write_parameters(tmp_path, data_dir=tmp_path / "data", batch_size=256)
+    c = configs.load_settings(migrate.migrate([file]).settings, follow=False).config
+    assert (c.checkpoint.interval, c.metrics.log_freq, c.training.epochs, c.training.last_batch) == (132, 13, 3, "keep")
