@@ -22,8 +22,8 @@ from shardtrain.data.row_stream import RowBatch
 from shardtrain.layout import Draw, Layout
 from shardtrain.tasks import RowTask
 
-# -----> metrics: their names, and whether more ("max") or less ("min") is better. The first one decides which checkpoint
-#        is the best.
+# -----> metrics: their names, and whether more ("max") or less ("min") is better. The first one decides which
+#        checkpoint is the best.
 METRICS = {"accuracy": "max"}
 
 Row = tuple[float, float, int]
@@ -72,8 +72,8 @@ class Task(RowTask):
         return str(int(row["prediction"]))
 
 
-# -----> model: any nn.Module, with its sizes, where it may be cut, and how its parameters start. Leave these four out to
-#        keep the model of pretrained_model_dir.
+# -----> model: any nn.Module, with its sizes, where it may be cut, and how its parameters start. Leave all of this out
+#        to keep the model of pretrained_model_dir.
 @dataclass(frozen=True)
 class Config:
     width: int = 32

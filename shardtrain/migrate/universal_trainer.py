@@ -39,7 +39,7 @@ KEYS: Mapping[str, Rule] = {
     f"{_T}model_dir": To("job.dump_folder", str, _home),
     f"{_T}is_distributed": JOINED,
     f"{_T}use_native_fp16": To(
-        "training.mixed_precision_param", bool, lambda on: "float16" if on else "float32", "with a loss scale"
+        "training.mixed_precision_param", bool, lambda on: "float16" if on else "float32"
     ),
     f"{_T}use_fairscale_optimizer_sharding": JOINED,
     f"{_T}use_fairscale_model_sharding": JOINED,

@@ -424,6 +424,10 @@ def test_a_folder_of_the_program_trains_and_tests_as_it_is(tmp_path: Path, epoch
         assert set(found) == {"Accuracy"} and len(lines) == count and set(lines) <= {"0", "1"}
         assert found["Accuracy"] == sum(a == b for a, b in zip(lines, labels, strict=True)) / count
     assert json.loads((models / "dev_results.json").read_text())["Accuracy"] == accuracies[best]
+    words = ["-m", "shardtrain", "export", str(models / "checkpoint" / f"step-{best}"), "--to", "exported"]
+    exported = forked.run([sys.executable, *words], cwd=folder, capture_output=True, text=True)
+    assert exported.returncode == 0, exported.stderr[-3000:]
+    assert transformers.BartForSequenceClassification.from_pretrained(folder / "exported").config.num_labels == 2
 
 
 @pytest.mark.timeout(300)
