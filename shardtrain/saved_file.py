@@ -96,7 +96,7 @@ def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model)
     passed: Sequence[str] = ()
     if as_is.is_as_is(module):
         shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-        network = models.build(module, shape)
+        network: Any = models.build(module, shape)
         found, passed = as_is.fit(network, shape, weights)
         # a folder of another head may hold what this network has no place for, and a checkpoint of it may not
         prefix = f"{network.hf.base_model_prefix}."
@@ -115,15 +115,14 @@ def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model)
     return found
 
 
-def fill(path: Path, tensors: Mapping[str, Tensor], model: Model) -> FileWeights:
-    """Fill this rank's part of a model's tensors (with the prefix ``model.``) from the file; gives what it holds.
+def fill(path: Path, tensors: Mapping[str, Tensor], model: Model) -> None:
+    """Fill this rank's part of a model's tensors (with the prefix ``model.``) from the file.
 
     Raises:
         CheckpointError: when tensors are missing, surplus or of other shapes, or the file is damaged.
     """
     weights = FileWeights(path)
     _fill(weights, tensors, translate(weights, tensors, model))
-    return weights
 
 
 def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) -> None:

@@ -431,6 +431,27 @@ def test_a_folder_of_the_program_trains_and_tests_as_it_is(tmp_path: Path, epoch
 
 
 @pytest.mark.timeout(300)
+def test_an_old_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
+    """And a set without labels gets predictions alone: those of the program's own network."""
+    folder = tmp_path / "folder"
+    folders.make(folder, mode="test", dropout=0.0, with_head=True)
+    original = Original(folder, 5e-3, 50)
+    for step in range(50):
+        original.take([*range(step * 16 % 192, step * 16 % 192 + 16)])
+    original.save(folder / "checkpoint-50", "module.")
+    texts = [line.rsplit("\t", 1)[0] for line in (folder / "data" / "sentiment-test").read_text().splitlines()]
+    (folder / "data" / "sentiment-test").write_text("".join(f"{text}\n" for text in texts))
+    done = command(folder, "--params=parameters.yml", "--checkpoint", "checkpoint-50")
+    assert done.returncode == 0, done.stderr[-3000:]
+    models = folder / "models" / "baseline"
+    assert not (models / "test_results.json").exists() and (models / "dev_results.json").exists()
+    found = (models / "test_prediction.txt").read_text().split()
+    original.model.eval()
+    wanted = [original.model(torch.tensor([original.tokenizer(text)["input_ids"]])).logits for text in texts]
+    assert found == [str(int(logits.argmax())) for logits in wanted] and len(set(found)) == 2
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.nightly("each node starts its ranks as new interpreters, which takes half a minute")
 def test_two_nodes_meet_by_their_current_node(tmp_path: Path) -> None:
     """The same command on both, one five seconds late; then the flags of fairscale, which change no loss."""
