@@ -38,9 +38,7 @@ KEYS: Mapping[str, Rule] = {
     f"{_T}pretrained_model_dir": JOINED,
     f"{_T}model_dir": To("job.dump_folder", str, _home),
     f"{_T}is_distributed": JOINED,
-    f"{_T}use_native_fp16": To(
-        "training.mixed_precision_param", bool, lambda on: "float16" if on else "float32"
-    ),
+    f"{_T}use_native_fp16": To("training.mixed_precision_param", bool, lambda on: "float16" if on else "float32"),
     f"{_T}use_fairscale_optimizer_sharding": JOINED,
     f"{_T}use_fairscale_model_sharding": JOINED,
     f"{_T}use_fairscale_autowrap": JOINED,
@@ -341,6 +339,8 @@ def _sharding(found: Found, world: int) -> None:
         found.default("parallelism.data_parallel_shard_degree", 1, "each process held the whole model")
         if optimizer:
             found.set(place["optimizer_sharding"], "parallelism.shard_optimizer_states", True)
+    if model:
+        found.answer(place["optimizer_sharding"], "honoured", "the optimizer's state is sharded with the model")
     for name in names:
         found.answer(
             place[name],
