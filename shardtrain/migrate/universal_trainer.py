@@ -107,13 +107,13 @@ def finish(found: Found) -> None:
         found.default("checkpoint.initial_load_in_hf", True, "training begins with the folder's weights")
         if _has_only_bin(folder):
             found.default("checkpoint.initial_load_legacy_bin", True, "it has pytorch_model.bin, which is read as data")
-        if _facts(folder).get("model_type") == "bart":
+        architecture = _CLASSIFIERS.get(str(_facts(folder).get("model_type")))
+        if architecture:
             labels = get(_key(_T, "num_labels"), int, 2)
-            found.default("model.name", "transformers", "BART is taken as transformers has it")
-            architecture = "BartForSequenceClassification"
+            found.default("model.name", "transformers", f"{architecture} is taken as transformers has it")
             if architecture not in (_facts(folder).get("architectures") or [architecture]):
                 found.default("model.overrides.architecture", architecture, "the body of the folder under a new head")
-            found.default("model.overrides.num_labels", labels, "a BART that does not say has 3")
+            found.default("model.overrides.num_labels", labels, "its config.json may say another number")
             found.default("model.overrides.dropout", True, "at the rates of config.json")
     elif folder:
         found.set(_key(_T, "pretrained_model_dir"), "model.hf_assets_path", _home(folder), "for its tokenizer")
@@ -154,10 +154,15 @@ def finish(found: Found) -> None:
         found.default("validation.seq_len", next(s.value for s in found.settings if s.option == "training.seq_len"))
 
 
-_WITH_LAYERNORM = (
-    *("bert", "roberta", "distilbert", "electra", "camembert", "xlm-roberta", "longformer", "mpnet", "deberta"),
-    "deberta-v2",
-)
+_CLASSIFIERS = {
+    kind: f"{name}ForSequenceClassification"
+    for kind, name in {
+        "bart": "Bart", "mbart": "MBart", "bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert",
+        "electra": "Electra", "camembert": "Camembert", "xlm-roberta": "XLMRoberta", "longformer": "Longformer",
+        "mpnet": "MPNet", "deberta": "Deberta", "deberta-v2": "DebertaV2",
+    }.items()
+}  # fmt: skip
+"""Kinds of config.json that a class of transformers trains, where this package has no model of its own."""
 
 
 def _not_decayed(folder: str | None) -> list[str]:
@@ -166,9 +171,9 @@ def _not_decayed(folder: str | None) -> list[str]:
     BART's norms are called layer_norm and layernorm_embedding, and decay, as they did there.
     """
     kind = _facts(folder).get("model_type") if folder else "encoder"
-    if kind in _WITH_LAYERNORM:
-        return ["*bias*", "*LayerNorm.weight*"]
-    return ["*bias*"] if kind in ("bart", "mbart", "gpt2") else []
+    if kind in ("bart", "mbart"):
+        return ["*bias*"]
+    return ["*bias*", "*LayerNorm.weight*"] if kind in _CLASSIFIERS else []
 
 
 def _processes(found: Found) -> int:
