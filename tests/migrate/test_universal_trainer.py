@@ -30,6 +30,7 @@ from shardtrain import migrate, train
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.hub.bin_weights import BinWeights
 from shardtrain.migrate import Here
 from shardtrain.parallel import LOSS_AXES
 from shardtrain.resume import resume
@@ -96,7 +97,8 @@ class Original:
         self.model = transformers.BartForSequenceClassification(
             transformers.BartConfig.from_pretrained(folder / "bart", num_labels=2)
         )
-        self.model.load_state_dict(torch.load(folder / "bart" / "pytorch_model.bin", weights_only=True))
+        with BinWeights(folder / "bart") as weights:
+            self.model.load_state_dict({name: weights.read(name, ()) for name in weights.names()})
         self.model.train()
         self.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "bart" / "tokenizer.json"))
         lines = (folder / "data" / "sentiment-train").read_text().splitlines()
