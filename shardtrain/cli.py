@@ -48,7 +48,8 @@ usage: shardtrain VERB ...
   help, --help                                                this text
   --version                                                   print the version
 
-Without CONFIG.toml the defaults train a small Llama on the Python standard library's own source text.
+CONFIG.toml may be the name of a preset: debug, llama3_8b, ... Without it, it is debug: a small Llama on the Python
+standard library's own source text.
 NGPU, LOG_RANK: number of ranks, and the ranks that write to the terminal ("0" unless set).
 With --comm.mode fake_backend nothing is trained: one process builds rank RANK (0) of any number of ranks.
 """
@@ -94,9 +95,11 @@ def _complain(code: int, problems: Sequence[str]) -> int:
 def _open(arguments: CommandLine, verb: str) -> tuple[Loaded, CommandLine]:
     """The configuration of a verb, and its options with what a file of another system says of nodes and processes."""
     from shardtrain import config
+    from shardtrain.config import presets
 
     if not (arguments.path and arguments.path.lower().endswith(FOREIGN_ENDINGS)):
-        return config.load(arguments.path, arguments.overrides), arguments
+        preset = presets.FIRST if verb == "train" else None
+        return config.load(arguments.path, arguments.overrides, preset=preset), arguments
     from shardtrain import migrate
     from shardtrain.launch import environment
 
@@ -180,13 +183,21 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     restarts = arguments.max_restarts or 0
     if choice.count == 1 and not restarts:
         local.prepare(Path(loaded.config.job.dump_folder))
-        return local.run_rank(loaded, _trainer())
+        return _go_on(local.run_rank(loaded, _trainer()))
     # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves
     # each rank the import of torch: measured in docs/launch.md.
     if accelerators == 0 and sys.platform == "linux":
-        return local.launch(loaded, choice.count, main=_trainer(), max_restarts=restarts)
+        return _go_on(local.launch(loaded, choice.count, main=_trainer(), max_restarts=restarts))
     command = (sys.executable, "-m", "shardtrain", "train", *words)
-    return local.launch(loaded, choice.count, command=command, max_restarts=restarts)
+    return _go_on(local.launch(loaded, choice.count, command=command, max_restarts=restarts))
+
+
+def _go_on(code: int) -> int:
+    """Where a script has made the environment: how its user comes to have the command, once a run has succeeded."""
+    activate = os.environ.get("SHARDTRAIN_ACTIVATE")
+    if activate and code == 0:
+        print(f"to go on: {activate}; then `shardtrain --help` tells what there is", file=sys.stderr)
+    return code
 
 
 def _require(loaded: Loaded, world_size: int) -> None:

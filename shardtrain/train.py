@@ -36,6 +36,7 @@ from shardtrain.building import build
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.data import order_hash
+from shardtrain.errors import DataError
 from shardtrain.evaluate import Validator
 from shardtrain.goodput.ledger import Ledger
 from shardtrain.guards import nonfinite, replicas, spikes
@@ -54,6 +55,9 @@ from shardtrain.seeding import seed_step, set_determinism
 from shardtrain.state import TrainState
 
 __all__ = ["Outcome", "Run", "build", "main", "step", "train"]
+
+_STEPS_WITHOUT_TARGETS = 10
+"""After so many steps in which nothing is learned a run ends."""
 
 
 def main(loaded: Loaded) -> TrainState:
@@ -142,6 +146,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
                 if state.step >= first_step and not run.stop_word and validator.is_due(state.step, state.step):
                     _validate(run, validator, metrics, checkpoints)
                 break
+            _check_that_something_is_learned(run)
             step_seconds = time.perf_counter() - started
             extra = run.ledger.note(state.step, metrics.is_log_step(state.step), lambda: _measures(run))
             metrics.update(state.step, **outcome.measures(), extra=extra, order_hash=state.order_hash)
@@ -161,6 +166,21 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
         ending.leave(run, checkpoints)
     if state.step < run.total_steps:
         ending.data_ended(run, checkpoints)
+
+
+def _check_that_something_is_learned(run: Run) -> None:
+    """Stop a run that trains on nothing: such as one whose prompts fill each row, so that no answer is left of it.
+
+    Raises:
+        DataError: on all ranks.
+    """
+    state, config = run.state, run.config
+    if not state.tokens_seen and state.step >= min(_STEPS_WITHOUT_TARGETS, run.total_steps):
+        raise DataError(
+            f"the first {state.step} steps had no token with loss: rows of training.seq_len={config.training.seq_len} "
+            f'with data.format="{config.data.format}" hold prompts alone; raise training.seq_len, or look at them with '
+            "shardtrain data show"
+        )
 
 
 def _measures(run: Run) -> dict[str, float]:

@@ -508,7 +508,7 @@ def command(case: Case) -> str:
 
 def trained(case: Case) -> str:
     """The same as a run of the trainer."""
-    return f"shardtrain train --nproc {case.num_ranks} {shlex.join(case.words())}"
+    return f"shardtrain train defaults --nproc {case.num_ranks} {shlex.join(case.words())}"
 
 
 def parse(words: Sequence[str]) -> Case:

@@ -204,10 +204,13 @@ def test_the_default_run_trains_with_two_processes(tmp_path):
 
 
 def test_one_process_needs_no_launcher(tmp_path):
-    done = shell("train", *ONE_STEP, *TINY, "--nproc", "1", "--job.dump_folder", str(tmp_path))
+    words = ["train", *ONE_STEP, *TINY, "--nproc", "1", "--job.dump_folder", str(tmp_path)]
+    done = shell(*words, SHARDTRAIN_ACTIVATE="source here/bin/activate")  # as run_train.sh says in its own environment
     assert done.returncode == 0, done.stderr
     assert "training with 1 process (as --nproc says)" in done.stderr
     assert "step:  1  loss:" in done.stderr
+    assert "no configuration is named: this is the preset debug" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("to go on: source here/bin/activate; ")
 
 
 @pytest.mark.filterwarnings("ignore:'shardtrain.train' found in sys.modules")  # by the tests

@@ -143,6 +143,32 @@ def test_a_file_that_changed_before_a_resume_is_named(tmp_path: Path) -> None:
     assert "data.jsonl differ); use the same" in str(second.error)
 
 
+def prompts_alone(rank: int, root: Path) -> list[Ended]:
+    options = {"dataset": "jsonl", "dataset_path": str(root / "long.jsonl"), "seq_len": 64, "local_batch_size": 2}
+    return [
+        train_whole(
+            rank,
+            tiny_config(
+                job={"dump_folder": str(root / f"alone-{steps}")},
+                training={**options, "global_batch_size": 4, "steps": steps, "on_data_end": "repeat"},
+                data={"format": "prompt_completion"},
+            ),
+        )
+        for steps in (3, 12)
+    ]
+
+
+def test_a_run_that_learns_nothing_is_no_success(tmp_path: Path) -> None:
+    row = {"prompt": "x" * 200, "completion": "never reached"}
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(20)))
+    for name in ("alone-3", "alone-12"):
+        (tmp_path / name).mkdir()
+    for rank in run_ranks(2, prompts_alone, tmp_path):
+        for steps, ended in zip((3, 10), rank, strict=True):
+            assert isinstance(ended.error, DataError) and ended.state["step"] == steps
+            assert f"the first {steps} steps had no token with loss" in str(ended.error)
+
+
 def with_other_batches(rank: int, root: Path) -> list[Ended]:
     """Two epochs, of which some steps are taken with 4 sequences a step and the rest with 8."""
     ended = []

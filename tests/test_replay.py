@@ -98,6 +98,12 @@ def test_a_run_without_an_earlier_checkpoint_is_made_again_from_its_start(root: 
     assert "replaying steps 1 to 2" in output and (root / "kept/logs/rank-1.log").is_file()
 
 
+def test_a_run_that_saves_nothing_is_made_again_from_its_start(root: Path) -> None:
+    status, output = replay(root, "2", str(root / "run"), "--checkpoint.enable=false", "--nproc", "1")
+    assert status == 0, output
+    assert "replaying steps 1 to 2" in output
+
+
 def test_another_number_of_ranks_is_compared_to_rounding(root: Path) -> None:
     status, output = replay(root, "6", str(root / "run"), "--nproc", "1")
     assert status == 0, output

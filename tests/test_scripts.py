@@ -25,7 +25,7 @@ case "$*" in
     "-m pip install"*)
         echo "pip ${*:4}" >>"$CALLS"
         [[ -z "${NO_CPU_WHEEL:-}" || "$*" != *torch==*+cpu* || "$*" == *--index-url* ]] || exit 1 ;;
-    *) echo "$$ $PWD" >>"$CALLS"; printf '%s\n' "$@" >>"$CALLS" ;;
+    *) echo "${SHARDTRAIN_ACTIVATE:-}" >>"$CALLS.activate"; echo "$$ $PWD" >>"$CALLS"; printf '%s\n' "$@" >>"$CALLS" ;;
 esac
 """
 
@@ -211,6 +211,7 @@ def test_an_active_environment_that_has_the_package_is_used(repository, tmp_path
     shutil.copy(tmp_path / "python-stand-in", tmp_path / "active/bin/python")
     _, calls, _, _ = run(repository, "run_train.sh", VIRTUAL_ENV=str(tmp_path / "active"))
     assert not (repository / ".venv").exists()
+    assert (tmp_path / "calls.activate").read_text() == "\n"
     assert trained(calls)[:3] == ["-m", "shardtrain", "train"]
     run(repository, "run_train.sh", VIRTUAL_ENV=str(tmp_path / "active"), PACKAGE_MISSING="1")
     assert (repository / ".venv").exists()
@@ -218,6 +219,7 @@ def test_an_active_environment_that_has_the_package_is_used(repository, tmp_path
 
 def test_the_folder_of_the_environment_can_be_chosen(repository, tmp_path):
     run(repository, "run_train.sh", SHARDTRAIN_VENV=str(tmp_path / "chosen"))
+    assert (tmp_path / "calls.activate").read_text() == f"source {tmp_path}/chosen/bin/activate\n"
     assert (tmp_path / "chosen/bin/python").exists()
     assert not (repository / ".venv").exists()
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardtrain.config import derived
 from shardtrain.config.load import Loaded, value_of
+from shardtrain.config.model_file import read_model_file, shape
 from shardtrain.config.options import default_text, nearest, options
 from shardtrain.config.schema import Config
-from shardtrain.errors import Problem
+from shardtrain.errors import ConfigError, Problem
 
 Class = Literal["free", "told", "data", "course"]
 """free: the numbers stay the same, to rounding. told: meant to be changed, though it bends the schedule; the log says
@@ -183,16 +184,46 @@ def to_record(config: Config, world_size: int) -> dict[str, Any]:
 def find(saved: Any, config: Config, world_size: int, excluded: Sequence[str] = ()) -> list[Change]:
     """The options that differ from a checkpoint's record; options that only one of the two versions has are not told.
 
-    A record of another program version, or none at all, is no error: what it does not name is not compared.
+    A record of another program version, or none at all, is no error: what it does not name is not compared. A value
+    that says what was so without it, as the number of steps in ``lr_scheduler.total_steps``, is no change.
     """
     if not isinstance(saved, Mapping):
         return []
+    now = to_record(config, world_size)
     freed = tuple(start for part in excluded for start in FREED.get(part, ()))
+    same = tuple(name for is_same, names in _SPELT_OUT for name in names if is_same(saved, now))
     found = []
-    for name, new in to_record(config, world_size).items():
-        if name in saved and saved[name] != new and not (freed and name.startswith(freed)):
+    for name, new in now.items():
+        if name in saved and saved[name] != new and name not in same and not (freed and name.startswith(freed)):
             found.append(Change(name, saved[name], new, class_of(name) or "course"))
     return found
+
+
+def _same_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the schedule is as long as it was, by its own length or by that of the run."""
+    if any(record.get("training.epochs") is not None for record in (saved, now)):
+        return False
+    lengths = [record.get("lr_scheduler.total_steps") or record.get("training.steps") for record in (saved, now)]
+    return lengths[0] == lengths[1] is not None
+
+
+def _same_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether flavor and overrides give the sizes that they gave, whichever of the two says so."""
+    if saved.get("model.name") != now["model.name"]:
+        return False
+    try:
+        facts = read_model_file(now["model.name"])
+        sizes = [shape(facts, record["model.flavor"], record["model.overrides"]) for record in (saved, now)]
+    except (ConfigError, KeyError, TypeError):
+        return False
+    return sizes[0] == sizes[1]
+
+
+_SPELT_OUT: tuple[tuple[Callable[[Mapping[str, Any], Mapping[str, Any]], bool], tuple[str, ...]], ...] = (
+    (_same_schedule, ("lr_scheduler.total_steps", "training.steps")),
+    (_same_sizes, ("model.flavor", "model.overrides")),
+)
+"""Options that together say one thing, with whether it is the same thing."""
 
 
 def check_accepted(loaded: Loaded) -> Iterator[Problem]:

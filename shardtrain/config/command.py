@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardtrain import config
+from shardtrain.config import presets
 from shardtrain.config.command_line import split
 from shardtrain.errors import ConfigError, Problem
 
@@ -20,14 +21,14 @@ def main(words: list[str]) -> int:
 
 def _show(words: list[str]) -> int:
     found = split(words)
-    print(config.show(config.load(found.path, found.overrides)))
+    print(config.show(config.load(found.path, found.overrides, preset=presets.FIRST)))
     return 0
 
 
 def _check(words: list[str]) -> int:
     """Print errors, then notes; only errors make the status 2. This machine counts with ``--nproc`` alone."""
     found = split(words)
-    loaded = config.load(found.path, found.overrides)
+    loaded = config.load(found.path, found.overrides, preset=presets.FIRST)
     extra = config.machine_notes(loaded, found.nproc, None, None) if found.nproc else ()
     report, code = config.check_report(loaded, extra)
     print(report)

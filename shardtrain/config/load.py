@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from shardtrain.config import nested
+from shardtrain.config import nested, presets
 from shardtrain.config.aliases import ALIASES, old_kinds, rewrite
 from shardtrain.config.arguments import CONFIG_FILE, read_arguments
 from shardtrain.config.coerce import Unfit, coerce, from_texts, plain
@@ -61,18 +61,28 @@ def value_of(config: Config, option: str) -> Value:
     return value
 
 
-def load(path: str | Path | None, arguments: Sequence[str] = ()) -> Loaded:
+def load(path: str | Path | None, arguments: Sequence[str] = (), preset: str | None = None) -> Loaded:
     """Read a TOML file (or none) and ``--section.key value`` arguments; command line beats file beats default.
 
-    ``--job.config_file F`` takes the place of ``path``. Raises ConfigError with all problems of both at once. Rules
-    that join several options are those of ``check``.
+    ``--job.config_file F`` takes the place of ``path``, and either may be a preset's name; ``preset`` is taken, with a
+    notice, where no file is named at all. Raises ConfigError with all problems of both at once. Rules that join several
+    options are those of ``check``.
     """
     line = read_arguments(arguments, old_kinds())
     problems = list(line.problems)
     named = [s for s in line.settings if s.option == CONFIG_FILE]
     file = Path(named[-1].value[0]) if named else (Path(path) if path is not None else None)
+    is_ours = file is None and preset is not None
+    if is_ours:
+        file = Path(str(preset))
+    if file is not None:
+        file = presets.find(file)
     settings = _read_file(file, problems) if file is not None else []
-    return _resolve(settings, line.settings, problems, file)
+    loaded = _resolve(settings, line.settings, problems, file)
+    if not is_ours:
+        return loaded
+    notice = f"no configuration is named: this is the preset {preset}; the presets are {', '.join(presets.names())}"
+    return replace(loaded, notices=(notice, *loaded.notices))
 
 
 def load_settings(

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from shardtrain.config import presets
 from shardtrain.config.arguments import CONFIG_FILE
 from shardtrain.config.options import nearest
 from shardtrain.errors import Problem
@@ -79,7 +80,10 @@ def _unreadable(file: Path, error: OSError) -> Problem:
     folder = file.parent
     names = sorted(name for name in os.listdir(folder) if name.endswith(".toml")) if folder.is_dir() else []
     near = nearest(file.name, names)
-    if near:
+    if not near and file.suffix == "" and len(file.parts) == 1:
+        preset = nearest(file.name, presets.names())
+        fix = (f"did you mean {preset}? " if preset else "") + f"presets are {', '.join(presets.names())}"
+    elif near:
         fix = f"did you mean {folder / near}?"
     elif names:
         fix = f"{folder} has {', '.join(names[:8])}"

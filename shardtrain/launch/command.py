@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from shardtrain import config
+from shardtrain.config import presets
 from shardtrain.config.command_line import split
 from shardtrain.config.launch_schema import Launch
 from shardtrain.config.machine import mesh_notes
@@ -111,6 +112,27 @@ def _note_unused(platform: str, loaded: config.Loaded) -> None:
         print(f"note: {', '.join(named)}: without effect on {platform}", file=sys.stderr)
 
 
+def _note_unasked(loaded: config.Loaded, platform: str) -> None:
+    """Tell what the platform gives to nobody who does not ask, and this run will miss."""
+    launch = loaded.config.launch
+    ranks, devices = launch.nproc_per_node, launch.devices_per_node
+    if not devices and loaded.config.training.device != "cpu":
+        many = f"the {ranks} ranks of a node train on its CPU" if ranks else "the run trains on the CPU"
+        told = (
+            f"no GPU is asked for: {many}; set launch.devices_per_node = {ranks or 8}, or "
+            'training.device = "cpu" if that is meant'
+        )
+        print(f"note: {told}", file=sys.stderr)
+    if platform == "slurm" and launch.cpus_per_node is None:
+        told = f"launch.cpus_per_node is not set: many clusters then give one core to the {ranks or devices or 1} ranks"
+        print(f"note: {told} of a node; 8 for each device is usual", file=sys.stderr)
+    if platform != "slurm" and (devices or 0) > 1 and launch.shared_memory_gib is None:
+        told = (
+            "launch.shared_memory_gib is not set: a container has 64 MiB of /dev/shm, too few for NCCL and workers"
+        )
+        print(f"note: {told}; 16 is usual", file=sys.stderr)
+
+
 def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
     """Tell where checkpoints would go with their pod."""
     job, checkpoint, launch = loaded.config.job, loaded.config.checkpoint, loaded.config.launch
@@ -128,7 +150,7 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     if found.nnodes or found.node_rank is not None or found.rdzv_endpoint:
         rule = "is what launch tells each node itself"
         raise ConfigError(Problem("--nnodes", found.nnodes, rule, "say --nodes", "command line"))
-    loaded = config.load(found.path, found.overrides)
+    loaded = config.load(found.path, found.overrides, preset=presets.FIRST)
     launch = loaded.config.launch
     problems = config.check(loaded)
     ranks = launch.nproc_per_node or launch.devices_per_node
@@ -138,7 +160,8 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
         raise ConfigError(problems)
     for entry in launch.slurm.sweep:
         try:
-            swept = config.load(found.path, [*without(found.overrides, "job.dump_folder"), *shlex.split(entry)])
+            more = [*without(found.overrides, "job.dump_folder"), *shlex.split(entry)]
+            swept = config.load(found.path, more, preset=presets.FIRST)
             wrong: Sequence[object] = config.check(swept)
         except ConfigError as error:
             wrong = error.problems
@@ -219,6 +242,7 @@ def _slurm(asked: Asked) -> int:
     job = asked.job()
     text = slurm.render(job, asked.launch)
     _forwarded(job)
+    _note_unasked(asked.loaded, "slurm")
     if asked.dry_run:
         print(text, end="")
         return 0
@@ -231,6 +255,7 @@ def _kubernetes(asked: Asked) -> int:
     launch = asked.launch
     job = asked.job(kubernetes.CONFIG_PATH if asked.loaded.path else None)
     text = kubernetes.render(job, launch)
+    _note_unasked(asked.loaded, "kubernetes")
     if asked.dry_run:
         print(text, end="")
         return 0
@@ -242,6 +267,7 @@ def _kubernetes(asked: Asked) -> int:
 def _runai(asked: Asked) -> int:
     job, launch = asked.job(), asked.launch
     words = runai.render(job, launch)
+    _note_unasked(asked.loaded, "runai")
     if asked.dry_run:
         print(shlex.join(words))
         return 0

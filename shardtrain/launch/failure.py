@@ -53,6 +53,8 @@ class Failure:
     """Step and data of an error in a step: ``step 41 (sequences 320 to 327)``."""
     phase: str = ""
     """Of a rank that hangs: what it was doing; its message is a sentence about the rank."""
+    is_sentence: bool = False
+    """Whether the message was written for the user, who needs neither the exception's class nor a line of source."""
 
 
 def describe(error: BaseException, rank: int) -> Failure:
@@ -74,6 +76,7 @@ def describe(error: BaseException, rank: int) -> Failure:
         trace=redact("".join(traceback.format_exception(error))),
         problems=tuple(redact(str(problem)) for problem in error.problems) if isinstance(error, ConfigError) else (),
         place=next((note[len(IN) :] for note in getattr(error, "__notes__", ()) if note.startswith(IN)), ""),
+        is_sentence=isinstance(error, ShardtrainError),
     )
 
 
@@ -118,10 +121,12 @@ def lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]:
     start = f"error[{failure.exit_code}]: "
     if failure.problems:
         return [start + problem for problem in failure.problems]
+    rank = f"rank {failure.rank} (host {failure.host})" if world_size > 1 else ""
+    if failure.is_sentence:
+        return [f"{start}{rank}{': ' if rank else ''}{failure.message}; see {log_path}"]
     cause = failure.message if failure.phase else ": ".join(part for part in (failure.kind, failure.message) if part)
-    if world_size > 1:
-        verb = "failed: " if failure.kind and not failure.phase else ""
-        cause = f"rank {failure.rank} (host {failure.host}) {verb}{cause}"
+    if rank:
+        cause = f"{rank} {'failed: ' if failure.kind and not failure.phase else ''}{cause}"
     where = f" ({failure.where})" if failure.where else ""
     trace = f"; full trace: {log_path}" if failure.trace else f"; see {log_path}"
     return [start + cause + where + trace]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shardtrain import __version__
-from shardtrain.config import Loaded
+from shardtrain.config import Loaded, presets
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.masking import redact
 
@@ -97,7 +97,7 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
     """
     launch = loaded.config.launch
     words = [launch.python, "-m", "shardtrain", verb]
-    where = path or (str(loaded.path) if loaded.path else "")
+    where = path or (presets.name_of(loaded.path) if loaded.path else "")
     # Path has taken the "./" away from which a name that begins with a dash was known to be no option
     words += [f"./{where}" if where.startswith("-") else where] if where else []
     words += without(overrides, "launch.", "job.config_file")

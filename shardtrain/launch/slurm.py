@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shardtrain.config import presets
 from shardtrain.config.launch_schema import Launch
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.launch.job import Job, folder_words, header, require, require_free, require_nothing_lost, without
@@ -120,6 +121,7 @@ def _look(job: Job, launch: Launch) -> list[str]:
     """A step before the run: every node says on one line why it could not begin, and the job ends at once."""
     python, *words = job.command
     file = words[3] if len(words) > 3 and not words[3].startswith("-") else ""
+    file = "" if file in presets.names() else file  # which the package has on every node
     # a container's folder is of its own; Slurm goes on in /tmp where a node has not that of the job
     folder = '"$PWD"' if launch.slurm.container == "none" else "''"
     container = _container(job, launch)

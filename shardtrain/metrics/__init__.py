@@ -241,10 +241,12 @@ class Metrics:
     def _log_header(self) -> None:
         """Say what runs, and how the MFU is measured or why it is not."""
         facts = self._facts
+        steps = f"steps {facts.start_step + 1} to {facts.total_steps}"
+        if facts.start_step >= facts.total_steps:
+            steps = f"finished at step {facts.start_step}"
         logger.info(
             f"{facts.description or 'run'}: {facts.model or 'model'} with {format_count(facts.num_params)} parameters "
-            f"on {facts.world_size} x {facts.device_name or facts.device_type}, "
-            f"steps {facts.start_step + 1} to {facts.total_steps}"
+            f"on {facts.world_size} x {facts.device_name or facts.device_type}, {steps}"
         )
         if self._peak_flops:
             logger.info(f"MFU against a dense peak of {self._peak_flops / 1e12:,.1f} TFLOP/s in {facts.compute_dtype}")
@@ -257,6 +259,12 @@ class Metrics:
     def _log_summary(self) -> None:
         """Say what the run did, how fast, and where its files are."""
         steps = self._step - self._facts.start_step
+        if not steps and self._step >= self._facts.total_steps:
+            logger.info(
+                f"the run was finished already, at step {self._step}: to go on raise training.steps or epochs; "
+                "to begin anew choose another job.dump_folder"
+            )
+            return
         if not steps:
             logger.info("no step was trained")
             return

@@ -130,7 +130,7 @@ def config_of(config: Config, found: Plan, output: Path) -> Config:
     checkpoint = dataclasses.replace(
         config.checkpoint,
         enable=bool(found.base) or config.checkpoint.enable,
-        load_only=True,
+        load_only=bool(found.base) or config.checkpoint.enable,  # without checkpoints there is nothing to save either
         load_step=-1,
         initial_load_path=config.checkpoint.initial_load_path if config.lora.enable else path,
         create_seed_checkpoint=False,

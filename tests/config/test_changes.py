@@ -11,8 +11,9 @@ import pytest
 from shardtrain.config import Loaded, changes
 from shardtrain.config.check import check
 from shardtrain.config.load import value_of
+from shardtrain.config.model_file import read_model_file, shape
 from shardtrain.config.options import options
-from shardtrain.config.schema import Config
+from shardtrain.config.schema import Config, LRScheduler, Model, Training
 
 COMPARED = [name for name in options() if changes.class_of(name) != "free"]
 
@@ -76,6 +77,23 @@ def test_a_part_that_begins_anew_frees_its_options() -> None:
             assert found(config, changed(config, other), (part,)) == [other]
     # weights stay, so their model does
     assert found(config, changed(config, "model.norm_type"), tuple(changes.FREED)) == ["model.norm_type"]
+
+
+def test_what_was_so_already_is_no_change_when_it_is_spelt_out() -> None:
+    plain = Config(training=Training(steps=60), model=Model(overrides={"num_layers": 2}))
+    schedule = dataclasses.replace(plain, lr_scheduler=LRScheduler(total_steps=60))
+    assert found(plain, schedule) == [] == found(schedule, plain)
+    assert found(plain, dataclasses.replace(plain, lr_scheduler=LRScheduler(total_steps=61))) == [
+        "lr_scheduler.total_steps"
+    ]
+    longer = dataclasses.replace(schedule, training=Training(steps=90))
+    assert found(plain, longer) == []  # the schedule is the one that was begun
+    assert found(plain, dataclasses.replace(plain, training=Training(steps=90))) == ["training.steps"]
+    facts = read_model_file(plain.model.name)
+    sizes = shape(facts, plain.model.flavor, plain.model.overrides)
+    told = dataclasses.replace(plain, model=Model(overrides={"num_layers": 2, "vocab_size": sizes["vocab_size"]}))
+    assert found(plain, told) == [] == found(told, plain)
+    assert found(plain, dataclasses.replace(plain, model=Model(overrides={"num_layers": 3}))) == ["model.overrides"]
 
 
 @pytest.mark.parametrize("record", [None, [], 3, {}, {"no.option": 1}])

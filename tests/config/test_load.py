@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config import Config, ConfigError, load
+from shardtrain.config import Config, ConfigError, load, presets
+from shardtrain.launch.job import to_job
+
+ROOT = Path(__file__).parents[2]
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -32,6 +35,31 @@ def test_nothing_at_all_is_the_default_config() -> None:
     assert loaded.config == Config()
     assert set(loaded.origins.values()) == {"default"}
     assert loaded.notices == () and loaded.path is None
+
+
+def test_where_no_file_is_named_the_preset_is_taken_and_told() -> None:
+    loaded = load(None, ["--training.steps", "5"], preset=presets.FIRST)
+    assert loaded.config == load(ROOT / "configs/debug.toml", ["--training.steps", "5"]).config
+    assert "no configuration is named" in loaded.notices[0] and "llama3_8b" in loaded.notices[0]
+    for named in (load("llama3_8b", preset=presets.FIRST), load(None, ["--job.config_file", "llama3_8b"], preset="x")):
+        assert named.config.model == load(ROOT / "configs/llama3_8b.toml").config.model and named.notices == ()
+
+
+def test_every_preset_has_a_name_and_a_file_of_that_name_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert presets.names() == sorted(file.stem for file in (ROOT / "configs").glob("*.toml"))
+    assert load("defaults").config == Config()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "debug").write_text("[training]\nsteps = 7\n")
+    assert load("debug").config.training.steps == 7
+    with pytest.raises(ConfigError, match=r"job.config_file=.*llama3_8.*did you mean llama3_8b\? presets are debug, "):
+        load("llama3_8")
+
+
+def test_another_machine_is_told_a_presets_name() -> None:
+    job = to_job(load("debug"), ())
+    assert list(job.command[1:5]) == ["-m", "shardtrain", "train", "debug"]
 
 
 def test_the_file_may_be_named_by_an_option_which_replaces_the_first(tmp_path: Path) -> None:

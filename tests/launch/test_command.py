@@ -64,7 +64,9 @@ sys.exit(main(sys.argv[1:]))
 NOTES = {
     "local": "note: launch.image, launch.mounts, launch.shared_memory_gib, launch.secrets: without effect on local\n",
     "ssh": "note: launch.image, launch.mounts, launch.shared_memory_gib: without effect on ssh\n",
-    "slurm": "note: launch.shared_memory_gib: without effect on slurm\n",
+    "slurm": "note: launch.shared_memory_gib: without effect on slurm\n"
+    "note: launch.cpus_per_node is not set: many clusters then give one core to the 8 ranks of a node; 8 for each "
+    "device is usual\n",
 }
 
 
@@ -105,6 +107,20 @@ def test_one_file_is_shown_for_every_platform_without_torch_and_without_a_secret
     for canary in CANARIES.values():
         assert canary not in done.stdout
     assert sorted(tmp_path.rglob("*")) == before, "a dry run writes nothing"
+
+
+def test_what_a_platform_gives_to_nobody_who_does_not_ask_is_told():
+    devices = ["--launch.devices_per_node", "8", "--image", "x"]
+    for platform in ("slurm", "kubernetes", "runai"):
+        told = run(platform, "--dry-run", "--nproc", "8", "--image", "x").stderr
+        assert "no GPU is asked for: the 8 ranks of a node train on its CPU; set launch.devices_per_node = 8" in told
+        assert "no GPU" not in run(platform, "--dry-run", *devices).stderr
+        meant = run(platform, "--dry-run", "--image", "x", "--training.device", "cpu")
+        assert meant.returncode == 0 and "no GPU" not in meant.stderr
+    assert "launch.cpus_per_node is not set" in run("slurm", "--dry-run", *devices).stderr
+    for platform in ("kubernetes", "runai"):
+        assert "launch.shared_memory_gib is not set" in run(platform, "--dry-run", *devices).stderr
+        assert run(platform, "--dry-run", *devices, "--launch.shared_memory_gib", "16").stderr == ""
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])

@@ -6,7 +6,16 @@ import json
 
 import pytest
 
-from shardtrain.errors import CheckpointError, ConfigError, DataError, PeerError, Preempted, Problem
+from shardtrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NumericalError,
+    PeerError,
+    Preempted,
+    Problem,
+    StorageError,
+)
 from shardtrain.launch import failure
 
 GLOO = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
@@ -49,13 +58,23 @@ def test_each_kind_of_error_has_its_status(error, code, is_peer):
 
 
 def test_the_line_names_status_rank_host_cause_place_and_log():
-    told = caught(DataError("the data\nends"), rank=3)
+    told = caught(RuntimeError("the data\nends"), rank=3)
     (line,) = failure.lines(told, "out/logs/rank-3.log", world_size=4)
     assert line == (
-        f"error[3]: rank 3 (host {told.host}) failed: DataError: the data ends ({told.where}); "
+        f"error[1]: rank 3 (host {told.host}) failed: RuntimeError: the data ends ({told.where}); "
         "full trace: out/logs/rank-3.log"
     )
     assert told.where.startswith("test_failure.py:")
+
+
+@pytest.mark.parametrize("kind", [DataError, CheckpointError, StorageError, NumericalError])
+def test_what_the_user_can_mend_shows_no_class_and_no_line_of_source(kind):
+    told = caught(kind("the data end; use more"), rank=3)
+    status = kind.exit_code
+    assert failure.lines(told, "out/rank-3.log", 1) == [f"error[{status}]: the data end; use more; see out/rank-3.log"]
+    (line,) = failure.lines(told, "out/rank-3.log", world_size=4)
+    assert line == f"error[{status}]: rank 3 (host {told.host}): the data end; use more; see out/rank-3.log"
+    assert told.kind == kind.__name__ and "Traceback" in told.trace  # for machines, and in the log
 
 
 def test_a_run_of_one_names_no_rank():

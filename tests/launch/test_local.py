@@ -85,7 +85,7 @@ def test_the_failing_rank_is_named_once_with_its_cause_and_place(tmp_path, how):
     cases(
         [
             ("early", 1, "rank 1 (host"),  # while rank 0 still waits for it in the rendezvous
-            ("data", 3, "DataError: the data ends at sample 7"),
+            ("data", 3, "): the data ends at sample 7; see "),
         ],
         nightly=[
             ("memory", 7, "MemoryError"),

@@ -212,6 +212,13 @@ def test_the_summary_tells_steps_losses_tokens_speed_and_files(tmp_path, kit, ca
     assert str(tmp_path / "metrics.jsonl") in text
 
 
+def test_a_run_that_was_finished_says_so_and_what_to_raise(tmp_path, kit, caplog):
+    with caplog.at_level("INFO", logger="shardtrain"):
+        kit.run(tmp_path, 4, start_step=4, total_steps=4)
+    assert "finished at step 4" in caplog.text and "steps 5 to 4" not in caplog.text
+    assert "the run was finished already, at step 4: to go on raise training.steps" in caplog.text
+
+
 def test_a_failed_run_has_no_summary(tmp_path, kit, caplog):
     with caplog.at_level("INFO", logger="shardtrain"), pytest.raises(KeyError):  # noqa: SIM117
         with Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank()):
