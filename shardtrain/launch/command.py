@@ -127,9 +127,7 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
         told = f"launch.cpus_per_node is not set: many clusters then give one core to the {ranks or devices or 1} ranks"
         print(f"note: {told} of a node; 8 for each device is usual", file=sys.stderr)
     if platform != "slurm" and (devices or 0) > 1 and launch.shared_memory_gib is None:
-        told = (
-            "launch.shared_memory_gib is not set: a container has 64 MiB of /dev/shm, too few for NCCL and workers"
-        )
+        told = "launch.shared_memory_gib is not set: a container has 64 MiB of /dev/shm, too few for NCCL and workers"
         print(f"note: {told}; 16 is usual", file=sys.stderr)
 
 
