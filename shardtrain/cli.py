@@ -57,11 +57,16 @@ With --comm.mode fake_backend nothing is trained: one process builds rank RANK (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; gives the exit status (see ``errors.py``). Every error a user can meet is one line each."""
+    return run(_dispatch, arguments)
+
+
+def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = None) -> int:
+    """Run ``action`` on the words of a command line; gives the exit status, and turns errors into lines."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         process.own_process()
     try:
-        return _dispatch(words)
+        return action(words)
     except ShardtrainError as error:
         return _complain(error.exit_code, [str(problem) for problem in getattr(error, "problems", [error])])
     except ModuleNotFoundError as error:
@@ -97,6 +102,8 @@ def _open(arguments: CommandLine, verb: str) -> tuple[Loaded, CommandLine]:
     from shardtrain import config
     from shardtrain.config import presets
 
+    if arguments.path is None and any(word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides):
+        return _load_flags(arguments), arguments
     if not (arguments.path and arguments.path.lower().endswith(FOREIGN_ENDINGS)):
         preset = presets.FIRST if verb == "train" else None
         return config.load(arguments.path, arguments.overrides, preset=preset), arguments
@@ -120,6 +127,21 @@ def _open(arguments: CommandLine, verb: str) -> tuple[Loaded, CommandLine]:
 
 
 FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
+
+
+def _load_flags(arguments: CommandLine) -> Loaded:
+    """The configuration that FMEngine's flags ask for; what it is depends on the number of ranks."""
+    from shardtrain import migrate
+    from shardtrain.launch import environment
+
+    world = os.environ.get("WORLD_SIZE", "")
+    if world.isdecimal():
+        return migrate.load_flags(arguments.overrides, int(world))
+    loaded = migrate.load_flags(arguments.overrides, arguments.nproc)
+    accelerators = environment.count_accelerators(loaded.config.training.device)
+    cores = environment.usable_cores()
+    choice = environment.choose_processes(loaded.config, arguments.nproc, os.environ, accelerators, cores)
+    return migrate.load_flags(arguments.overrides, choice.count)
 
 
 def _config(words: list[str]) -> int:
@@ -228,6 +250,12 @@ def _module(name: str, function: str = "main") -> Callable[..., int]:
     return lambda *words: int(getattr(importlib.import_module(name), function)(*words))
 
 
+def _checkpoint_of_others(words: list[str]) -> int:
+    """The verbs of ``checkpoint`` for folders that other systems write and read."""
+    room = "fmengine" if words[0].endswith("-fmengine") else "dcp"
+    return _module(f"shardtrain.{room}.command")(words)
+
+
 def _help(_words: list[str]) -> int:
     print(USAGE, end="")
     return 0
@@ -243,7 +271,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "verify": lambda words: _module("shardtrain.verify")(words, _train_module),
     "config": _config,
     "data": _module("shardtrain.data_tools.command"),
-    "checkpoint": lambda words: _module("shardtrain.checkpoint.command")(words, _module("shardtrain.dcp.command")),
+    "checkpoint": lambda words: _module("shardtrain.checkpoint.command")(words, _checkpoint_of_others),
     "test": lambda words: _module("shardtrain.testing.command")(words, lambda found: _open(found, "test")),
     "generate": _module("shardtrain.generate.command"),
     "evaluate": _module("shardtrain.evaluation.command"),

@@ -10,6 +10,7 @@ from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError
+from shardtrain.hub import layer_files
 from shardtrain.hub.opening import is_hub_folder
 
 _SAMPLE_BYTES = 2**20
@@ -44,7 +45,7 @@ def identity(config: Config) -> str:
 def of_folder(folder: Path) -> str:
     """What a Hugging Face folder is known by: names, sizes and both ends of its files of weights and of JSON."""
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+    for path in sorted([*folder.glob("*.json"), *layer_files.weight_files(folder)]):
         size = path.stat().st_size
         with open(path, "rb") as file:
             digest.update(f"{path.name}:{size}:".encode() + file.read(_SAMPLE_BYTES))

@@ -208,6 +208,8 @@ def _wait(condition, seconds: float) -> None:
 
 def launch(names: dict[str, str], *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """``shardtrain launch`` with the cluster's variables."""
+    if words[0] == "slurm":
+        words = (*words, "--training.device=cpu")  # the cluster has no GPU, and whoever asks for none is told so
     command = [sys.executable, "-m", "shardtrain", "launch", *words]
     names = {**names, "PYTHONPATH": str(ROOT)}
     return subprocess.run(

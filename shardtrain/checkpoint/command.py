@@ -26,6 +26,10 @@ usage: shardtrain checkpoint VERB ...
                             a folder of torch.distributed.checkpoint, such as torchtitan's step-N, as a checkpoint;
                             OPTIONS name its model: CONFIG.toml, --model.name ..., --model.flavor ...
   to-dcp  DIR DCP [OPTIONS] the other way, as torchtitan, dcp_to_torch and DCP's own load read it; see --help
+  from-fmengine FMENGINE DIR [--base-model HF_DIR] [--step global_stepN]
+                            a folder with a file per layer, as FMEngine's, as a checkpoint; --adapter writes adapters
+  to-fmengine FROM FMENGINE [--mp_world_size N]
+                            the other way; FROM is a DIR or a Hugging Face folder
   interval --stall TIME --mttf TIME [--restart TIME]
                             how often to save: a save keeps training waiting for stall, a job fails every mttf
 
@@ -223,4 +227,4 @@ VERBS: dict[str, tuple[Callable[..., int], int]] = {
     "weights": (_weights, 2),
     "interval": (_interval, 0),
 }
-_ELSEWHERE = ("from-dcp", "to-dcp")
+_ELSEWHERE = ("from-dcp", "to-dcp", "from-fmengine", "to-fmengine")

@@ -28,6 +28,7 @@ FORMS: dict[str, tuple[str, str]] = {
     "launch.forward_env": (VARIABLE, "names of variables"),
     "launch.mounts": (r"[A-Za-z0-9./_][^:,]*:/[^:,]*(:ro)?", 'like "SOURCE:/PATH", without commas'),
     "launch.ssh.hosts": (HOST, 'like "node1" or "user@node1:2222"'),
+    "launch.ssh.rendezvous_host": (r"[A-Za-z0-9][A-Za-z0-9._-]*|\[?[0-9A-Fa-f:.]+\]?", "a name or an address"),
     "launch.slurm.partition": (_WORD, "one word"),
     "launch.slurm.account": (_WORD, "one word"),
     "launch.slurm.qos": (_WORD, "one word"),

@@ -24,6 +24,9 @@ class LaunchSSH:
     """What starts the connections: this program, or pdsh, which then runs its ssh for each host (shardtrain)."""
     connect_timeout_seconds: int = 10
     """Seconds after which a host that does not answer is named, and the launch is given up (shardtrain)."""
+    rendezvous_host: str | None = None
+    """Name or address at which the others meet the first host, as over InfiniBand; found by itself unless set
+    (shardtrain)."""
     rendezvous_port: int = 29500
     """Port of the first host at which the others meet it (shardtrain)."""
 

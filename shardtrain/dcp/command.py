@@ -25,7 +25,8 @@ Write a folder of torch.distributed.checkpoint, such as torchtitan's
 outputs/checkpoint/step-1000, as a checkpoint of ours. Nothing in it is run:
 its pickles are read as data.
 
-  DCP          the folder that has .metadata
+  DCP          the folder that has .metadata, or a file of torch.save with the
+               same names, such as checkpoint.pt of dcp_to_torch
   DIR          a new folder, what a run starts from
   CONFIG.toml  names the model and its sequence length; torchtitan's own will do
 

@@ -16,6 +16,7 @@ from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.config.schema import Model
 from shardtrain.dcp.naming import TORCHTITAN, Naming, listed, recognise
 from shardtrain.dcp.stored import DcpFolder
+from shardtrain.dcp.torch_file import FlatFile
 from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.state import TrainState
 
@@ -24,6 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What compiled and recomputed modules add to names."""
 _MAX_COUNT = 2**53
+Folder = DcpFolder | FlatFile
 _OPTIMIZER = ("optimizer.state.", "optim.state.", "optimizer.optimizer.state.")
 
 
@@ -56,7 +58,7 @@ def from_dcp(
     network = models.build(module, config)
     parameters = dict(network.named_parameters())
     shapes = {name: tuple(tensor.shape) for name, tensor in {**parameters, **dict(network.named_buffers())}.items()}
-    there = _unwrapped(DcpFolder(folder))
+    there = _unwrapped(FlatFile(folder) if folder.is_file() else DcpFolder(folder))
     naming, prefix = recognise(model.name, config, shapes, there.tensors)
     weights = {name: prefix + naming.theirs(name) for name in shapes}
     _check(weights, shapes, there, f"{model.name} {model.flavor}")
@@ -116,7 +118,7 @@ def from_dcp(
     return found
 
 
-def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], there: DcpFolder, model: str) -> None:
+def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], there: Folder, model: str) -> None:
     missing = [theirs for theirs in weights.values() if theirs not in there.tensors]
     integral = [
         f"{theirs} {there.tensors[theirs].dtype}"
@@ -140,7 +142,7 @@ def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], th
 
 
 def _optimizer(
-    there: DcpFolder, naming: Naming, shapes: Mapping[str, tuple[int, ...]], wanted: bool | None, found: Read
+    there: Folder, naming: Naming, shapes: Mapping[str, tuple[int, ...]], wanted: bool | None, found: Read
 ) -> dict[str, str]:
     """Our names of the optimizer's tensors to theirs; none where they are not taken."""
     if wanted is False:
@@ -172,7 +174,7 @@ def _optimizer(
     return names
 
 
-def _unwrapped(there: DcpFolder) -> DcpFolder:
+def _unwrapped(there: Folder) -> Folder:
     """The same folder, its names without what wrapped modules add to them."""
 
     def plain(name: str) -> str:
@@ -182,7 +184,7 @@ def _unwrapped(there: DcpFolder) -> DcpFolder:
 
     names = {name: plain(name) for name in there.tensors}
     if len({*names.values()}) == len(names):
-        there.tensors = {names[name]: tensor for name, tensor in there.tensors.items()}
+        there.tensors = {names[name]: tensor for name, tensor in there.tensors.items()}  # type: ignore[assignment]
     return there
 
 
@@ -211,7 +213,7 @@ def _other_angles(family: str, config: Any, seq_len: int | None) -> list[str]:
     return []
 
 
-def _count(there: DcpFolder, name: str) -> int | None:
+def _count(there: Folder, name: str) -> int | None:
     """A counter of torchtitan's train state, a number or a tensor of one; None where it has none that is one."""
     full = f"train_state.{name}"
     value: Any = None
@@ -225,11 +227,11 @@ def _count(there: DcpFolder, name: str) -> int | None:
 
 
 def _step_of_name(folder: Path) -> int:
-    text = folder.name.removeprefix("step-")
+    text = folder.name.removesuffix(".pt").removeprefix("step-")
     return int(text) if text.isdecimal() and len(text) < 12 else 0
 
 
-def _counters(there: DcpFolder, step: int) -> dict[str, int]:
+def _counters(there: Folder, step: int) -> dict[str, int]:
     return {"step": step, "updates": step, "tokens_seen": _count(there, "ntokens_seen") or 0}
 
 

@@ -40,7 +40,7 @@ _NAMES = NAMES | {
     *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.dtype"),
     *("builtins.dict", "builtins.list", "builtins.set", "__builtin__.dict", "__builtin__.list", "__builtin__.set"),
 }
-_MAX_DIMS, _MAX_SIZE, _MAX_DEPTH = 16, 2**48, 60
+_MAX_DIMS, _MAX_SIZE, _MAX_DEPTH, _MAX_NAMES, _MAX_NAME = 16, 2**48, 60, 1_000_000, 1000
 _FREE_STEPS, _BYTES_PER_STEP = 1_000_000, 16
 _VIEWS_OF_A_STORAGE = 1024
 """A storage may be so many times larger than a tensor that is a part of it, as the parts of a divided one are."""
@@ -120,6 +120,50 @@ class TorchFile:
                 yield archive, length
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from None
+
+
+class FlatFile:
+    """A file of one state dict, its tensors by dotted names, such as ``dcp_to_torch`` or ``torch.save`` writes.
+
+    It answers as a ``DcpFolder`` does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError as ``TorchFile``, and where the file holds no table."""
+        self._file = TorchFile(path)
+        self.folder = path
+        self.tensors: dict[str, Stored] = {}
+        self.objects: dict[str, Any] = {}
+        self.unread: dict[str, str] = {}
+        if not isinstance(self._file.value, dict):
+            raise CheckpointError(f"{path} holds no table of tensors; use another checkpoint")
+        self._add("", self._file.value, _MAX_NAMES)
+
+    def _add(self, start: str, table: Any, budget: int) -> int:
+        for key, value in table.items() if isinstance(table, dict) else enumerate(table):
+            budget -= 1
+            name = f"{start}{key}"
+            if budget < 0 or len(name) > _MAX_NAME or not name.isprintable():
+                raise CheckpointError(f"{self.folder} has more names, or longer ones, than a model; use another one")
+            if isinstance(value, dict | list) and value:
+                budget = self._add(f"{name}.", value, budget)
+            elif name in self.tensors or name in self.objects:
+                raise CheckpointError(f"{self.folder} has {name} twice; use another checkpoint")
+            elif isinstance(value, Stored):
+                self.tensors[name] = value
+            else:
+                self.objects[name] = value
+        return budget
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, whole, on the CPU."""
+        return self._file.tensor(self.tensors[name])
+
+    def value(self, name: str) -> Any:
+        """A number, text, or short tuple of them; None for others."""
+        value = self.objects[name]
+        plain = value if isinstance(value, tuple) and len(value) < 100 else (value,)
+        return value if all(one is None or isinstance(one, bool | int | float | str) for one in plain) else None
 
 
 def describe(

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from shardtrain.errors import CheckpointError
+from shardtrain.hub import layer_files
 from shardtrain.hub.weights import HubWeights
 
 _SCALE = "_scale_inv"
 
 
 def open_weights(folder: Path, block: tuple[int, int] | None) -> HubWeights:
-    """The weights of a folder, whichever of the two ways they lie there; raises CheckpointError."""
+    """The weights of a folder, in whichever way they lie there; raises CheckpointError."""
+    if layer_files.is_layer_folder(folder):
+        return layer_files.LayerWeights(folder)
     return HubWeights(folder) if block is None else BlockFp8Weights(folder, block)
 
 

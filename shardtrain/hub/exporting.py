@@ -25,6 +25,7 @@ from shardtrain.checkpoint.safetensors_header import header
 from shardtrain.errors import CheckpointError, ConfigError, StorageError
 from shardtrain.hub import as_is, mapping, source
 from shardtrain.hub.architecture import saved_config
+from shardtrain.hub.block_fp8 import open_weights
 from shardtrain.hub.config_json import CONFIG, read_json
 from shardtrain.hub.format import FREE, Fields, Hub
 from shardtrain.hub.mapping import Translation
@@ -305,7 +306,7 @@ def _named_as_before(translation: Translation, wanted: Export) -> Translation:
     assert wanted.source is not None
     where = wanted.source.where
     if source.has_weights(where):
-        with HubWeights(where) as weights:
+        with open_weights(where, None) as weights:
             names = as_is.fit(models.build(wanted.module, wanted.config), wanted.config, weights)[0].sources
     else:
         known = manifest.read(where).facts.get(source.NAMES) if (where / manifest.MANIFEST).is_file() else None

@@ -18,6 +18,7 @@ from shardtrain.hub.config_json import CONFIG, read_json
 from shardtrain.hub.format import FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
 from shardtrain.hub.mapping import Translation, translate
 from shardtrain.hub.reading import describe
+from shardtrain.log import logger
 
 TRANSFORMERS = "transformers"
 """The model file of any class of that library."""
@@ -102,6 +103,11 @@ def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path) -
         raise ConfigError(f"{folder} holds a {holds}, which model.name does not; use\n{found.toml()}")
     said = found.hub.read(Fields(read_json(folder / CONFIG), str(folder / CONFIG), found.hub.defaults))
     unused = FREE | (found.hub.unused(said) & found.hub.unused(dataclasses.asdict(config)))
+    window, own = getattr(config, "sliding_window", 0), said.get("sliding_window", 0)
+    flavors = {fields.get("sliding_window") for fields in module.FLAVORS.values()}
+    if window and (not own or window < own) and window not in flavors:  # asked for, and not taken from another model
+        logger.warning(f"tokens see {window} tokens (sliding_window), where {folder} says {own or 'all before them'}")
+        unused |= {"sliding_window"}
     differ = [
         f"{key}={getattr(config, key)!r} in place of {value!r}"
         for key, value in said.items()

@@ -20,10 +20,11 @@ from typing import Any
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.manifest import MANIFEST, WEIGHTS_PREFIX, Manifest
 from shardtrain.errors import CheckpointError, ConfigError, StorageError
+from shardtrain.hub import layer_files
 from shardtrain.hub.block_fp8 import open_weights
 from shardtrain.hub.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_json
 from shardtrain.hub.mapping import Translation
-from shardtrain.hub.weights import INDEX, SINGLE, HubWeights
+from shardtrain.hub.weights import INDEX, SINGLE
 
 FACT, FILE, NAMES = "hub_files", "hub-files.bin", "hub_names"
 TOKENIZERS = re.compile(
@@ -65,7 +66,7 @@ def of_folder(folder: Path) -> Source:
     """What a folder holds; it need not have weights, nor a config.json. Raises CheckpointError for a broken one."""
     config = dict(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else {}
     if config.get("num_nextn_predict_layers") and has_weights(folder):  # layers beyond the last, which are not read
-        with HubWeights(folder) as weights:
+        with open_weights(folder, None) as weights:
             first = f"model.layers.{config.get('num_hidden_layers')}."
             if any(name.startswith(first) for name in weights.names()):
                 config["num_nextn_predict_layers"] = 0
@@ -164,8 +165,8 @@ def packed(source: Source) -> tuple[bytes, dict[str, list[int]]]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has safetensors, by the names that they have."""
-    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    """Whether a folder has weights that can be opened, by the names of their files."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file() or layer_files.is_layer_folder(folder)
 
 
 def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:

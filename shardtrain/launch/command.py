@@ -33,6 +33,9 @@ Start a training where it belongs. --dry-run prints what would be submitted, and
   --include a:0@b:1      launch.ssh.include     --exclude a            launch.ssh.exclude
   --max_restarts N       launch.max_restarts
 
+DeepSpeed's names of some: --num_nodes (--nodes), --num_gpus (--nproc), --master_addr (launch.ssh.rendezvous_host),
+--master_port (launch.ssh.rendezvous_port).
+
 All options are keys of [launch] (shardtrain config help launch); what is no option of launch goes to the run.
 """
 
@@ -46,6 +49,10 @@ SHORT = {
     "--include": "launch.ssh.include",
     "--exclude": "launch.ssh.exclude",
     "--max_restarts": "launch.max_restarts",
+    "--num_nodes": "launch.nodes",
+    "--num_gpus": "launch.nproc_per_node",
+    "--master_addr": "launch.ssh.rendezvous_host",
+    "--master_port": "launch.ssh.rendezvous_port",
 }
 
 Follow = Callable[[str], int]
@@ -123,8 +130,8 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
             'training.device = "cpu" if that is meant'
         )
         print(f"note: {told}", file=sys.stderr)
-    if platform == "slurm" and launch.cpus_per_node is None:
-        told = f"launch.cpus_per_node is not set: many clusters then give one core to the {ranks or devices or 1} ranks"
+    if platform == "slurm" and launch.cpus_per_node is None and (ranks or devices or 1) > 1:
+        told = f"launch.cpus_per_node is not set: many clusters then give one core to the {ranks or devices} ranks"
         print(f"note: {told} of a node; 8 for each device is usual", file=sys.stderr)
     if platform != "slurm" and (devices or 0) > 1 and launch.shared_memory_gib is None:
         told = "launch.shared_memory_gib is not set: a container has 64 MiB of /dev/shm, too few for NCCL and workers"
@@ -227,7 +234,8 @@ def _ssh(asked: Asked) -> int:
     job, launch = asked.job(), asked.launch
     chosen = hosts.chosen(launch, launch.nodes if asked.loaded.is_set("launch.nodes") else None)
     _forwarded(job)
-    plans = ssh.render(job, launch, chosen, ssh.address_of(chosen[0], launch), ssh.new_run_id())
+    meeting = launch.ssh.rendezvous_host or ssh.address_of(chosen[0], launch)
+    plans = ssh.render(job, launch, chosen, meeting, ssh.new_run_id())
     if asked.dry_run:
         print(ssh.text(plans), end="")
         return 0

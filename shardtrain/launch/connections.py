@@ -197,7 +197,7 @@ class Run:
         if len(reached) == 1 or address is None:
             return [{} for _ in reached]
         place = f"[{address}]" if ":" in address else address
-        known = {ENDPOINT: f"{place}:{self._options.rendezvous_port}"}
+        known = {} if self._options.rendezvous_host else {ENDPOINT: f"{place}:{self._options.rendezvous_port}"}
         if not addresses.is_loopback(address):
             return [known for _ in reached]
         return [{**known, LOCAL_ADDRESS: str(own)} for own in reached]

@@ -14,6 +14,7 @@ from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError
+from shardtrain.hub import layer_files
 from shardtrain.hub.config_json import CONFIG
 
 
@@ -29,7 +30,7 @@ def fingerprint(path: Place, in_hub: bool, rank: int = 0, size: int = 1) -> dict
     if not in_hub:
         return {manifest.MANIFEST: hashlib.sha256(manifest.read_bytes(path)).hexdigest()}
     folder = Path(str(path))
-    names = [CONFIG, *sorted(file.name for file in folder.glob("*.safetensors"))]
+    names = [CONFIG, *(file.relative_to(folder).as_posix() for file in layer_files.weight_files(folder))]
     try:
         return {name: _sha256(folder / name) for name in names[rank::size]}
     except OSError as error:

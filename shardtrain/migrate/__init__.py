@@ -6,7 +6,7 @@ that is read runs code, and no torch is imported. Only the command line imports 
 
 from __future__ import annotations
 
-from shardtrain.migrate.reading import FOREIGN_ENDINGS, Migration, load, migrate, open_file
+from shardtrain.migrate.reading import FOREIGN_ENDINGS, Migration, load, load_flags, migrate, open_file
 from shardtrain.migrate.report import Here
 
-__all__ = ["FOREIGN_ENDINGS", "Here", "Migration", "load", "migrate", "open_file"]
+__all__ = ["FOREIGN_ENDINGS", "Here", "Migration", "load", "load_flags", "migrate", "open_file"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -9,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardtrain.errors import ConfigError, Problem
+from shardtrain.migrate import deepspeed
 from shardtrain.migrate.document import Document, read
-from shardtrain.migrate.report import JOINED, Cannot, Found, Idle, Rule, To, apply
+from shardtrain.migrate.report import JOINED, Found, Idle, Rule, To, apply
 
 SYSTEM = "FMEngine"
 _LAUNCHER = Idle("where ranks are belongs to `shardtrain train` and `launch`")
@@ -37,9 +39,9 @@ KEYS: Mapping[str, Rule] = {
     "experiment_name": Idle("set WANDB_RUN_NAME in the environment"),
     "exp_name": Idle("set WANDB_RUN_NAME in the environment"),
     "wandb": Idle("metrics.enable_wandb turns it on"),
-    "dry_run": Cannot("`shardtrain train --comm.mode fake_backend` builds without training"),
+    "dry_run": JOINED,
     "res_dir": _UNREAD,
-    "use_deepspeed": Idle("it had to be true"),
+    "use_deepspeed": JOINED,
     "rank": _LAUNCHER,
     "local_rank": _LAUNCHER,
     "world_size": _LAUNCHER,
@@ -47,7 +49,7 @@ KEYS: Mapping[str, Rule] = {
     "model_parallel_size": JOINED,
     "seed": To("debug.seed", int),
     "deepspeed_config": JOINED,
-    "window_size": To("model.overrides.sliding_window", int, None, "tokens that a token sees"),
+    "window_size": JOINED,
     "launcher.num_gpus": JOINED,
     "launcher.num_nodes": JOINED,
     "launcher.nnodes": JOINED,
@@ -74,11 +76,10 @@ class Line:
         nodes = self._number("launcher\0num_nodes") or self._number("launcher\0nnodes") or 1
         return per_node * nodes if per_node else None
 
-    @property
-    def num_copies(self) -> int | None:
-        """Data parallel ranks: those that pipeline and tensor parallelism leave."""
+    def num_copies(self, num_processes: int | None) -> int | None:
+        """Data parallel ranks: those that pipeline and tensor parallelism leave of all."""
         each = (self._number("pipe_parallel_size") or 1) * (self._number("model_parallel_size") or 1)
-        return self.num_processes // each if self.num_processes and self.num_processes % each == 0 else None
+        return num_processes // each if num_processes and num_processes % each == 0 else None
 
     def _number(self, key: str) -> int | None:
         text = self.flags.get(key, "")
@@ -97,6 +98,26 @@ class Line:
                 Problem("deepspeed_config", name, rule, "give the JSON file beside this one", self.path.name)
             )
         return [read(found)]
+
+    def refuse_stray(self, words: Sequence[str]) -> None:
+        """Stop at a word that no flag takes, and at a flag that is given twice with two values."""
+        taken = ""
+        given: dict[str, str] = {}
+        for word in words:
+            name, equals, value = word.partition("=")
+            if word.startswith("--"):
+                key = name[2:].replace("-", "_")
+                taken = "" if equals else key
+                text = value if equals else self.flags.get(key, "")
+                if key in given and equals and given[key] != value:
+                    rule = f"is given twice, as {given[key]} before"
+                    raise ConfigError(Problem(name, value, rule, "keep one", "command line"))
+                given[key] = text
+            elif taken:
+                taken = ""
+            else:
+                rule = "belongs to no flag"
+                raise ConfigError(Problem("the word", word, rule, "write --flag value", "command line"))
 
     def read(self, num_processes: int | None, parts: Sequence[Found]) -> Found:
         """Answer for each flag."""
@@ -167,6 +188,14 @@ def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Seq
     return line
 
 
+def require_deepspeed(document: Document, system: str) -> None:
+    """Stop at a file of another system where the flags name that of DeepSpeed."""
+    if system != deepspeed.SYSTEM:
+        rule = f"was taken for a file of {system}, and not for DeepSpeed's JSON"
+        fix = "name the one that has train_micro_batch_size_per_gpu"
+        raise ConfigError(Problem("deepspeed_config", str(document.path), rule, fix, "command line"))
+
+
 def before(found: Found) -> None:
     """Say what FMEngine's flags decide, and the DeepSpeed file does not: the logging, and how the ranks are divided."""
     if found.has("steps_per_print"):
@@ -204,9 +233,23 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
         if get("pretrain", bool, False):
             found.answer("pretrain", "honoured", "weights start anew, and the folder says their sizes")
         else:
-            why = "from model.safetensors there; files per layer are turned into one by FMEngine's to_hf_format.py"
+            why = "from its files per layer and model-parallel rank, or its safetensors"
             found.default("checkpoint.initial_load_in_hf", True, why)
+        if _model_type(folder) == "mistral":
+            for part in parts:
+                if any(setting.option == "lora.target_modules" for setting in part.settings):
+                    part.set("", "lora.target_modules", ["q_proj", "v_proj"], "FMEngine's of Mistral")
     found.answer("pretrain", "ignored", "weights come from init_ckpt")
+    if get("dry_run", bool, False):
+        found.set("dry_run", "checkpoint.load_only", True, "nothing is saved; memory is logged in any run")
+    found.answer("dry_run", "ignored", "it asks for nothing")
+    window = get("window_size", int, 0)
+    if window > 0:
+        found.set("window_size", "model.overrides.sliding_window", window, "tokens that a token sees")
+    found.answer("window_size", "ignored", "0 is no limit" if not window else "it is below 0: no limit")
+    if not get("use_deepspeed", bool, True):
+        found.answer("use_deepspeed", "unsupported", "FMEngine required it to be true; leave it out")
+    found.answer("use_deepspeed", "ignored", "it had to be true")
     found.default("checkpoint.enable", True)
     data = get("data_path", str)
     if data:
@@ -216,6 +259,7 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
         if not local:
             found.default("data.streaming", True)
         found.default("data.separator", "\n", "documents were joined by a line break")
+        found.default("data.add_eos", False, "and by nothing else")
         found.default("training.on_data_end", "repeat", "the data repeated for ever")
     found.answer("data_path", "ignored", "it is empty")
     found.default("metrics.log_freq", 1)
@@ -241,3 +285,12 @@ def _batches(found: Found, parts: Sequence[Found], stages: int, tensor: int) -> 
         found.default(
             "training.local_batch_size", total // copies, "all rows of a step go through the pipeline at once"
         )
+
+
+def _model_type(folder: str) -> str:
+    """What config.json of a folder calls its model; empty where there is none."""
+    try:
+        facts = json.loads((Path(folder).expanduser() / "config.json").read_bytes()[: 2**20])
+    except (OSError, ValueError, RecursionError):
+        return ""
+    return str(facts.get("model_type", "")) if isinstance(facts, dict) else ""

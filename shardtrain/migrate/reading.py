@@ -80,14 +80,17 @@ def migrate(
     lines = [fmengine.command_line(file, read_text(file)) for file in files if _is_script(file)]
     lines += [fmengine.parse(flags, "command line")] if flags else []
     for line in lines:
-        documents += line.documents(documents)
+        named = line.documents(documents)
+        documents += named
         num_processes = num_processes or line.num_processes
+        for document in named:
+            fmengine.require_deepspeed(document, reader_of(document).SYSTEM)
     chosen = [(reader_of(document), document) for document in documents]
     for reader, document in chosen:
         num_processes = num_processes or _named_processes(document)
         if num_processes is None and here.nproc and reader is not universal_trainer:  # whose file names the nodes
             num_processes = here.nproc * (here.nodes or 1)
-    copies = next((line.num_copies for line in lines), num_processes)
+    copies = next((line.num_copies(num_processes) for line in lines), num_processes)
     parts: list[Found] = [_read(reader, document, copies, bool(lines), here) for reader, document in chosen]
     parts += [line.read(num_processes, parts) for line in lines]
     problems = [problem for part in parts for problem in part.problems]
@@ -123,16 +126,37 @@ def open_file(
     if verb == "train" and found.verb != verb:
         rule, fix = "asks for a test, and this trains", f"run shardtrain {found.verb} {path}"
         raise ConfigError(Problem("mode", found.verb, rule, fix, path.name))
+    return _followed(found, arguments, path), found.launch
+
+
+def load_flags(words: Sequence[str], num_processes: int | None = None, follow: bool = True) -> config.Loaded:
+    """The configuration of FMEngine's flags, and of overrides of ours (which have a dot) between them: as ``load``.
+
+    Without ``follow`` the model stays as the flags name it, so that a file can be written of it.
+    """
+    flags: list[str] = []
+    own: list[str] = []
+    into = flags
+    for word in words:
+        if word.startswith("--"):
+            into = own if "." in word.partition("=")[0] else flags
+        into.append(word)
+    fmengine.parse(flags, "command line").refuse_stray(flags)
+    return _followed(migrate([], num_processes, flags), own, None, follow)
+
+
+def _followed(found: Migration, arguments: Sequence[str], path: Path | None, follow: bool = True) -> config.Loaded:
+    """The configuration of what was read; raises ConfigError where a key of it cannot be followed."""
     problems = [
-        Problem(entry.key, entry.value, f"cannot be followed: {entry.text}", "take it out of the file", entry.where)
+        Problem(entry.key, entry.value, f"cannot be followed: {entry.text}", "take it out", entry.where)
         for entry in found.unsupported
     ]
     if problems:
         raise ConfigError(problems)
-    loaded = config.load_settings(found.settings, arguments, path)
-    said = (f"{path.name} was taken for a file of {' and '.join(found.systems)}",)
+    loaded = config.load_settings(found.settings, arguments, path, follow)
+    said = (f"{path.name} was taken for a file of {' and '.join(found.systems)}",) if path else ()
     notices = (*said, *map(str, found.entries), *unnamed(loaded), *found.notices, *loaded.notices)
-    return config.Loaded(loaded.config, loaded.origins, notices, loaded.path), found.launch
+    return config.Loaded(loaded.config, loaded.origins, notices, loaded.path)
 
 
 def unnamed(loaded: config.Loaded) -> list[str]:

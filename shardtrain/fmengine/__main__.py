@@ -1,0 +1,82 @@
+"""``python -m shardtrain.fmengine PROGRAM ...``: the programs of FMEngine, with their own flags.
+
+train         cli/train.py: as a rank where torchrun or DeepSpeed's launcher started it, else with ranks of its own
+deepspeed     the launcher, for cli/train.py alone: on this machine, or on the hosts of a hostfile
+torchrun      PyTorch's own, which starts ``train`` where cli/train.py is named
+to_hf_format  cli/to_hf_format.py
+from_hf       scripts/conversions/*/from_hf.py
+commands DIR  write ``deepspeed`` and ``torchrun`` into a folder for PATH, and print its name
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from shardtrain import cli
+from shardtrain.errors import ConfigError, Problem
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one program; gives the exit status. Errors are one line each, as those of ``shardtrain``."""
+    return cli.run(_dispatch, arguments)
+
+
+def _dispatch(words: list[str]) -> int:
+    name, rest = (words[0], words[1:]) if words else ("--help", [])
+    if name in ("--help", "-h"):
+        print(__doc__, end="")
+        return 0
+    if name not in PROGRAMS:
+        fix = f"use one of {', '.join(PROGRAMS)}"
+        raise ConfigError(Problem("shardtrain.fmengine", name, "is none of its programs", fix, "command line"))
+    return PROGRAMS[name](rest)
+
+
+def _train(words: list[str]) -> int:
+    from shardtrain.fmengine import launching
+
+    return launching.train(words)
+
+
+def _deepspeed(words: list[str]) -> int:
+    from shardtrain.fmengine import launching
+
+    return launching.deepspeed(words)
+
+
+def _torchrun(words: list[str]) -> int:
+    from shardtrain.fmengine import launching
+
+    return launching.torchrun(words)
+
+
+def _commands(words: list[str]) -> int:
+    from shardtrain.fmengine import launching
+
+    return launching.commands(words)
+
+
+def _to_hf_format(words: list[str]) -> int:
+    from shardtrain.fmengine import command
+
+    return command.to_hf_format(words)
+
+
+def _from_hf(words: list[str]) -> int:
+    from shardtrain.fmengine import command
+
+    return command.from_hf(words)
+
+
+PROGRAMS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "deepspeed": _deepspeed,
+    "torchrun": _torchrun,
+    "to_hf_format": _to_hf_format,
+    "from_hf": _from_hf,
+    "commands": _commands,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""Folders of a file per layer, as FMEngine begins and ends with them: written, and put together from two places."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain import models
+from shardtrain.checkpoint import files
+from shardtrain.dcp.torch_file import Stored, TorchFile
+from shardtrain.errors import CheckpointError, ConfigError, Problem, StorageError
+from shardtrain.hub import layer_files, mapping, source
+from shardtrain.hub.block_fp8 import open_weights
+from shardtrain.hub.config_json import CONFIG, read_json
+from shardtrain.hub.layer_files import LATEST, LayerWeights, family_of
+from shardtrain.hub.model import recognise, translation_of
+
+_STEP = "global_step001"
+_MAX_SHARDS = 256
+
+
+def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
+    """Write a Hugging Face folder, or one of a file per layer, for ``num_shards`` model-parallel ranks.
+
+    Gives the number of tensors, and of layers. One layer at a time is in memory; all that was written is read back and
+    compared before the folder has its name.
+
+    Raises:
+        ConfigError: when ``output`` exists, or the model cannot be divided so.
+        CheckpointError: when tensors are missing, surplus or of other shapes, or a file is damaged.
+        StorageError: when the folder cannot be written.
+    """
+    if output.exists():
+        raise ConfigError(f"{output} exists; give a new folder")
+    if not 1 <= num_shards <= _MAX_SHARDS:
+        raise ConfigError(
+            Problem("--mp_world_size", num_shards, f"must lie between 1 and {_MAX_SHARDS}", "use 1", "command line")
+        )
+    family, num_layers = family_of(folder)
+    found = recognise(folder)
+    with open_weights(folder, found.block) as weights:
+        if found.hub is None:
+            raise ConfigError(f"{folder} holds a {found.config.class_name}, which has no files per layer")
+        translation = translation_of(models.find(found.name), found.config, str(folder))
+        mapping.check(translation, weights, found.passed_over)
+        wanted = dict.fromkeys(translation.their_shapes())
+        sources = {name: name for name in wanted}
+        if getattr(found.config, "tied_embeddings", False):
+            sources[f"{family.head}weight"] = f"{family.embed}weight"
+        layers: dict[int, dict[str, str]] = {number: {} for number in range(num_layers + 3)}
+        for name, where in sources.items():
+            number, rest = family.place(name, num_layers)
+            dim = family.divided(name)
+            shape = weights.shape(where)
+            if dim is not None and shape[dim] % num_shards:
+                raise ConfigError(_undivided(name, shape[dim], num_shards))
+            layers[number][rest] = name
+        heads = (getattr(found.config, "num_heads", 0), getattr(found.config, "num_kv_heads", 0))
+        if any(count and count % num_shards for count in heads):
+            rule = f"does not divide the {heads[0]} heads of queries, or the {heads[1]} of keys and values"
+            raise ConfigError(Problem("--mp_world_size", num_shards, rule, "use a divisor of both", "command line"))
+        with _new(output) as temporary:
+            step = temporary / _STEP
+            step.mkdir()
+            for number, names in layers.items():
+                whole = {rest: _read(weights, sources[name]) for rest, name in names.items()}
+                for shard in range(num_shards):
+                    parts = {
+                        rest: _part(t, family.divided(names[rest]), shard, num_shards) for rest, t in whole.items()
+                    }
+                    torch.save(parts, step / f"layer_{number:02d}-model_{shard:02d}-model_states.pt")
+            for shard in range(num_shards):
+                state: dict[str, Any] = {"dp_world_size": 1, "mp_world_size": num_shards, "module": None}
+                state |= {"optimizer": None, "global_steps": 1, "skipped_steps": 1, "iteration": 1}
+                torch.save(state, step / f"mp_rank_{shard:02d}_model_states.pt")
+            (temporary / LATEST).write_text(_STEP)
+            _copy_beside(folder, temporary)
+            with LayerWeights(temporary) as written:
+                for name, where in sources.items():
+                    if not torch.equal(_bits(_read(written, name)), _bits(_read(weights, where))):
+                        raise StorageError(f"{output}: {name} is not what was written; check the disk")
+    return len(sources), num_layers
+
+
+@contextlib.contextmanager
+def staged(folder: Path, base: Path | None, step: str, beside: Path) -> Iterator[Path]:
+    """A folder of one step, with config.json and tokenizer of ``base`` where it is given, within the block.
+
+    ``step`` is "latest" or the name of one. It is made next to ``beside``, and holds links to the weights.
+
+    Raises:
+        CheckpointError: when there is no such step, or no config.json.
+    """
+    where = _step(folder, step)
+    places = [base] if base else [folder, folder.parent]  # a step's own folder has none
+    described = next((place for place in places if (place / CONFIG).is_file()), places[0])
+    if not (described / CONFIG).is_file():
+        hint = "it is no Hugging Face folder" if base else "name the Hugging Face folder of its model with --base-model"
+        raise CheckpointError(f"{described / CONFIG} is missing: {hint}")
+    with _new(beside, keep=False) as temporary:
+        _copy_beside(described, temporary)
+        (temporary / where.name).symlink_to(where.resolve(), target_is_directory=True)
+        (temporary / LATEST).write_text(where.name)
+        _fit_vocabulary(temporary)
+        yield temporary
+
+
+def steps(folder: Path) -> list[str]:
+    """The names of all steps of a folder; raises CheckpointError where it has none."""
+    found = [path.name for path in layer_files.steps_of(folder)]
+    if not found:
+        layer_files.step_of(folder)
+    return found
+
+
+def write_adapters(folder: Path, output: Path, step: str, alpha: float) -> tuple[int, int]:
+    """Write the adapters of a step as PEFT opens them; gives their rank, and how many there are.
+
+    ``alpha`` is lora_alpha of the JSON that they were trained with, which the files do not hold.
+
+    Raises:
+        ConfigError: when ``output`` exists.
+        CheckpointError: when the step holds none, or they are divided among model-parallel ranks.
+    """
+    from safetensors.torch import save_file
+
+    if output.exists():
+        raise ConfigError(f"{output} exists; give a new folder")
+    where = _step(folder, step)
+    tensors: dict[str, Tensor] = {}
+    ranks: set[int] = set()
+    for (number, shard), path in sorted(layer_files.files_of(where).items()):
+        opened = TorchFile(path)
+        values = opened.value if isinstance(opened.value, dict) else {}
+        for name, stored in values.items():
+            kind = name.rpartition(".")[2] if isinstance(name, str) else ""
+            if not isinstance(stored, Stored) or kind not in ("lora_A", "lora_B") or len(stored.shape) != 2:
+                continue
+            if shard:
+                raise CheckpointError(
+                    f"{where}: adapters of several model-parallel ranks cannot be put together: each rank drew lora_A "
+                    "for itself; train them with --model_parallel_size 1"
+                )
+            ranks.add(stored.shape[0 if kind == "lora_A" else 1])
+            tensors[f"base_model.model.model.layers.{number - 1}.{name}.weight"] = opened.tensor(stored)
+    modules = sorted({name.split(".")[-3] for name in tensors})
+    pairs = {name.rpartition(".lora_")[0] for name in tensors}
+    if not tensors or len(ranks) != 1 or len(tensors) != 2 * len(pairs):
+        what = "no adapters" if not tensors else f"adapters of ranks {sorted(ranks)}, or halves of some"
+        raise CheckpointError(f"{where} holds {what}; name a folder that was trained with a lora block")
+    (rank,) = ranks
+    fields = {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "", "inference_mode": True},
+        **{"r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "target_modules": modules, "bias": "none"},
+    }
+    with _new(output) as temporary:
+        save_file(tensors, str(temporary / "adapter_model.safetensors"), {"format": "pt"})
+        (temporary / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    return rank, len(pairs)
+
+
+def _step(folder: Path, step: str) -> Path:
+    if step == "latest":
+        return layer_files.step_of(folder)
+    found = next((path for path in layer_files.steps_of(folder) if path.name == step), None)
+    if found is None:
+        there = ", ".join(path.name for path in layer_files.steps_of(folder)[:8]) or "none"
+        raise CheckpointError(f"{folder} has no step {step!r} with files per layer; there is {there}")
+    return found
+
+
+def _fit_vocabulary(folder: Path) -> None:
+    """FMEngine adds tokens that a tokenizer lacks, and rows for them: the base's config.json does not know of these."""
+    said = dict(read_json(folder / CONFIG))
+    family, _ = family_of(folder)
+    with LayerWeights(folder) as weights:
+        name = f"{family.embed}weight"
+        rows = weights.shape(name)[0] if name in weights else 0
+    known = said.get("vocab_size")
+    if isinstance(known, int) and rows > known:
+        (folder / CONFIG).write_text(json.dumps({**said, "vocab_size": rows}, indent=2))
+        print(f"vocab_size is {rows} in place of {known}: FMEngine has added {rows - known} rows")
+
+
+def _copy_beside(folder: Path, output: Path) -> None:
+    shutil.copyfile(folder / CONFIG, output / CONFIG)
+    for name in source.of_folder(folder).files:
+        if "/" not in name:
+            shutil.copyfile(folder / name, output / name)
+
+
+@contextlib.contextmanager
+def _new(output: Path, keep: bool = True) -> Iterator[Path]:
+    """A folder next to ``output``, which has its name when the block has ended well."""
+    temporary = output.with_name(f"{output.name}.tmp-{secrets.token_hex(6)}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if keep:
+            files.sync_folder(temporary)
+            files.rename(temporary, output)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {error.filename or output}: {error.strerror}; choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _read(weights: Any, name: str) -> Tensor:
+    tensor: Tensor = weights.read(name, [slice(0, size) for size in weights.shape(name)])
+    return tensor
+
+
+def _part(tensor: Tensor, dim: int | None, shard: int, num_shards: int) -> Tensor:
+    if dim is None:
+        return tensor.contiguous()
+    size = tensor.shape[dim] // num_shards
+    return tensor.narrow(dim, shard * size, size).clone(memory_format=torch.contiguous_format)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _undivided(name: str, size: int, num_shards: int) -> Problem:
+    rule = f"does not divide the {size} of {name}"
+    fix = "use a divisor"
+    if "embed" in name or "lm_head" in name:
+        more = -(-size // num_shards) * num_shards
+        fix = f"use a divisor, or import with --vocab_size {more} first"
+    return Problem("--mp_world_size", num_shards, rule, fix, "command line")

@@ -1,0 +1,200 @@
+"""FMEngine's two ways of starting a run: ``deepspeed ... cli/train.py ...`` and ``torchrun ... cli/train.py ...``."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardtrain import cli, config, migrate
+from shardtrain.errors import ConfigError, Problem, StorageError
+from shardtrain.migrate.fmengine import FLAG
+
+HOSTFILE = "/job/hostfile"
+"""What DeepSpeed takes where no --hostfile is given."""
+_PROGRAM = re.compile(r"(^|.*/)cli/train\.py|train\.py")
+_VALUES = {
+    "--hostfile": "hostfile", "-H": "hostfile", "--include": "include", "-i": "include", "--exclude": "exclude",
+    "-e": "exclude", "--num_nodes": "num_nodes", "--num_gpus": "num_gpus", "--num_accelerators": "num_gpus",
+    "--master_port": "master_port", "--master_addr": "master_addr", "--launcher": "launcher",
+    "--launcher_args": "launcher_args", "--ssh_port": "ssh_port",
+}  # fmt: skip
+_FLAGS = {"--force_multi", "--no_local_rank", "--enable_each_rank_log", "--save_pid", "--no_ssh_check"}
+"""Options of DeepSpeed's launcher that change nothing of what is trained here."""
+_CARRIED = ("NCCL_", "UCX_", "PYTHONPATH")
+"""Variables that DeepSpeed hands on to other hosts."""
+
+
+def train(words: list[str]) -> int:
+    """``cli/train.py``; gives the exit status."""
+    if "--help" not in words and "-h" not in words and not any(word.partition("=")[0] == FLAG for word in words):
+        rule = "is needed: the JSON file that says optimizer, batch and precision"
+        raise ConfigError(Problem(FLAG, None, rule, f"write it like {FLAG} ./configs/llama.json", "command line"))
+    return cli.main(["train", *words])
+
+
+def deepspeed(words: list[str]) -> int:
+    """DeepSpeed's launcher in front of ``cli/train.py``; gives the exit status.
+
+    Raises:
+        ConfigError: for an option that it does not have, or another program.
+    """
+    if not words or words[0] in ("--help", "-h"):
+        print("usage: deepspeed [--num_gpus N] [--num_nodes N] [--hostfile FILE] [--include ...] [--exclude ...]")
+        print("                 [--master_addr HOST] [--master_port PORT] cli/train.py FLAGS...")
+        return 0
+    options, flags = _split(list(words))
+    for name in ("num_gpus", "num_nodes", "master_port"):
+        text = options.get(name, "1")
+        if not (text.isdecimal() and 0 < int(text) < 10**6):
+            raise ConfigError(
+                Problem(f"--{name}", text, "must be a whole number above 0", "correct it", "command line")
+            )
+    several = _hosts(options)
+    if several:
+        return _on_hosts(options, flags, several)
+    devices = _local_devices(options)
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    number = options.get("num_gpus") or (str(len(devices.split(","))) if devices else "")
+    return train([*(["--nproc", number] if number else []), *flags])
+
+
+def torchrun(words: list[str]) -> int:
+    """``torchrun``, which starts our ``cli/train.py`` where the program is FMEngine's; gives the exit status."""
+    at = next((n for n, word in enumerate(words) if word.endswith("cli/train.py")), None)
+    if at is not None and any(word.partition("=")[0] == FLAG for word in words[at:]):
+        words = [*words[:at], "-m", "shardtrain.fmengine", "train", *words[at + 1 :]]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
+
+
+def commands(words: list[str]) -> int:
+    """Write ``deepspeed`` and ``torchrun`` for PATH into a folder; gives the exit status.
+
+    Raises:
+        ConfigError: where the folder has other files of these names.
+    """
+    if len(words) != 1 or words[0].startswith("-"):
+        rule = "needs the folder that they are written into"
+        fix = 'write it like export PATH="$(python -m shardtrain.fmengine commands ~/.fmengine):$PATH"'
+        raise ConfigError(Problem("shardtrain.fmengine commands", None, rule, fix, "command line"))
+    folder = Path(words[0]).expanduser().absolute()
+    for name in ("deepspeed", "torchrun"):
+        text = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m shardtrain.fmengine {name} "$@"\n'
+        path = folder / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if path.exists() and "-m shardtrain.fmengine" not in path.read_text(errors="replace")[:1000]:
+                raise ConfigError(Problem(str(path), None, "exists and is another program", "name another folder"))
+            path.write_text(text)
+            path.chmod(0o755)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written ({error.strerror}); name another folder") from None
+    print(folder)
+    return 0
+
+
+def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The launcher's options, and the program's flags."""
+    options: dict[str, str] = {}
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            if not _PROGRAM.fullmatch(word):
+                rule = "is not FMEngine's cli/train.py, which alone is started so"
+                raise ConfigError(Problem("deepspeed", word, rule, "start other programs with DeepSpeed itself"))
+            return options, words
+        if name in _VALUES:
+            text = value if equals else (words.pop(0) if words else "")
+            if not text or text.startswith("--"):
+                raise ConfigError(Problem(name, text or None, "has no value", f"write {name} VALUE", "command line"))
+            options[_VALUES[name]] = text
+        elif word not in _FLAGS:
+            known = ", ".join([*_VALUES, *sorted(_FLAGS)])
+            raise ConfigError(Problem(name, value or None, "is not followed here", f"known are {known}", "deepspeed"))
+    raise ConfigError(
+        Problem("deepspeed", None, "names no program", "write cli/train.py and its flags", "command line")
+    )
+
+
+def _hosts(options: dict[str, str]) -> list[str]:
+    """The options of ``launch ssh`` where there are other hosts than this one; else nothing."""
+    given = options.get("hostfile")
+    file = given or HOSTFILE
+    is_local = any(options.get(name, "").startswith("localhost") for name in ("include", "exclude"))
+    if is_local or not Path(file).is_file():
+        if given and not is_local:
+            raise ConfigError(Problem("--hostfile", given, "is no file here", "give one, or leave it out"))
+        if int(options.get("num_nodes", "1")) > 1:
+            rule = f"needs a hostfile, and {HOSTFILE} is not here"
+            raise ConfigError(Problem("--num_nodes", options["num_nodes"], rule, "give --hostfile FILE"))
+        return []
+    words = ["--hostfile", file]
+    for name, option in (
+        ("include", "--include"),
+        ("exclude", "--exclude"),
+        ("num_nodes", "--nodes"),
+        ("master_port", "--master_port"),
+        ("master_addr", "--master_addr"),
+    ):
+        if name in options:
+            words += [option, options[name]]
+    if options.get("launcher", "pdsh") not in ("pdsh", "ssh"):
+        rule = "is not used here"
+        fix = "hosts are reached by ssh; under Slurm use `shardtrain launch slurm`"
+        raise ConfigError(Problem("--launcher", options["launcher"], rule, fix, "command line"))
+    return words
+
+
+def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -> int:
+    """Write the configuration that the flags ask for where all hosts see it, and start it on them by ssh."""
+    from shardtrain.launch import command, hosts
+
+    named: dict[str, str] = {"hostfile": words[1]}
+    named.update({name: options[name] for name in ("include", "exclude") if name in options})
+    launch = config.load(None, [f"--launch.ssh.{name}={text}" for name, text in named.items()]).config.launch
+    count = int(options["num_nodes"]) if "num_nodes" in options else None
+    chosen = hosts.chosen(launch, count)
+    each = int(options.get("num_gpus", chosen[0].slots or 1))
+    if len(chosen) == 1:  # taken for this machine, and reached by no ssh, as there
+        if chosen[0].devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, chosen[0].devices))
+        return train(["--nproc", str(each), *flags])
+    if "num_gpus" in options and chosen[0].slots and each < chosen[0].slots and "include" not in options:
+        devices = ",".join(map(str, range(each)))  # the first of each host, as there
+        words = [*words, "--include", "@".join(f"{host.name}:{devices}" for host in chosen)]
+    elif "num_gpus" in options:
+        words = [*words, "--nproc", options["num_gpus"]]
+    loaded = migrate.load_flags(flags, each * len(chosen), follow=False)
+    folder = Path(loaded.config.job.dump_folder)
+    file = folder / "fmengine.toml"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(config.set_toml(loaded))
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be written ({error.strerror}); name another --output_dir") from None
+    for notice in loaded.notices:
+        print(notice, file=sys.stderr)
+    carried = sorted(name for name in os.environ if name.startswith(_CARRIED))
+    more = ["--launch.workdir", os.getcwd(), "--launch.python", sys.executable]
+    more += ["--launch.forward_env", *carried] if carried else []
+    return command.main(["ssh", str(file.absolute()), *words, *more])
+
+
+def _local_devices(options: dict[str, str]) -> str:
+    """Devices of this machine that ``--include localhost:0,1`` names; empty where it names none."""
+    for name in ("include", "exclude"):
+        text = options.get(name, "")
+        if not text:
+            continue
+        found = re.fullmatch(r"localhost(?::(\d+(?:,\d+)*))?", text)
+        if not found or name == "exclude":
+            rule = "is followed for the hosts of a hostfile, and as --include localhost:0,1 on this machine"
+            raise ConfigError(Problem(f"--{name}", text, rule, "name devices by --include", "command line"))
+        return found[1] or ""
+    return ""

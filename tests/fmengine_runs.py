@@ -1,0 +1,92 @@
+"""What a user of FMEngine has: a Hugging Face folder, documents in JSONL, a DeepSpeed JSON, and command lines."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import hub_folders
+import tiny_tokenizers
+import torch
+from foreign_configs import LLAMA
+from tiny import make_run, whole
+from torch import Tensor
+
+from shardtrain import migrate, train
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.resume import resume
+
+VOCABULARY = 512
+WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "lay", "by", "the", "fire"]
+
+
+def hf_folder(folder: Path, family: str = "llama2", **changed: Any) -> Path:
+    """A tiny model with its tokenizer."""
+    hub_folders.save(hub_folders.build(family, vocab_size=VOCABULARY, **changed), folder)
+    return tiny_tokenizers.bpe_folder(folder)
+
+
+def jsonl(file: Path, rows: int = 60) -> Path:
+    """Documents of thirty words."""
+    drawn = random.Random(0)
+    file.write_text("".join(json.dumps({"text": " ".join(drawn.choices(WORDS, k=30))}) + "\n" for _ in range(rows)))
+    return file
+
+
+def ds_json(file: Path, micro: int, batch: int, bf16: bool = True, **changed: Any) -> Path:
+    """FMEngine's llama.json with batches as given; ``changed`` are keys at the top."""
+    made = json.loads(json.dumps(LLAMA))
+    made |= {"train_micro_batch_size_per_gpu": micro, "train_batch_size": batch, "bf16": {"enabled": bf16}}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(made | changed, indent=1))
+    return file
+
+
+def steps_of_flags(
+    rank: int, flags: list[str], steps: int
+) -> tuple[list[float], list[float], list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """Train as one rank of several; gives losses, rates, the rows of each step with their targets, and all weights."""
+    config = migrate.load_flags(flags, torch.distributed.get_world_size()).config
+    run = make_run(rank, config)
+    resume(run, Checkpoints(config))
+    stream, rows = run.stream, []
+
+    class Recorded:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(stream, name)
+
+        def __next__(self) -> Any:
+            batch = next(stream)
+            rows.append((batch.tokens_BT.clone(), batch.targets_BT.clone()))
+            return batch
+
+    run.stream = Recorded()  # type: ignore[assignment]
+    losses, rates = [], []
+    for _ in range(steps):
+        outcome = train.step(run)
+        assert outcome is not None
+        total = run.mesh.sum(outcome.loss_sum.double(), over=("pp",)).item()
+        losses.append(total / outcome.global_tokens)
+        rates.append(outcome.lr)
+    return losses, rates, rows, whole(run)
+
+
+def values(path: Path) -> list[dict[str, Any]]:
+    """The logged steps of a run."""
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """The safetensors of a folder."""
+    from safetensors.torch import load_file
+
+    return load_file(str(folder / "model.safetensors"))
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Bit for bit, types too."""
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert {name: t.dtype for name, t in one.items()} == {name: t.dtype for name, t in other.items()}
