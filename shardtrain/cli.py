@@ -97,19 +97,36 @@ def _complain(code: int, problems: Sequence[str]) -> int:
     return code
 
 
-def _load(arguments: CommandLine) -> Loaded:
+def _open(arguments: CommandLine, verb: str) -> tuple[Loaded, CommandLine]:
+    """The configuration of a verb, and its options with what a file of another system says of nodes and processes."""
     from shardtrain import config
     from shardtrain.config import presets
 
     if arguments.path is None and any(word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides):
-        return _load_flags(arguments)
-    if arguments.path and arguments.path.lower().endswith((".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")):
-        from shardtrain import migrate
+        return _load_flags(arguments), arguments
+    if not (arguments.path and arguments.path.lower().endswith(FOREIGN_ENDINGS)):
+        preset = presets.FIRST if verb == "train" else None
+        return config.load(arguments.path, arguments.overrides, preset=preset), arguments
+    from shardtrain import migrate
+    from shardtrain.launch import environment
 
-        world = os.environ.get("WORLD_SIZE", "")
-        count = int(world) if world.isdecimal() else arguments.nproc
-        return migrate.load(Path(arguments.path), arguments.overrides, count)
-    return config.load(arguments.path, arguments.overrides, preset=presets.FIRST)
+    path, overrides = Path(arguments.path), arguments.overrides
+    if environment.is_rank(os.environ) and not arguments.nnodes:
+        world = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS", "")
+        return migrate.open_file(path, overrides, int(world) if world.isdecimal() else None, verb=verb)[0], arguments
+    asked = environment.asked_processes(arguments.nproc, os.environ)
+    nodes = arguments.nnodes or ""
+    here = migrate.Here(
+        nproc=asked.count if asked else None,
+        nodes=int(nodes) if nodes.isdecimal() else None,
+        devices=environment.count_accelerators(),
+    )
+    loaded, said = migrate.open_file(path, overrides, here=here, verb=verb)
+    own = {name: value for name, value in said.items() if getattr(arguments, name) is None}
+    return loaded, dataclasses.replace(arguments, **own)
+
+
+FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
 
 
 def _load_flags(arguments: CommandLine) -> Loaded:
@@ -141,8 +158,7 @@ def _train(words: list[str]) -> int:
         return _help(words)
     from shardtrain.launch import agent, environment, nodes
 
-    arguments = _with_config_file(arguments)
-    loaded = _load(arguments)
+    loaded, arguments = _open(_with_config_file(arguments), "train")
     if loaded.config.comm.mode == "fake_backend":
         return _module("shardtrain.simulated", "run")(loaded, arguments.nproc)
     if environment.is_rank(os.environ) and not arguments.nnodes:
@@ -160,7 +176,8 @@ def _train(words: list[str]) -> int:
 def _with_config_file(arguments: CommandLine) -> CommandLine:
     """Take the file of CONFIG_FILE where the command line names none, as torchtitan's scripts and images do."""
     file = os.environ.get("CONFIG_FILE")
-    if not file or arguments.path or any(word.split("=")[0] == "--job.config_file" for word in arguments.overrides):
+    others = ("--job.config_file", "--deepspeed_config")
+    if not file or arguments.path or any(word.partition("=")[0] in others for word in arguments.overrides):
         return arguments
     if os.environ.get("RANK", "0") == "0" and "SHARDTRAIN_PARENT" not in os.environ:
         shown = "".join(char if char.isprintable() else "?" for char in file)
@@ -267,7 +284,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _config,
     "data": _module("shardtrain.data_tools.command"),
     "checkpoint": lambda words: _module("shardtrain.checkpoint.command")(words, _checkpoint_of_others),
-    "test": _module("shardtrain.testing.command"),
+    "test": lambda words: _module("shardtrain.testing.command")(words, lambda found: _open(found, "test")),
     "generate": _module("shardtrain.generate.command"),
     "evaluate": _module("shardtrain.evaluation.command"),
     "import": _module("shardtrain.hub.command", "import_main"),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import continuing, models, optim, tasks
+from shardtrain import continuing, models, optim, saved_file, tasks
 from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
@@ -68,6 +68,10 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     if initial and lora.enable and peft.is_folder(path):
         peft.load(run, Path(str(path)))
         return
+    if initial and not lora.enable and not options.initial_load_in_hf and saved_file.is_saved_file(path):
+        tensors = weights(run)
+        together(lambda: saved_file.load(run, Path(str(path)), tensors, options.initial_load_model_only))
+        return
     if initial and options.initial_load_in_hf and not lora.enable:
         _load_hub(run, path)
         return
@@ -116,15 +120,16 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
 
 def _load_hub(run: Run, folder: Place) -> None:
     """Start from the weights of a Hugging Face folder (a collective): all ranks do, or none."""
-    model, quantized = run.config.model, run.config.checkpoint.initial_load_in_hf_quantized
+    model, options = run.config.model, run.config.checkpoint
+    quantized, legacy = options.initial_load_in_hf_quantized, options.initial_load_legacy_bin
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    tensors, resize = weights(run), run.config.checkpoint.initial_load_resize_embeddings
+    tensors, resize = weights(run), options.initial_load_resize_embeddings
     if tasks.open_task(run.config).num_labels:
         head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
         logger.info(f"the head of {run.config.task.name} is not in the folder, and starts anew")
-    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized, resize))
+    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized, resize, legacy))
     logger.info(f"starting from the weights of {folder}")
 
 
@@ -203,4 +208,4 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:
         return f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} differ"
-    return "tokenizer, seq_len, seed, packing, mixture, data.mode or data.readers differ"
+    return "tokenizer, seq_len, seed, packing, mixture, data.mode, data.readers or training.last_batch differ"

@@ -45,7 +45,14 @@ def read_world_size(resolved: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def describe(loaded: Loaded, mesh: Mesh, num_params: int, total_steps: int, num_samples: int | None) -> list[str]:
+def describe(
+    loaded: Loaded,
+    mesh: Mesh,
+    num_params: int,
+    total_steps: int,
+    num_samples: int | None,
+    places_per_epoch: int | None = None,
+) -> list[str]:
     """Lines for the log: versions, model and mesh, the arithmetic of the batch, precision and seed."""
     config = loaded.config
     batch = derived.global_batch_size(config, mesh.device_mesh.size())
@@ -53,7 +60,11 @@ def describe(loaded: Loaded, mesh: Mesh, num_params: int, total_steps: int, num_
         versions(),
         *describe_model(config, mesh, num_params),
         f"data: {_describe_data(config)}, {total_steps} steps"
-        + ("" if num_samples is None else f" are {total_steps * batch / num_samples:.2f} epochs of {num_samples} rows"),
+        + (
+            ""
+            if num_samples is None
+            else f" are {total_steps * batch / (places_per_epoch or num_samples):.2f} epochs of {num_samples} rows"
+        ),
         describe_precision(config),
     ]
     return lines + (configs.resolved_toml(config).splitlines() if config.job.print_config else [])

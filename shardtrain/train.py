@@ -108,9 +108,10 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
             return run.state
         if here.rank == 0:
             write_resolved_config(loaded, folder, here.size)
-        for line in describe(loaded, run.mesh, run.num_params, run.total_steps, run.stream.num_samples):
+        of_epoch = run.stream.num_samples, run.stream.places_per_epoch
+        for line in describe(loaded, run.mesh, run.num_params, run.total_steps, *of_epoch):
             logger.info(line)
-        validator = Validator(config, run.runner, run.mesh, run.stop, run.stream.num_samples)
+        validator = Validator(config, run.runner, run.mesh, run.stop, run.stream.places_per_epoch)
         started_at = run.state.step
         with run.ledger:
             while True:

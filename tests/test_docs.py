@@ -68,6 +68,7 @@ SMALLER = {
     "shardtrain train examples/migrate/ds_config.json --training.steps 20": TRAIN.replace(
         "--training.local_batch_size=1 ", ""
     ),
+    "python main.py --params=examples/universal_trainer/parameters.yml --job.dump_folder outputs/universal_trainer": "",
     "./run_tests.sh": "--collect-only -q tests/test_units.py",
     "shardtrain verify": "--mesh dp_shard=2",  # the whole list takes half a minute
     'shardtrain verify configs/debug.toml --mesh tp=2 --mesh "pp=2,dp_shard=2" --mesh cp=2': (

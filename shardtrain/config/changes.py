@@ -58,6 +58,7 @@ OPTIONS: dict[str, Class] = {
     "training.dataset": "data",
     "training.dataset_path": "data",
     "training.on_data_end": "free",
+    "training.last_batch": "data",
     "training.local_batch_size": "free",  # accumulation makes up for it
     "training.global_batch_size": "course",
     "training.seq_len": "data",

@@ -58,6 +58,12 @@ def _check_hub(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, begins, rule, "set checkpoint.initial_load_path")
     if options.initial_load_resize_embeddings:
         yield from _check_resized(loaded)
+    if options.initial_load_legacy_bin and not options.initial_load_in_hf:
+        rule = "has no effect without checkpoint.initial_load_in_hf"
+        yield problem(loaded, "checkpoint.initial_load_legacy_bin", rule, f"set {begins} = true, or remove it")
+    if options.initial_load_legacy_bin and options.initial_load_in_hf_quantized:
+        rule = "is for weights that are not quantised"
+        yield problem(loaded, "checkpoint.initial_load_legacy_bin", rule, "remove one of them")
     if options.initial_load_in_hf_quantized and not options.initial_load_in_hf:
         rule = "has no effect without checkpoint.initial_load_in_hf"
         yield problem(loaded, "checkpoint.initial_load_in_hf_quantized", rule, f"set {begins} = true, or remove it")

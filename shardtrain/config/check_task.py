@@ -58,6 +58,11 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
         assert isinstance(found, Problem)
         yield problem(loaded, "task.name", found.rule, found.fix)
         return
+    if c.training.last_batch != "rollover" and c.task.name in (LANGUAGE_MODEL, DISTILLATION, KTO):
+        rule = f"is for tasks of rows, and {c.task.name} " + (
+            "groups rows across epochs" if c.task.name == KTO else "packs documents across epochs"
+        )
+        yield problem(loaded, "training.last_batch", rule, "remove it")
     if c.task.name == LANGUAGE_MODEL:
         for option in options():
             if option.startswith("task.") and is_changed(loaded, option):

@@ -28,7 +28,8 @@ class Checkpoint:
     """shared: all nodes see folder, which is tried before the first step. first_node: only the first rank's node does;
     the bytes of the others travel through it (shardtrain)."""
     initial_load_path: str | None = None
-    """Checkpoint to start from when folder holds none."""
+    """Checkpoint to start from when folder holds none: a folder, or a file of torch.save with a model_state_dict, as
+    pytorch_universal_trainer's checkpoint-396, of which nothing is run."""
     initial_load_model_only: bool = True
     """Take the weights alone from initial_load_path."""
     initial_load_in_hf: bool = False
@@ -38,6 +39,9 @@ class Checkpoint:
     new row starts as the mean of those that are there (shardtrain)."""
     initial_load_in_hf_quantized: bool = False
     """They are fp8 with a scale per block of a weight, as DeepSeek-V3 is published."""
+    initial_load_legacy_bin: bool = False
+    """With initial_load_in_hf, take the weights of pytorch_model.bin, a pickle, of a folder without safetensors; it is
+    read as data, and nothing in it is run (shardtrain)."""
     last_save_model_only: bool = False
     """Save the weights alone at the last step. torchtitan's default is true, which makes a finished run impossible to
     extend; here it is asked for."""

@@ -154,6 +154,10 @@ class Training(Numbers):
     """Optimizer steps of the run."""
     epochs: int | None = None
     """Passes over the dataset; when set it decides the number of steps in place of steps (shardtrain)."""
+    last_batch: Literal["rollover", "keep", "discard"] = "rollover"
+    """Where the rows of an epoch do not fill its last step: fill it from the next epoch (rollover), make a smaller step
+    of them (keep, as a PyTorch DataLoader does), or leave them out (discard, its drop_last). With keep and discard each
+    epoch begins a step, and has as many as every other; for tasks of rows (shardtrain)."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     dtype: Literal["float32", "bfloat16"] = "float32"

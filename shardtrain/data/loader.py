@@ -99,6 +99,8 @@ class Stream:
     vocab:           token ids are in 0..vocab-1.
     files:           name of each file -> a fingerprint of its content, to name the one that differs.
     num_samples:     rows of one epoch, over all ranks; None for mixtures, and where only reading tells.
+    places_per_epoch: of what samples_consumed counts, those of one epoch: num_samples, or whole steps where epochs end
+                     at their borders (training.last_batch).
     end:             samples after which the data end; None where they repeat, or where only reading tells.
     pad_id:          stands where no document does; never a target.
     masks_documents: whether batches say which token is of which document.
@@ -117,6 +119,7 @@ class Stream:
         self.tokenizer = opened.tokenizer
         self.vocab = opened.tokenizer.vocab_size
         self.num_samples = opened.feeds[0].num_rows if len(opened.feeds) == 1 else None
+        self.places_per_epoch: int | None = self.num_samples
         self.end, self.global_batch, self.accumulation = opened.end, share.global_batch, share.accumulation
         self.pad_id, self.masks_documents = opened.packing.pad_id, opened.packing.needs_documents
         self.num_readers = sum(feed.num_readers for feed in opened.feeds)

@@ -3,6 +3,9 @@
 The order of rows, the share of a rank and the place to continue from are those of ``loader.Stream``. A batch holds as
 many rows as there are: where the last one of the data has fewer, it is smaller, and a rank that has none gets a row
 that counts for nothing, so that it takes part in what all ranks do together.
+
+Where epochs end at their borders (``last_batch`` "keep" or "discard"), an epoch of N rows takes E places of the stream:
+N rounded up, or down, to whole steps. A step lies within one epoch, and what is counted, saved and sought are places.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from shardtrain.data.mix import Mixture, Stage
 from shardtrain.data.order import sample_at
 from shardtrain.data.places import Places
 from shardtrain.data.workers import in_order
-from shardtrain.errors import ShardtrainError
+from shardtrain.errors import ConfigError, Problem, ShardtrainError
 
 Rows = Sequence[Any]
 """Rows by number. Attributes ``fingerprint`` (of their content, hex) and ``files`` (name -> fingerprint) are used where
@@ -102,12 +105,12 @@ class RowBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
     def __init__(self, stream: RowStream, samples_consumed: int) -> None:
         self._feed, self._collate, self._count = stream.feed, stream.collate, stream.count_targets
         self._share, self._end, self._start = stream.share, stream.end, samples_consumed
+        self._rows, self._epoch = stream.feed.num_rows, stream.places_per_epoch
 
     def __getitem__(self, number: int) -> Made | ShardtrainError:
         """A batch; an error comes back as a value, so that it crosses from a worker in one line."""
         position = self._share.first_position(self._start, number)
-        stop = position + self._share.local_batch_size
-        places = range(position, stop if self._end is None else min(stop, self._end))
+        places = self._places(position)
         numbers = self._feed.rows_at(places.start, places.stop)
         try:
             tensors = self._collate(
@@ -119,9 +122,22 @@ class RowBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
         ids = torch.tensor(numbers or [-1], dtype=torch.int64)
         return RowBatch(tensors, ids, targets), []  # type: ignore[return-value]
 
+    def _places(self, position: int) -> range:
+        """Places in the order of rows of the batch at a place of the stream; none where the data have ended."""
+        size = self._share.local_batch_size
+        if self._end is not None:
+            size = min(size, max(0, self._end - position))
+        if self._epoch == self._rows:
+            return range(position, position + size)
+        epoch, within = divmod(position, self._epoch)
+        first, last = epoch * self._rows + within, (epoch + 1) * self._rows
+        return range(first, max(first, min(first + size, last)))
+
 
 class RowStream(Stream):
     """See ``loader.Stream``; made of the rows of a task in place of documents."""
+
+    places_per_epoch: int
 
     def __init__(
         self,
@@ -131,12 +147,24 @@ class RowStream(Stream):
         share: Share,
         options: DataLoader,
         vocab: int = 0,
+        last_batch: str = "rollover",
     ) -> None:
         self.feed, self.collate, self.count_targets, self.share = feed, collate, count_targets, share
         self.vocab, self.pad_id, self.masks_documents = vocab, 0, False
         self.num_samples, self.files, self.fingerprint = feed.num_rows, dict(feed.files), feed.fingerprint
-        self.end = None if feed.passes is None else feed.passes * feed.num_rows
         self.global_batch, self.accumulation = share.global_batch, share.accumulation
+        self.places_per_epoch = feed.num_rows
+        if last_batch != "rollover":
+            steps = feed.num_rows // share.global_batch + (
+                last_batch == "keep" and feed.num_rows % share.global_batch > 0
+            )
+            self.places_per_epoch = steps * share.global_batch
+            # a place is another row where steps are of another size
+            self.fingerprint = digest(self.fingerprint, last_batch, share.global_batch)
+        if not self.places_per_epoch:
+            rule = f"leaves out all {feed.num_rows} rows, fewer than a step of {share.global_batch}"
+            raise ConfigError(Problem("training.last_batch", last_batch, rule, 'use "keep" or a smaller batch'))
+        self.end = None if feed.passes is None else feed.passes * self.places_per_epoch
         self.num_readers, self.ends_without_notice = 0, False
         self._opened, self._share, self._options = _Opened(feed), share, options  # type: ignore[assignment]
         self._pins = options.pin_memory and torch.cuda.is_available()
@@ -146,6 +174,9 @@ class RowStream(Stream):
     def hash_rows(self, batch: RowBatch, first_position: int) -> int:  # type: ignore[override]
         """What the order hash is told of a batch: rows by number, as the fingerprint holds what they are."""
         return order_hash.hash_numbers(batch.sample_ids_B.tolist(), first_position)
+
+    def _epochs_after(self, rows: list[int]) -> list[int]:
+        return [self.feed.epoch_after(-(-count * self.feed.num_rows // self.places_per_epoch)) for count in rows]
 
     def _take(self) -> Made:
         if self._batches is None:

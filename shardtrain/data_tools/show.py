@@ -147,7 +147,8 @@ def task_rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownRow
     Raises:
         ConfigError: where the task does not say how to show a row.
     """
-    task = tasks.open_task(config)
+    # the order of rows, whatever becomes of the last ones of an epoch
+    task = tasks.open_task(replace(config, training=replace(config.training, last_batch="rollover")))
     assert isinstance(task, tasks.RowTask)
     stream = task.open_stream(batch_rank=0, num_batch_ranks=1, accumulation=1)
     tokenizer: Tokenizer = tokenizer_of(config)

@@ -36,6 +36,8 @@ NAMES = frozenset({*_STORAGES, *_TYPES, *REBUILD, _UNTYPED, "collections.Ordered
 """What a tensor needs."""
 _NAMES = NAMES | {
     *(_PARAMETER, "torch.Size", "torch.device", "collections.defaultdict", "_codecs.encode", "_io.BytesIO"),
+    # a number of NumPy's, such as a metric, which nothing here needs
+    *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.dtype"),
     *("builtins.dict", "builtins.list", "builtins.set", "__builtin__.dict", "__builtin__.list", "__builtin__.set"),
 }
 _MAX_DIMS, _MAX_SIZE, _MAX_DEPTH, _MAX_NAMES, _MAX_NAME = 16, 2**48, 60, 1_000_000, 1000

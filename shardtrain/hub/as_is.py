@@ -111,6 +111,10 @@ def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT:
         tensor.copy_(read[name])
     theirs = getattr(transformers, type(model.hf).__name__)
     opened = theirs.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    eos = getattr(model.hf.config, "eos_token_id", None)
+    if model.kind == "classification" and isinstance(eos, int):  # some, as BART, are read at the only one of a row
+        tokens_BT = tokens_BT.masked_fill(tokens_BT == eos, 0 if eos else 1)
+        tokens_BT[:, -1] = eos
     inputs, decoded_BS = {"input_ids": tokens_BT}, None
     if model.kind == "sequence_to_sequence":
         decoded_BS = tokens_BT.flip(1)

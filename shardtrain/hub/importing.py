@@ -15,6 +15,7 @@ from shardtrain.checkpoint import whole
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.hub import as_is, mapping, source
+from shardtrain.hub.bin_weights import BinWeights
 from shardtrain.hub.block_fp8 import open_weights
 from shardtrain.hub.model import HubModel, check_same, recognise, translation_of
 from shardtrain.hub.weights import HubWeights
@@ -82,11 +83,12 @@ def fill(
     config: Any,
     quantized: bool | None = None,
     resize: bool = False,
+    legacy_bin: bool = False,
 ) -> None:
     """Fill this rank's part of a run's tensors (with the prefix ``model.``) straight from a Hugging Face folder.
 
     ``quantized`` says whether its weights are to be quantised; None takes either. With ``resize`` the model may have
-    more rows in its embedding and head than the folder: see ``fill_rows``.
+    more rows in its embedding and head than the folder: see ``fill_rows``. ``legacy_bin`` reads pytorch_model.bin.
 
     Raises:
         ConfigError: when the folder holds another model than the one configured, or is quantised and should not be.
@@ -105,7 +107,8 @@ def fill(
         rule = "is for quantised weights, and these are not" if quantized else "is needed: these weights are quantised"
         fix = f"set it to {str(not quantized).lower()}"
         raise ConfigError(Problem("checkpoint.initial_load_in_hf_quantized", quantized, f"{rule} ({folder})", fix))
-    with open_weights(folder, block, found.hub.prefix if found and found.hub else "") as weights:
+    prefix = found.hub.prefix if found and found.hub else ""
+    with BinWeights(folder) if legacy_bin else open_weights(folder, block, prefix) as weights:
         if found is None:
             translation, passed_over = as_is.fit(models.build(module, config), config, weights)
         _tell(mapping.check(translation, weights, passed_over))

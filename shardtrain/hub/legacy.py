@@ -1,4 +1,4 @@
-"""Weights of old, ``pytorch_model.bin``, as safetensors: by ``shardtrain import --legacy_bin`` alone, never in a load.
+"""Weights of old, ``pytorch_model.bin``, as safetensors: by ``shardtrain import --legacy_bin``.
 
 Each file is read by a process of its own (``legacy_child.py``) that has none of this one's environment, and bounds on
 its time, its memory and what it writes. What it leaves is read as any other folder, with all its checks.

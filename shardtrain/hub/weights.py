@@ -56,7 +56,8 @@ class HubWeights:
                         f"{path} is missing, which says what is in {parts[0]} and {len(parts) - 1} more; fetch it"
                     )
                 what = (
-                    f"only {', '.join(legacy)}, a pickle, which is opened by import --legacy_bin alone"
+                    f"only {', '.join(legacy)}, a pickle, which import --legacy_bin opens, and a run "
+                    "with checkpoint.initial_load_legacy_bin"
                     if legacy
                     else "no weights"
                 )

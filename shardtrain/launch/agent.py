@@ -66,9 +66,11 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes) -> int:
     return run(nodes, choice.count, words, loaded.config.checkpoint.grace_seconds)
 
 
-def run_verb(verb: str, words: Sequence[str], config: Config, nproc: int | None) -> int | None:
+def run_verb(
+    verb: str, words: Sequence[str], config: Config, nproc: int | None, arguments: CommandLine | None = None
+) -> int | None:
     """Run this node's share of a verb that is no training; None where it is the only one. Raises as ``train``."""
-    several = nodes_of_platform(split([]), os.environ)
+    several = nodes_of_platform(arguments or split([]), os.environ)
     if several is None:
         return None
     accelerators, cores = environment.count_accelerators(config.training.device), environment.usable_cores()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from shardtrain.migrate import (
     universal_trainer,
 )
 from shardtrain.migrate.document import Document, read, read_text
-from shardtrain.migrate.report import Entry, Found, Rule, apply, flatten
+from shardtrain.migrate.report import Entry, Found, Here, Rule, apply, flatten
 
 FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
 """Endings of files that ``train`` takes for those of another system."""
@@ -54,6 +54,10 @@ class Migration:
     settings: tuple[Setting, ...]
     entries: tuple[Entry, ...]
     notices: tuple[str, ...] = ()
+    launch: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the command line of ``train`` that a file answers, by the names of their fields."""
+    verb: str = "train"
+    """What the files ask for: train, or test."""
 
     @property
     def unsupported(self) -> tuple[Entry, ...]:
@@ -61,12 +65,15 @@ class Migration:
         return tuple(entry for entry in self.entries if entry.verdict == "unsupported")
 
 
-def migrate(files: Sequence[Path], num_processes: int | None = None, flags: Sequence[str] = ()) -> Migration:
+def migrate(
+    files: Sequence[Path], num_processes: int | None = None, flags: Sequence[str] = (), here: Here | None = None
+) -> Migration:
     """Read files that configure one run together; raises ConfigError with every problem of them all.
 
-    ``num_processes`` is the number of ranks, where a batch per step is written per rank. ``flags`` are those of
-    FMEngine's command line.
+    ``num_processes`` is the number of ranks, where a batch per step is written per rank; ``here`` says what else is
+    known of it before ranks are chosen. ``flags`` are those of FMEngine's command line.
     """
+    here = here or Here()
     if len(files) == 1 and files[0].suffix.lower() == ".toml" and not flags:
         return _toml(files[0])
     documents = [read(file) for file in files if not _is_script(file)]
@@ -79,22 +86,47 @@ def migrate(files: Sequence[Path], num_processes: int | None = None, flags: Sequ
         for document in named:
             fmengine.require_deepspeed(document, reader_of(document).SYSTEM)
     chosen = [(reader_of(document), document) for document in documents]
-    for _, document in chosen:
+    for reader, document in chosen:
         num_processes = num_processes or _named_processes(document)
+        if num_processes is None and here.nproc and reader is not universal_trainer:  # whose file names the nodes
+            num_processes = here.nproc * (here.nodes or 1)
     copies = next((line.num_copies(num_processes) for line in lines), num_processes)
-    parts: list[Found] = [_read(reader, document, copies, bool(lines)) for reader, document in chosen]
+    parts: list[Found] = [_read(reader, document, copies, bool(lines), here) for reader, document in chosen]
     parts += [line.read(num_processes, parts) for line in lines]
     problems = [problem for part in parts for problem in part.problems]
     settings = _join(parts, problems)
     if problems:
         raise ConfigError(problems)
     names = tuple(part.system for part in parts)
-    return Migration(tuple(files), names, tuple(settings), tuple(entry for part in parts for entry in part.entries))
+    entries = tuple(entry for part in parts for entry in part.entries)
+    launch = {name: value for part in parts for name, value in part.launch.items()}
+    verb = next((part.verb for part in parts if part.verb != "train"), "train")
+    notes = tuple(f"{part.document.path.name}: {note}" for part in parts for note in part.notes)
+    return Migration(tuple(files), names, tuple(settings), entries, notes, launch, verb)
 
 
 def load(path: Path, arguments: Sequence[str] = (), num_processes: int | None = None) -> config.Loaded:
-    """The configuration of a foreign file, for ``train``: raises ConfigError where a key of it cannot be followed."""
-    return _followed(migrate([path], num_processes), arguments, path)
+    """As ``open_file``, without what the file says of nodes and processes."""
+    return open_file(path, arguments, num_processes)[0]
+
+
+def open_file(
+    path: Path,
+    arguments: Sequence[str] = (),
+    num_processes: int | None = None,
+    here: Here | None = None,
+    verb: str = "train",
+) -> tuple[config.Loaded, Mapping[str, Any]]:
+    """The configuration of a foreign file, for ``train`` or ``test``, and what it says of nodes and processes.
+
+    Raises:
+        ConfigError: where a key of it cannot be followed, or it asks for a test in place of training.
+    """
+    found = migrate([path], num_processes, here=here)
+    if verb == "train" and found.verb != verb:
+        rule, fix = "asks for a test, and this trains", f"run shardtrain {found.verb} {path}"
+        raise ConfigError(Problem("mode", found.verb, rule, fix, path.name))
+    return _followed(found, arguments, path), found.launch
 
 
 def load_flags(words: Sequence[str], num_processes: int | None = None, follow: bool = True) -> config.Loaded:
@@ -124,7 +156,7 @@ def _followed(found: Migration, arguments: Sequence[str], path: Path | None, fol
     loaded = config.load_settings(found.settings, arguments, path, follow)
     said = (f"{path.name} was taken for a file of {' and '.join(found.systems)}",) if path else ()
     entries = tuple(map(str, found.entries))
-    notices = (*said, *entries, *unnamed(loaded), *loaded.notices)
+    notices = (*said, *entries, *unnamed(loaded), *found.notices, *loaded.notices)
     return config.Loaded(loaded.config, loaded.origins, notices, loaded.path, (*said, *entries, *loaded.renames))
 
 
@@ -163,9 +195,9 @@ def _named_processes(document: Document) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _read(reader: Any, document: Document, num_processes: int | None, beside_flags: bool) -> Found:
+def _read(reader: Any, document: Document, num_processes: int | None, beside_flags: bool, here: Here) -> Found:
     """Answer for each key of a document."""
-    found = Found(document, reader.SYSTEM, num_processes)
+    found = Found(document, reader.SYSTEM, num_processes, here)
     found.values = dict(flatten(document.values, reader.LEAVES))
     if hasattr(reader, "prepare"):
         reader.prepare(found)

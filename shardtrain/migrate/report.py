@@ -121,6 +121,18 @@ def of_kind(value: Any, kind: type) -> Any:
     raise AssertionError(kind)
 
 
+@dataclass(frozen=True)
+class Here:
+    """What is known of this machine, for files that say what a batch of it is: what was asked for, and what it has."""
+
+    nproc: int | None = None
+    """Processes of each node that the command line or the environment asks for."""
+    nodes: int | None = None
+    """Nodes that they ask for."""
+    devices: int = 0
+    """Accelerators of this machine."""
+
+
 @dataclass
 class Found:
     """What a file says while it is read, and what has been answered."""
@@ -128,6 +140,13 @@ class Found:
     document: Document
     system: str
     num_processes: int | None = None
+    here: Here = Here()
+    launch: dict[str, Any] = field(default_factory=dict)
+    """Options of the command line of ``train`` that the file answers: nproc, nnodes, node_rank, rdzv_endpoint."""
+    verb: str = "train"
+    """What the file asks for."""
+    notes: list[str] = field(default_factory=list)
+    """What a run has to be told beside the answers to keys."""
     values: dict[str, Any] = field(default_factory=dict)
     settings: list[Setting] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)

@@ -152,7 +152,8 @@ class RowTask:
             raise DataError(f"the {split} set has no rows")
         feed = self.feed(rows, self.config.debug.seed if shuffle else None, self._passes(loop))
         share = Share(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
-        return RowStream(feed, self.collate, self.num_targets, share, section.dataloader, self.vocab)
+        last = self.config.training.last_batch if section is self.config.training else "rollover"
+        return RowStream(feed, self.collate, self.num_targets, share, section.dataloader, self.vocab, last)
 
     def feed(self, rows: Rows, seed: int | None, passes: int | None) -> RowFeed:
         """Rows in an order; to be overridden where what a row is depends on its place in it, such as the epoch."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from shardtrain import config as configs
 from shardtrain.config import Loaded
-from shardtrain.config.command_line import split
+from shardtrain.config.command_line import CommandLine, split
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.testing.request import Request, sets_of
 
@@ -29,9 +30,13 @@ or the newest where none was kept as best.
 """
 
 
-def main(words: list[str]) -> int:
+Opener = Callable[[CommandLine], tuple[Loaded, CommandLine]]
+"""The configuration of a command line, and the command line with what its file says of nodes and processes."""
+
+
+def main(words: list[str], open_config: Opener | None = None) -> int:
     """Test what the words ask for; gives the exit status."""
-    asked = _read(words)
+    asked = _read(words, open_config or _open_toml)
     if asked is None:
         print(HELP, end="")
         return 0
@@ -39,7 +44,7 @@ def main(words: list[str]) -> int:
 
     if environment.is_rank(os.environ):
         _as_rank(asked)
-    code = agent.run_verb("test", words, asked.loaded.config, asked.nproc)
+    code = agent.run_verb("test", words, asked.loaded.config, asked.nproc, asked.arguments)
     if code is not None:
         return code
     environment.set_allocator_default(os.environ)
@@ -84,7 +89,11 @@ def _require(loaded: Loaded, world_size: int, accelerators: int) -> None:
     configs.require(loaded, world_size=world_size, device=device, num_devices=accelerators)
 
 
-def _read(words: list[str]) -> Request | None:
+def _open_toml(arguments: CommandLine) -> tuple[Loaded, CommandLine]:
+    return configs.load(arguments.path, arguments.overrides), arguments
+
+
+def _read(words: list[str], open_config: Opener) -> Request | None:
     """The request, or None where help was asked for. Raises ConfigError."""
     own: dict[str, str] = {}
     rest = list(words)
@@ -100,7 +109,7 @@ def _read(words: list[str]) -> Request | None:
     arguments = split(rest)
     if arguments.help:
         return None
-    loaded = configs.load(arguments.path, arguments.overrides)
+    loaded, arguments = open_config(arguments)
     config = loaded.config
     # no step is made: the batch of one says nothing here, and need not be one that these ranks could make
     training = dataclasses.replace(config.training, global_batch_size=-1)
@@ -109,4 +118,4 @@ def _read(words: list[str]) -> Request | None:
         rule, fix = "is not set, and neither is task.test_dataset_path", "name a held-out set"
         raise ConfigError(Problem("validation.dataset", None, rule, fix))
     output = own.get("--output", config.job.dump_folder)
-    return Request(loaded, own.get("--checkpoint"), arguments.nproc, Path(output))
+    return Request(loaded, own.get("--checkpoint"), arguments, Path(output))

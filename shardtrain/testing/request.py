@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.config import Loaded
+from shardtrain.config.command_line import CommandLine
 from shardtrain.config.schema import Config
 
 FOLDER = "testing"
@@ -22,8 +23,13 @@ class Request:
     loaded: Loaded
     checkpoint: str | None
     """"best", "latest", a step, a path; None is the best where there is one, and else the newest."""
-    nproc: int | None
+    arguments: CommandLine
     output: Path
+
+    @property
+    def nproc(self) -> int | None:
+        """The ranks of this node that were asked for."""
+        return self.arguments.nproc
 
     @property
     def launched(self) -> Loaded:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from shardtrain import evaluate, log, parallel, reference, tasks, whole_file
+from shardtrain import evaluate, log, parallel, reference, saved_file, tasks, whole_file
 from shardtrain.building import Built, build_model
 from shardtrain.checkpoint import best, retention
 from shardtrain.checkpoint.agree import exchange, together
@@ -57,7 +57,11 @@ def load(built: Built, config: Config, wanted: str | None) -> Place:
         if built.adapters is not None:
             device = next(iter(built.runner.parameters().values())).device
             base.load(config, built.runner, built.adapters, device, checkpoints)
-        checkpoints.load(path, held_by(built.adapters, weights_of(built.runner)), {})
+        tensors = held_by(built.adapters, weights_of(built.runner))
+        if saved_file.is_saved_file(path) and built.adapters is None:
+            together(lambda: saved_file.fill(Path(str(path)), tensors, config.model))
+        else:
+            checkpoints.load(path, tensors, {})
     finally:
         checkpoints.close()
     return path

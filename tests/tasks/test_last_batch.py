@@ -1,0 +1,108 @@
+"""Where the rows of an epoch do not fill its last step: joined with the next, a smaller step, or left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import chain
+
+import pytest
+import torch
+from reviews import config
+from tiny import assert_same_numbers, run_tiny
+
+from shardtrain.config import Loaded, check
+from shardtrain.config.schema import DataLoader
+from shardtrain.data.loader import Share
+from shardtrain.data.row_stream import RowFeed, RowStream
+from shardtrain.errors import ConfigError
+
+
+def stream(
+    rows: int, batch: int, epochs: int | None, last: str, rank: int = 0, ranks: int = 1, accumulation: int = 1
+) -> RowStream:
+    feed = RowFeed(list(range(rows)), 1, epochs)
+    share = Share(batch, rank, ranks, accumulation)
+    return RowStream(
+        feed, lambda found: {"rows": torch.tensor(found)}, lambda t: len(t["rows"]), share, DataLoader(), 0, last
+    )
+
+
+def steps(of: list[RowStream]) -> list[list[int]]:
+    """Rows of each step, of all ranks in their order."""
+    found: list[list[int]] = []
+    while True:
+        step: list[int] = []
+        for one in of:
+            for _ in range(one.accumulation):
+                batch = next(one, None)
+                if batch is None:
+                    return found
+                step += [row for row in batch.sample_ids_B.tolist() if row >= 0]
+                assert batch.num_targets == len([row for row in batch.sample_ids_B.tolist() if row >= 0])
+        found.append(step)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "ranks", "accumulation"),
+    [(67, 8, 1, 1), (67, 4, 2, 1), (67, 2, 2, 2), (64, 8, 1, 1), (7, 8, 1, 1)],
+)
+def test_epochs_that_end_at_their_borders_hold_each_row_once(
+    rows: int, batch: int, ranks: int, accumulation: int
+) -> None:
+    size = batch * ranks * accumulation
+    found = steps([stream(rows, batch, 3, "keep", rank, ranks, accumulation) for rank in range(ranks)])
+    per_epoch = math.ceil(rows / size)
+    assert len(found) == 3 * per_epoch
+    epochs = [list(chain.from_iterable(found[e * per_epoch : (e + 1) * per_epoch])) for e in range(3)]
+    assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
+    assert rows < 8 or epochs[0] != epochs[1]
+    if rows >= size:
+        whole = steps([stream(rows, batch, 3, "discard", rank, ranks, accumulation) for rank in range(ranks)])
+        assert whole == [step for step in found if len(step) == size]
+
+
+def test_the_steps_of_a_run_are_those_of_the_closed_form() -> None:
+    """67,349 rows in batches of 2 x 256, 3 epochs: 132 x 3 where epochs end at their borders, 395 where they join."""
+    kept, joined, cut = (stream(67_349, 256, 3, last, 0, 2) for last in ("keep", "rollover", "discard"))
+    assert [one.steps_left for one in (kept, joined, cut)] == [132 * 3, math.ceil(3 * 67_349 / 512), 131 * 3]
+
+
+@pytest.mark.parametrize("last", ["keep", "discard"])
+def test_a_run_goes_on_from_any_step_of_any_epoch(last: str) -> None:
+    whole = steps([stream(29, 4, 3, last)])
+    for done in range(len(whole)):
+        later = stream(29, 4, 3, last)
+        later.seek(4 * done)
+        assert steps([later]) == whole[done:]
+    assert stream(29, 4, 3, last).fingerprint != stream(29, 2, 3, last).fingerprint  # a place is another row there
+
+
+def test_data_that_repeat_say_so_at_each_border(caplog: pytest.LogCaptureFixture) -> None:
+    endless = stream(10, 4, None, "keep")
+    assert [len(next(endless).sample_ids_B) for _ in range(7)] == [4, 4, 2, 4, 4, 2, 4]
+    assert [record.getMessage()[-9:] for record in caplog.records] == ["(epoch 2)", "(epoch 3)"]
+
+
+def test_too_few_rows_to_discard_stop_the_run() -> None:
+    with pytest.raises(ConfigError, match="leaves out all 7 rows"):
+        stream(7, 8, 1, "discard")
+
+
+MESHES = {"1 rank": (1, {}), "2 ranks, accumulation": (2, {"local_batch_size": 2})}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_smaller_last_step_is_the_same_on_every_mesh(mesh: str) -> None:
+    ranks, training = MESHES[mesh]
+    options = {"global_batch_size": 8, "epochs": 2, "last_batch": "keep"}
+    reference = run_tiny(1, config(20, training={"local_batch_size": 8, **options}), 6)[0]
+    for result in run_tiny(ranks, config(20, training={**options, **training}), 6):
+        assert_same_numbers(result, reference, loss=3e-5)
+
+
+def test_documents_know_no_border_between_epochs() -> None:
+    one = config(training={"last_batch": "keep"})
+    language = dataclasses.replace(one, task=dataclasses.replace(one.task, name="language_model"))
+    found = [str(problem) for problem in check(Loaded(language, {"training.last_batch": "file"}))]
+    assert any("training.last_batch" in line and "packs documents" in line for line in found)
