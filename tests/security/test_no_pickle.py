@@ -33,6 +33,8 @@ ALLOWED = {
     ("shardtrain/hub/legacy_child.py", "weights_only"): "likewise: it is what restricts the names",
     ("benchmarks/checkpoint_safety.py", "dcp.load"): "measures plain DCP beside ours, on files that it just wrote",
     ("tests/checkpoint/test_folder.py", "torch.load"): "reads what it wrote, as users of exported weights do",
+    ("tests/hub/test_layer_files.py", "torch.load"): "reads what the export wrote, as FMEngine does",
+    ("tests/migrate/test_torchtitan_runs.py", "torch.load"): "reads what dcp_to_torch wrote, as its users do",
     ("tests/test_init.py", "all_gather_object"): "compares what its own ranks drew",
     ("tests/hostile_files.py", "pickle"): "writes the attacks",
     ("tests/dcp_folders.py", "dcp.load"): "PyTorch's own load is the reference, of files that the tests have written",
