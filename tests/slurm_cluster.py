@@ -208,7 +208,7 @@ def _wait(condition, seconds: float) -> None:
 
 def launch(names: dict[str, str], *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """``shardtrain launch`` with the cluster's variables."""
-    if words[0] == "slurm":
+    if words[0] == "slurm" and not any(word.startswith("--training.device") for word in words):
         words = (*words, "--training.device=cpu")  # the cluster has no GPU, and whoever asks for none is told so
     command = [sys.executable, "-m", "shardtrain", "launch", *words]
     names = {**names, "PYTHONPATH": str(ROOT)}
