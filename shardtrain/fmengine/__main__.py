@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     name, rest = (words[0], words[1:]) if words else ("--help", [])
     if name in ("--help", "-h"):
-        print(__doc__, end="")
+        print(str(__doc__).replace("``", "`"), end="")
         return 0
     if name not in PROGRAMS:
         fix = f"use one of {', '.join(PROGRAMS)}"
