@@ -1,13 +1,16 @@
 """Who may write a folder of checkpoints: one run at a time holds ``lease.json``, and keeps saying that it lives.
 
-The holder touches the file every ten seconds. A lease is free when its process is dead (seen from the same host) or
-when nobody has touched it for a minute. Ages are counted in the filesystem's own time, so no host's clock matters.
+The holder touches the file every ten seconds. A lease is free when its process is dead (seen from the same host) or,
+on another host, when nobody has touched it for a minute. Ages are counted in the filesystem's own time, so no host's
+clock matters. What cannot be read is not another's: the holder goes on beating, looks again, and writes a lease that is
+gone anew.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -27,6 +30,8 @@ LEASE = "lease.json"
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 """Six missed beats."""
+PATIENCE_SECONDS = 20.0
+"""How long a holder looks for its lease in storage that does not answer."""
 
 
 class Lease:
@@ -37,6 +42,7 @@ class Lease:
         self._path: Any = folder / LEASE
         self._held, self._pid = False, 0
         self._ended = threading.Event()
+        self._writing = threading.Lock()
 
     def acquire(self) -> None:
         """Take the lease, or do nothing when it is held already.
@@ -63,13 +69,50 @@ class Lease:
         threading.Thread(target=self._beat, name="checkpoint-lease", daemon=True).start()
 
     def check(self) -> None:
-        """Stop a writer that lost the lease: ConfigError names the new holder."""
-        holder = read(self._path)
-        if not self._held or holder.get("nonce") != self.nonce:
-            raise ConfigError(
-                f"the lease {self._path} of this run was taken over by {describe(holder)}; nothing is written: give "
-                "each run a job.dump_folder of its own"
-            )
+        """Stop a writer that lost the lease.
+
+        Raises:
+            ConfigError: another run holds it; names that run.
+            OSError: for ``PATIENCE_SECONDS`` nobody could read it, or write it again.
+        """
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                holder = self._find_own()
+                if holder.get("nonce") == self.nonce and self._held:
+                    return
+                if holder or not self._held:
+                    raise ConfigError(
+                        f"the lease {self._path} of this run was taken over by {describe(holder)}; nothing is written: "
+                        "give each run a job.dump_folder of its own"
+                    )
+                error = OSError(errno.EIO, "what is there is no lease", str(self._path))
+            except OSError as found:
+                error = found
+            if time.monotonic() >= deadline:
+                raise error
+            time.sleep(PATIENCE_SECONDS / 100)
+
+    def _find_own(self) -> dict[str, Any]:
+        """What the lease says, which is written again where it is gone; raises OSError."""
+        try:
+            return _read(self._path)
+        except FileNotFoundError:
+            with self._writing:
+                if self._held and not self._ended.is_set():
+                    self._put_back()
+            return _read(self._path)
+
+    def _put_back(self) -> None:
+        """Write the lease again, unless another run was faster."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        own = self._path.with_name(f"{LEASE}.{self.nonce}")
+        files.write_whole(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
+        try:
+            if self._take(own):
+                logger.warning(f"the lease {self._path} was gone and is written again: what removes files there?")
+        finally:
+            own.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Give the lease back, so that the next run need not wait."""
@@ -92,7 +135,7 @@ class Lease:
         if age is None:
             return  # it was given back a moment ago
         reason = why_free(holder, age)
-        if not reason and holder.get("host") != socket.gethostname():
+        if not reason and not is_seen_from_here(holder):
             reason = self._wait_for_a_beat(own)
         if not reason:
             raise ConfigError(
@@ -123,9 +166,9 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            if read(self._path).get("nonce") != self.nonce:
-                return  # lost: the next save says so
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # which does not make it another's
+                if self._find_own().get("nonce", self.nonce) != self.nonce:
+                    return  # lost: the next save says so
                 os.utime(self._path)
 
 
@@ -135,6 +178,7 @@ def own_fields(nonce: str) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "process_start": _process_start(os.getpid()),
+        "pid_namespace": _pid_namespace(),
         "nonce": nonce,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -142,24 +186,36 @@ def own_fields(nonce: str) -> dict[str, Any]:
 
 def why_free(holder: dict[str, Any], age: float) -> str:
     """Why a lease last touched ``age`` seconds ago may be taken; empty where it may not."""
-    if holder.get("host") == socket.gethostname():
+    if is_seen_from_here(holder):
         pid = holder.get("pid")
         if not isinstance(pid, int) or not _is_alive(pid) or _process_start(pid) != holder.get("process_start"):
             return "its process is no more"
         if pid == os.getpid():
             return "an earlier run of this process did not give it back"
+        if holder.get("process_start"):
+            return ""  # it lives, however long it has been silent
     return f"no sign of life for {age:.0f} s" if age > STALE_SECONDS else ""
 
 
+def is_seen_from_here(holder: dict[str, Any]) -> bool:
+    """Whether a holder's process can be seen: of this host, and not of a container with process numbers of its own."""
+    here = _pid_namespace()
+    return holder.get("host") == socket.gethostname() and holder.get("pid_namespace", here) == here
+
+
 def read(path: Path | ObjectPath) -> dict[str, Any]:
-    """What a lease says; empty where there is none, or none of ours."""
+    """What a lease says; empty where there is none, or none of ours, or it cannot be read."""
     try:
-        if isinstance(path, ObjectPath):
-            return parse(path.read_bytes()[:4096])
-        with open(path, "rb", opener=whole_file.without_waiting) as file:
-            return parse(file.read(4096))
+        return _read(path)
     except OSError:
         return {}
+
+
+def _read(path: Path | ObjectPath) -> dict[str, Any]:
+    if isinstance(path, ObjectPath):
+        return parse(path.read_bytes()[:4096])
+    with open(path, "rb", opener=whole_file.without_waiting) as file:
+        return parse(file.read(4096))
 
 
 def parse(data: bytes) -> dict[str, Any]:
@@ -200,6 +256,14 @@ def _process_start(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def _pid_namespace() -> str:
+    """What numbers processes here; empty where the system does not say."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _modified(path: Path) -> int | None:

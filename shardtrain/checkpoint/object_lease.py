@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import time
 from typing import Any
 
 from shardtrain.checkpoint import lease
-from shardtrain.checkpoint.lease import LEASE, Lease, describe, own_fields, parse, why_free
+from shardtrain.checkpoint.lease import LEASE, Lease, describe, is_seen_from_here, own_fields, parse, why_free
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.errors import ConfigError
 from shardtrain.log import logger
@@ -48,12 +47,19 @@ class ObjectLease(Lease):
 
     def check(self) -> None:
         """See Lease; raises OSError where the store does not answer."""
-        holder = self._found()
+        holder = self._find_own()
         if not self._held or holder.get("nonce") != self.nonce:
             raise ConfigError(
                 f"the lease {self._object} of this run was taken over by {describe(holder)}; nothing is written: give "
                 "each run a checkpoint.folder of its own"
             )
+
+    def _find_own(self) -> dict[str, Any]:
+        if self._held and not self._found() and not self._ended.is_set():
+            with contextlib.suppress(FileExistsError):
+                self._object.put(self._text(), new=True)
+                logger.warning(f"the lease {self._object} was gone and is written again: what removes objects there?")
+        return self._found()
 
     def _found(self) -> dict[str, Any]:
         try:
@@ -64,7 +70,7 @@ class ObjectLease(Lease):
     def _wait_until_free(self, holder: dict[str, Any]) -> None:
         """A dead process of this host left it; any other holder is watched for a beat. Raises ConfigError."""
         reason = why_free(holder, 0.0)
-        if not reason and holder.get("host") == socket.gethostname():
+        if not reason and is_seen_from_here(holder):
             self._refuse(holder)
         if not reason:
             logger.info(
@@ -93,7 +99,7 @@ class ObjectLease(Lease):
     def _beat(self) -> None:
         while not self._ended.wait(lease.BEAT_SECONDS):
             with contextlib.suppress(OSError):  # the next save says what is wrong with the store
-                if self._found().get("nonce") != self.nonce or self._ended.is_set():
+                if self._find_own().get("nonce") != self.nonce or self._ended.is_set():
                     return  # lost: the next save says so
                 self._beats += 1
                 self._object.put(self._text(), new=False)

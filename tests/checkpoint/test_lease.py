@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import errno
 import json
 import logging
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,8 +75,6 @@ def test_the_lease_of_a_killed_process_is_taken_over_and_logged(
 
 
 def test_a_process_number_used_again_is_not_the_holder(tmp_path: Path) -> None:
-    import socket
-
     write(tmp_path, host=socket.gethostname(), pid=os.getppid(), process_start=1)
     taken = Lease(tmp_path)
     taken.acquire()
@@ -128,6 +129,81 @@ def test_the_holder_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.Monke
             break
         held._ended.wait(0.01)
     assert path.stat().st_mtime > 0
+    held.release()
+
+
+def test_a_silent_process_that_lives_on_this_host_keeps_its_lease(tmp_path: Path) -> None:
+    parent = os.getppid()
+    write(tmp_path, host=socket.gethostname(), pid=parent, process_start=lease._process_start(parent))
+    os.utime(tmp_path / "lease.json", (0, 0))
+    with pytest.raises(ConfigError, match=f"being written by process {parent}"):
+        Lease(tmp_path).acquire()
+
+
+def test_a_process_of_another_container_with_this_host_name_is_not_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, host=socket.gethostname(), pid=2**22 - 1, pid_namespace="pid:[1]")
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
+    beats = iter(range(100, 200))
+    monkeypatch.setattr(lease, "_modified", lambda path: next(beats))
+    with pytest.raises(ConfigError, match="being written by process"):
+        Lease(tmp_path).acquire()
+
+
+@pytest.mark.parametrize("removed", ["lease", "folder"])
+def test_a_lease_that_is_gone_is_not_anothers_and_is_written_again(
+    tmp_path: Path, removed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoint"
+    held = Lease(folder)
+    held.acquire()
+    (folder / "lease.json").unlink()
+    if removed == "folder":
+        folder.rmdir()
+    held.check()
+    assert lease.read(folder / "lease.json")["nonce"] == held.nonce and "written again" in caplog.text
+    with pytest.raises(ConfigError, match="another job.dump_folder"):
+        in_another_process(folder)
+    held.release()
+    assert list(folder.iterdir()) == []
+
+
+def in_another_process(folder: Path) -> None:
+    """Try to take the lease as a run beside this one; raises what it raises."""
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        pool.submit(acquire, folder).result(timeout=patience.seconds(30))
+
+
+def acquire(folder: Path) -> None:
+    Lease(folder).acquire()
+
+
+def test_a_lease_that_cannot_be_read_is_looked_for_again_and_beats_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(lease, "PATIENCE_SECONDS", 0.5)
+    held, path = Lease(tmp_path), tmp_path / "lease.json"
+    held.acquire()
+    reading, failures = lease._read, [0]
+
+    def failing(path: Path) -> dict[str, Any]:
+        if failures[0]:
+            failures[0] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return reading(path)
+
+    monkeypatch.setattr(lease, "_read", failing)
+    failures[0] = 5
+    held.check()
+    failures[0] = 10**9
+    with pytest.raises(OSError, match="Stale file handle"):
+        held.check()
+    failures[0] = 0
+    os.utime(path, (0, 0))
+    patience.wait_for(lambda: path.stat().st_mtime > 0, 10, "the next beat")
+    held.check()
     held.release()
 
 
