@@ -78,6 +78,7 @@ class Lease:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
                 holder = self._find_own()
                 if holder.get("nonce") == self.nonce and self._held:
                     return
@@ -104,8 +105,7 @@ class Lease:
             return _read(self._path)
 
     def _put_back(self) -> None:
-        """Write the lease again, unless another run was faster."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        """Write the lease again, unless another run was faster; a folder that is gone is made by the next save."""
         own = self._path.with_name(f"{LEASE}.{self.nonce}")
         files.write_whole(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
         try:
