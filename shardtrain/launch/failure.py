@@ -20,6 +20,8 @@ from shardtrain.errors import ConfigError, ShardtrainError
 from shardtrain.log import redact
 
 GENERAL, PEER, OUT_OF_MEMORY, PREEMPTED, NOT_SAVED = 1, 6, 7, 75, 76
+MEANINGS = frozenset({0, 2, 3, 4, 5, PEER, OUT_OF_MEMORY, 8, PREEMPTED, NOT_SAVED, 93})
+"""Statuses that say what happened, to people and to schedulers."""
 RETRYABLE = frozenset({6, 8, 75, 76})
 MESSAGE_LENGTH = 500
 IN = "in "
@@ -88,9 +90,13 @@ def killed(rank: int, signal_number: int, time_seconds: float) -> Failure:
 
 
 def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
-    """The failure of a rank that left with a status of its own and no word, by ``os._exit`` or ``sys.exit``."""
+    """The failure of a rank that left with a status of its own and no word, by ``os._exit`` or ``sys.exit``.
+
+    A status with a meaning here was not given in that meaning, and counts as any other failure.
+    """
     message = f"ended with status {exit_code} and left no exception"
-    return Failure(rank, socket.gethostname(), "", message, "", time_seconds, exit_code)
+    status = GENERAL if exit_code in MEANINGS else exit_code
+    return Failure(rank, socket.gethostname(), "", message, "", time_seconds, status)
 
 
 def stopped(rank: int, reason: str, newest: Place | None = None) -> Failure:

@@ -249,8 +249,10 @@ def run_child(loaded: Loaded, main: Main) -> int:
             # the record first: it is what the parent reads, and the parent may be about to end this rank
             failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
             failure.append_trace(told, log_path(loaded, rank))
-        return told.exit_code
+            return told.exit_code
     stop.close()
+    # a status of 0 alone may be that of somebody's os._exit(0)
+    _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).touch()
     return 0
 
 
@@ -285,6 +287,11 @@ def _host_store(listener: socket.socket) -> TCPStore:
     )
 
 
+def _done_path(record: Path) -> Path:
+    """What a rank leaves beside where its failure would be, once it has done all its work."""
+    return record.with_suffix(".done")
+
+
 def _record_path(records: Path, rank: int) -> Path:
     return records / f"rank-{rank}.json"
 
@@ -296,7 +303,8 @@ def _tell(
     failures = []
     for rank, status in statuses.items():
         told = failure.read_record(_record_path(records, rank))
-        if told is None and status not in FINE and rank not in watch.stopped_by_us:
+        is_done = status in FINE and (status != 0 or _done_path(_record_path(records, rank)).exists())
+        if told is None and not is_done and rank not in watch.stopped_by_us:
             when = watch.ended_at[rank]
             told = failure.killed(rank, -status, when) if status < 0 else failure.ended(rank, status, when)
         if told is not None:

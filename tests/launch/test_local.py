@@ -86,11 +86,13 @@ def test_the_failing_rank_is_named_once_with_its_cause_and_place(tmp_path, how):
         [
             ("early", 1, "rank 1 (host"),  # while rank 0 still waits for it in the rendezvous
             ("data", 3, "): the data ends at sample 7; see "),
+            ("leave-0", 1, "ended with status 0 and left no exception"),  # no success, nor the other rank's fault
         ],
         nightly=[
             ("memory", 7, "MemoryError"),
             ("kill", 6, "rank 1 (host"),
-            ("leave", 9, "ended with status 9 and left no exception"),
+            ("leave-9", 9, "ended with status 9 and left no exception"),
+            ("leave-3", 1, "ended with status 3 and left no exception"),  # which does not say that data are unusable
         ],
     ),
 )
