@@ -25,5 +25,8 @@ fi
 if [[ -n "${TRAIN_FILE:-}" ]]; then
     echo "note: TRAIN_FILE=$TRAIN_FILE is ignored; the trainer is shardtrain.train" >&2
 fi
+# where the command is not on the caller's path yet, a run that succeeds ends with how it comes there
+unset SHARDTRAIN_ACTIVATE
+[[ -z "${venv:-}" ]] || export SHARDTRAIN_ACTIVATE="source $venv/bin/activate"
 # exec, so that a scheduler's signals reach the trainer and not this shell
 exec "$python" -m shardtrain train "$config_file" ${arguments[@]+"${arguments[@]}"} "$@"

@@ -77,6 +77,4 @@ else
         install
         wanted "$extras" >"$venv/.shardtrain-${extras:-train}"
     fi
-    # the command is not on the caller's path yet; a run that succeeds ends with how it comes there
-    export SHARDTRAIN_ACTIVATE="source $venv/bin/activate"
 fi

@@ -44,6 +44,8 @@ def test_a_fork_of_the_tests_does_what_a_new_interpreter_does(
     program = tmp_path / "program.py"
     program.write_text(f"{PROGRAM}\n{ENDS[end]}\n")
     (tmp_path / "temporary").mkdir()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setenv("UNWANTED", "of the tests")
     environment = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path / "temporary"), "LC_CTYPE": "C.UTF-8"}
     answers = []

@@ -156,8 +156,8 @@ def main(words: list[str], said: Path) -> None:
 
 def test_a_config_without_a_held_out_set_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(configs.ConfigError, match=r"validation.dataset.*task.test_dataset_path"):
-        command._read(["--task.name", "classification"])
-    assert command._read(["--help"]) is None
+        command._read(["--task.name", "classification"], command._open_toml)
+    assert command._read(["--help"], command._open_toml) is None
 
 
 def test_a_language_model_is_tested_by_its_loss() -> None:
