@@ -149,10 +149,10 @@ def test_five_landings_in_a_row_run_every_share(repository, landings):
     assert sorted(found) == ["1", "2", "3", "4", "5"]
 
 
-def test_a_turn_that_was_forgotten_comes_after_fifty_commits(repository, landings):
+def test_a_turn_that_was_forgotten_comes_after_two_hundred_commits(repository, landings):
     commit, share = landings
     (repository / ".ci/turn").write_text("0\n")
-    commit(50)
+    commit(200)
     assert share() == "1"
     commit()
     assert share() == "2"
