@@ -224,6 +224,17 @@ def test_the_folder_of_the_environment_can_be_chosen(repository, tmp_path):
     assert not (repository / ".venv").exists()
 
 
+def test_as_many_tests_run_at_once_as_there_are_cores_whatever_threads_are_allowed(repository):
+    """nproc gives what OMP_NUM_THREADS says, which is 1 for each of the tests."""
+    run(repository, "run_tests.sh")
+    asked = []
+    for threads in ("", "1", "64"):
+        _, calls, _, _ = run(repository, "run_tests.sh", **({"OMP_NUM_THREADS": threads} if threads else {}))
+        asked.append(int(calls[calls.index("-n") + 1]))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert asked == [min(16, cores + (cores + 1) // 2)] * 3
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [({"OLD_PYTHON": "1"}, "no Python 3.11 or newer was found"), ({"NO_VENV": "1"}, "install python3-venv")],
