@@ -78,8 +78,7 @@ class Lease:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                holder = self._find_own()
+                holder = self._find_own(with_folder=True)
                 if holder.get("nonce") == self.nonce and self._held:
                     return
                 if holder or not self._held:
@@ -94,13 +93,15 @@ class Lease:
                 raise error
             time.sleep(PATIENCE_SECONDS / 100)
 
-    def _find_own(self) -> dict[str, Any]:
-        """What the lease says, which is written again where it is gone; raises OSError."""
+    def _find_own(self, with_folder: bool = False) -> dict[str, Any]:
+        """What the lease says, which is written again where it is gone, or its folder too; raises OSError."""
         try:
             return _read(self._path)
         except FileNotFoundError:
             with self._writing:
                 if self._held and not self._ended.is_set():
+                    if with_folder:
+                        self._path.parent.mkdir(parents=True, exist_ok=True)
                     self._put_back()
             return _read(self._path)
 

@@ -54,7 +54,7 @@ class ObjectLease(Lease):
                 "each run a checkpoint.folder of its own"
             )
 
-    def _find_own(self) -> dict[str, Any]:
+    def _find_own(self, with_folder: bool = False) -> dict[str, Any]:
         if self._held and not self._found() and not self._ended.is_set():
             with contextlib.suppress(FileExistsError):
                 self._object.put(self._text(), new=True)
