@@ -179,6 +179,7 @@ def test_a_run_saves_before_the_time_limit_of_its_job_and_is_queued_again(cluste
     folder = tmp_path / "run"
     job = submit(
         cluster, tmp_path, "--name=limit", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
+        "--training.on_data_end=repeat",  # three minutes are more than one pass
         "--checkpoint.enable", "--checkpoint.grace_seconds=20", f"--job.dump_folder={folder}",
         "--launch.slurm.time_limit_minutes=3",
     )  # fmt: skip
