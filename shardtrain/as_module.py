@@ -1,4 +1,4 @@
-"""``python -m shardtrain.MODULE`` of a module that is no program: Python would run its definitions and end with 0."""
+"""``python -m shardtrain.MODULE`` of a module that is not a program: Python would run its lines and end with 0."""
 
 from __future__ import annotations
 

@@ -177,9 +177,9 @@ def _check_that_something_is_learned(run: Run) -> None:
     state, config = run.state, run.config
     if not state.tokens_seen and state.step >= min(_STEPS_WITHOUT_TARGETS, run.total_steps):
         raise DataError(
-            f"the first {state.step} steps had no token with loss: rows of training.seq_len={config.training.seq_len} "
-            f'with data.format="{config.data.format}" hold prompts alone; raise training.seq_len, or look at them with '
-            "shardtrain data show"
+            f"the first {state.step} steps had no token with loss (training.seq_len={config.training.seq_len}, "
+            f'data.format="{config.data.format}"); where prompts fill the rows raise training.seq_len; look at them '
+            "with shardtrain data show"
         )
 
 

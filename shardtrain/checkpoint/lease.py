@@ -86,7 +86,7 @@ class Lease:
                         f"the lease {self._path} of this run was taken over by {describe(holder)}; nothing is written: "
                         "give each run a job.dump_folder of its own"
                     )
-                error = OSError(errno.EIO, "what is there is no lease", str(self._path))
+                error = OSError(errno.EIO, "the file is not a lease", str(self._path))
             except OSError as found:
                 error = found
             if time.monotonic() >= deadline:
