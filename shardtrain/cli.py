@@ -30,7 +30,7 @@ usage: shardtrain VERB ...
                                                               nodes [--nnodes N --node_rank K --rdzv_endpoint HOST:PORT]
   verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...]    prove that meshes change no number (--help: all options)
   config show  [CONFIG.toml] [--section.key VALUE ...]        print every option with its origin
-  config check [CONFIG.toml] [--section.key VALUE ...]        report every problem; starts nothing
+  config check [CONFIG.toml] [--for-machine none|here|NAME]   tell what train would refuse; starts nothing
   config help  [SECTION[.KEY]]                                explain the options
   config migrate FILE... -o NEW.toml                          write a configuration of another system as TOML
   data VERB ...                                               prepare, check, show and probe data (data --help: all)
@@ -106,7 +106,8 @@ def _open(arguments: CommandLine, verb: str) -> tuple[Loaded, CommandLine]:
         return _load_flags(arguments), arguments
     if not (arguments.path and arguments.path.lower().endswith(FOREIGN_ENDINGS)):
         preset = presets.FIRST if verb == "train" else None
-        return config.load(arguments.path, arguments.overrides, preset=preset), arguments
+        keeps = verb == "train"  # whose verdict tells all problems at once
+        return config.load(arguments.path, arguments.overrides, preset=preset, keep_problems=keeps), arguments
     from shardtrain import migrate
     from shardtrain.launch import environment
 
@@ -148,6 +149,8 @@ def _config(words: list[str]) -> int:
     """Show, check or explain a configuration; migrate one of another system."""
     if words[:1] == ["migrate"]:
         return _module("shardtrain.migrate.command")(words[1:])
+    if words[:1] == ["check"]:
+        return _module("shardtrain.verdict.command")(words[1:], lambda found: _open(_with_config_file(found), "train"))
     return _module("shardtrain.config.command")(words)
 
 
@@ -169,7 +172,12 @@ def _train(words: list[str]) -> int:
         _train_rank(loaded)
     several = nodes.find(arguments, os.environ)
     if several:
-        return agent.train(loaded, arguments, several)
+        from shardtrain import verdict
+
+        def require(world_size: int | None, local_ranks: int) -> None:
+            verdict.require(loaded, verdict.here(loaded, None, world_size, local_ranks))
+
+        return agent.train(loaded, arguments, several, require)
     return _train_here(loaded, arguments, words)
 
 
@@ -187,6 +195,7 @@ def _with_config_file(arguments: CommandLine) -> CommandLine:
 
 def _train_rank(loaded: Loaded) -> NoReturn:
     """One rank of several, started by torchrun, by srun, or by ``_train_here`` as a fresh process."""
+    from shardtrain import verdict
     from shardtrain.launch import environment, local
 
     if "SHARDTRAIN_PARENT" in os.environ:
@@ -198,19 +207,21 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
     if "SHARDTRAIN_PARENT" in os.environ:
         local.leave(local.run_child(loaded, _trainer()))
-    _require(loaded, world_size)
+    verdict.require(loaded, verdict.here(loaded, None, world_size, local_ranks))
     local.leave(local.run_rank(loaded, _trainer(), world_size))
 
 
 def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int:
     """Check the configuration, choose the number of ranks, and run them from this process."""
+    from shardtrain import verdict
     from shardtrain.launch import environment, local
 
     environment.set_allocator_default(os.environ)
     accelerators = environment.count_accelerators(loaded.config.training.device)
     cores = environment.usable_cores()
     choice = environment.choose_processes(loaded.config, arguments.nproc, os.environ, accelerators, cores)
-    _require(loaded, choice.count)  # what it has to tell without stopping is in the rank's log
+    # what it has to tell without stopping is in the rank's log
+    verdict.require(loaded, verdict.here(loaded, None, choice.count, choice.count))
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
@@ -232,17 +243,6 @@ def _go_on(code: int) -> int:
     if activate and code == 0:
         print(f"to go on: {activate}; then `shardtrain --help` tells what there is", file=sys.stderr)
     return code
-
-
-def _require(loaded: Loaded, world_size: int) -> None:
-    """Stop unless this configuration works on this machine; every problem is told at once."""
-    from shardtrain import config
-    from shardtrain.launch import environment
-
-    found = environment.count_accelerators(loaded.config.training.device)
-    device = loaded.config.training.device
-    device = ("cuda" if found else "cpu") if device == "auto" else device
-    config.require(loaded, world_size=world_size, device=device, num_devices=found)
 
 
 def _trainer() -> Callable[[Loaded], object]:

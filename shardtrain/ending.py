@@ -7,12 +7,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain import data, stopping
 from shardtrain.checkpoint.agree import exchange
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, folder_of
+from shardtrain.data.enough import check_enough
 from shardtrain.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem
 from shardtrain.hub.saving import HubSaves
 from shardtrain.log import logger
@@ -25,19 +27,24 @@ if TYPE_CHECKING:
 _ASSUMED_BYTES_PER_SECOND, _ASSUMED_SECONDS = 100e6, 1.0
 
 
-def expect(run: Run, checkpoints: Checkpoints) -> None:
+def expect(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> None:
     """Let the run and its checkpoints know of each other, and say where the data will end before the last step.
 
-    Called when the run stands where it begins, and where it goes on after going back.
+    Called when the run stands where it begins, and where it goes on after going back: data that it leaves out from then
+    on are no reason to give up what it has learned, so it ``may_end_early``.
+
+    Raises:
+        DataError: when a run that begins is known to have too few data, unless training.on_data_end allows it.
     """
     left, position = run.stream.steps_left, run.stream.samples_consumed
     if left is not None and run.stream.end is not None:
         left -= run.guard.steps_left_out(position, run.stream.end, run.stream.global_batch)
-        last, policy = run.state.step + left, run.config.training.on_data_end
-        if run.config.training.epochs is not None:
-            run.total_steps = last
-        elif last < run.total_steps:
-            logger.warning(f"the data end after step {last} of {run.total_steps}; then training.on_data_end={policy}")
+        training = run.config.training
+        if training.epochs is not None:
+            run.total_steps = run.state.step + left
+        policy = replace(training, on_data_end="stop") if may_end_early else training
+        if note := check_enough(policy, run.state.step, left, run.total_steps):
+            logger.warning(note)
     _introduce(run, checkpoints)
 
 

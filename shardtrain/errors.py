@@ -45,6 +45,8 @@ class ShardtrainError(Exception):
     """Base of every error a user can meet; ``exit_code`` is the process's exit status."""
 
     exit_code = 1
+    problems: tuple[Problem | str, ...]
+    """Set where an error is several lines: one each."""
 
 
 class ConfigError(ShardtrainError):
@@ -55,7 +57,7 @@ class ConfigError(ShardtrainError):
     def __init__(self, problems: Problem | str | Sequence[Problem | str]) -> None:
         if isinstance(problems, Problem | str):
             problems = (problems,)
-        self.problems: tuple[Problem | str, ...] = tuple(problems)
+        self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 

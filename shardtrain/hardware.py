@@ -94,6 +94,41 @@ _PEAKS: tuple[Peak, ...] = (
 )
 
 
+GPUS: dict[str, tuple[str, float]] = {
+    "gb300": ("NVIDIA GB300", 288),
+    "b300": ("NVIDIA B300", 288),
+    "gb200": ("NVIDIA GB200", 186),
+    "b200": ("NVIDIA B200", 180),
+    "gh200": ("NVIDIA GH200 96GB HBM3", 96),
+    "h200": ("NVIDIA H200", 141),
+    "h100": ("NVIDIA H100 80GB HBM3", 80),
+    "h100-nvl": ("NVIDIA H100 NVL", 94),
+    "h20": ("NVIDIA H20", 96),
+    "a100": ("NVIDIA A100-SXM4-80GB", 80),
+    "a100-40gb": ("NVIDIA A100-SXM4-40GB", 40),
+    "a40": ("NVIDIA A40", 48),
+    "a30": ("NVIDIA A30", 24),
+    "a10": ("NVIDIA A10", 24),
+    "l40s": ("NVIDIA L40S", 48),
+    "l40": ("NVIDIA L40", 48),
+    "l4": ("NVIDIA L4", 24),
+    "v100": ("Tesla V100-SXM2-32GB", 32),
+    "v100-16gb": ("Tesla V100-SXM2-16GB", 16),
+    "t4": ("Tesla T4", 16),
+    "rtx5090": ("NVIDIA GeForce RTX 5090", 32),
+    "rtx4090": ("NVIDIA GeForce RTX 4090", 24),
+    "rtx3090": ("NVIDIA GeForce RTX 3090", 24),
+    "mi355x": ("AMD Instinct MI355X", 288),
+    "mi325x": ("AMD Instinct MI325X", 256),
+    "mi300x": ("AMD Instinct MI300X", 192),
+    "mi250x": ("AMD Instinct MI250X", 64),
+}
+"""Devices by the name that ``config check --for-machine`` takes: what the driver calls them, and their GB of memory.
+
+The data sheets' gigabytes (10^9 bytes), of one device: of an MI250X card the half.
+"""
+
+
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Dense peak of one device in FLOP/s, or None where it is not known.
 

@@ -122,7 +122,7 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
                     return run.state
                 except spikes.GoBack as why:
                     spikes.go_back(run, checkpoints, why, started_at)
-                    ending.expect(run, checkpoints)
+                    ending.expect(run, checkpoints, may_end_early=True)
     finally:
         checkpoints.close()  # another run may write the folder, however this one has ended
 

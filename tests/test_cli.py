@@ -102,8 +102,8 @@ def test_version_is_that_of_the_package(capsys):
         (("data", "prepar"), ["shardtrain data", "prepar", "is no verb", "did you mean prepare?"]),
         (("data", "frobnicate"), ["frobnicate", "verbs are prepare, check, show, probe, tokenizer, download"]),
         (("data", "--training.steps", "3"), ["--training.steps", "is no verb"]),
-        (("config",), ["needs an action", "show, check, help"]),
-        (("config", "shwo"), ["shwo", "show, check, help"]),
+        (("config",), ["needs an action", "show, help, check, migrate"]),
+        (("config", "shwo"), ["shwo", "did you mean show?", "show, help, check, migrate"]),
         (("config", "help", "training.stps"), ["training.stps", "option"]),
         (("train", "--nproc"), ["--nproc", "whole number", "--nproc 2"]),
         (("train", "--nproc", "0"), ["--nproc", "above 0"]),
@@ -151,7 +151,7 @@ def test_show_prints_each_option_with_its_origin(capsys):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_configuration_of_the_repository_passes_the_check(capsys, name):
-    code, out, _ = answer(capsys, "config", "check", str(ROOT / "configs" / name))
+    code, out, _ = answer(capsys, "config", "check", str(ROOT / "configs" / name), "--for-machine", "none")
     assert code == 0, out
     assert "0 errors" in out
 

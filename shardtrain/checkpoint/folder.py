@@ -99,7 +99,7 @@ class Checkpoints(Saver):
         if self._verified is None or self._verified[0] != path:
             damage = self._verify(path)
             if damage:
-                raise CheckpointError(f"checkpoint {path} cannot be used: {damage}; use another one")
+                raise retention.unusable(path, damage)
         assert self._verified is not None
         return self._verified[1]
 
@@ -146,11 +146,7 @@ class Checkpoints(Saver):
     def _chosen(self, found: list[int]) -> Place:
         wanted = self._options.load_step
         if wanted not in found:
-            known = ", ".join(map(str, found)) or "none"
-            raise CheckpointError(
-                f"checkpoint.load_step={wanted}: {self._folder} has no such step; it has {known}; use one of those, "
-                "or -1 for the newest"
-            )
+            raise retention.no_such_step(self._folder, wanted, found)
         damage = self._verify(self._folder / f"step-{wanted}")
         if damage:
             raise CheckpointError(

@@ -47,6 +47,21 @@ def steps(folder: Path | ObjectPath) -> list[int]:
     return [step for step in step_folders(folder) if (folder / f"step-{step}" / MANIFEST).is_file()]
 
 
+def no_such_step(folder: Path | ObjectPath, wanted: int, found: Sequence[int]) -> CheckpointError:
+    """The error of a checkpoint.load_step that is not there; ``found`` are the steps that are."""
+    known = ", ".join(map(str, found)) or "none"
+    return CheckpointError(
+        f"checkpoint.load_step={wanted}: {folder} has no such step; it has {known}; use one of those, "
+        "or -1 for the newest"
+    )
+
+
+def unusable(path: Path | ObjectPath, damage: str) -> CheckpointError:
+    """The error of a checkpoint that a run was to begin with."""
+    damage = damage.removeprefix(f"checkpoint {path}: ").removesuffix("; use another one")
+    return CheckpointError(f"checkpoint {path} cannot be used: {damage}; use another one")
+
+
 def is_whole(path: Path | ObjectPath) -> bool:
     """Whether a checkpoint has a good manifest and every file at its size; contents are not read."""
     try:

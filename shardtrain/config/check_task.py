@@ -8,7 +8,7 @@ from shardtrain.config.check_data import is_changed
 from shardtrain.config.check_values import any_of, problem
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import options
-from shardtrain.config.task_file import read_task_file
+from shardtrain.config.task_file import has_task, read_task_file
 from shardtrain.errors import ConfigError, Problem
 
 LANGUAGE_MODEL, CLASSIFICATION, PREFERENCE = "language_model", "classification", "preference"
@@ -57,6 +57,10 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
         (found,) = error.problems
         assert isinstance(found, Problem)
         yield problem(loaded, "task.name", found.rule, found.fix)
+        return
+    if not has_task(c.task.name):
+        fix = "define a class Task(RowTask), as shardtrain/tasks/classification.py does"
+        yield problem(loaded, "task.name", "has no class Task", fix)
         return
     if c.training.last_batch != "rollover" and c.task.name in (LANGUAGE_MODEL, DISTILLATION, KTO):
         rule = f"is for tasks of rows, and {c.task.name} " + (

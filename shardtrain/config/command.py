@@ -14,7 +14,9 @@ def main(words: list[str]) -> int:
     """Run one action; gives the exit status."""
     action, rest = (words[0], words[1:]) if words else ("", [])
     if action not in ACTIONS:
-        fix = f"use one of {', '.join(ACTIONS)}"
+        names = [*ACTIONS, *_ELSEWHERE]
+        near = config.nearest(action, names) if action else None
+        fix = (f"did you mean {near}? " if near else "") + f"use one of {', '.join(names)}"
         raise ConfigError(Problem("shardtrain config", action or None, "needs an action", fix, "command line"))
     return ACTIONS[action](rest)
 
@@ -23,16 +25,6 @@ def _show(words: list[str]) -> int:
     found = split(words)
     print(config.show(config.load(found.path, found.overrides, preset=presets.FIRST)))
     return 0
-
-
-def _check(words: list[str]) -> int:
-    """Print errors, then notes; only errors make the status 2. This machine counts with ``--nproc`` alone."""
-    found = split(words)
-    loaded = config.load(found.path, found.overrides, preset=presets.FIRST)
-    extra = config.machine_notes(loaded, found.nproc, None, None) if found.nproc else ()
-    report, code = config.check_report(loaded, extra)
-    print(report)
-    return code
 
 
 def _help(words: list[str]) -> int:
@@ -44,4 +36,6 @@ def _help(words: list[str]) -> int:
     return 0
 
 
-ACTIONS: dict[str, Callable[[list[str]], int]] = {"show": _show, "check": _check, "help": _help}
+ACTIONS: dict[str, Callable[[list[str]], int]] = {"show": _show, "help": _help}
+_ELSEWHERE = ("check", "migrate")
+"""Actions that need more than the configuration, and have homes of their own."""

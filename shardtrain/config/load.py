@@ -31,6 +31,7 @@ class Loaded:
     ``origins`` maps each dotted option (and each key of a table option, and of each entry of a table of tables) to
     "run.toml:12", "command line" or "default". ``notices`` are lines for the user: older names and what became of them;
     ``renames`` are those of them that tell of a name alone, and of no other result than the older program's.
+    ``problems`` are those of reading, where they were to be kept; what they are about has its default.
     """
 
     config: Config
@@ -38,6 +39,7 @@ class Loaded:
     notices: tuple[str, ...] = ()
     path: Path | None = None
     renames: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
     def value(self, option: str) -> Value:
         """Return the value of a dotted option."""
@@ -63,12 +65,15 @@ def value_of(config: Config, option: str) -> Value:
     return value
 
 
-def load(path: str | Path | None, arguments: Sequence[str] = (), preset: str | None = None) -> Loaded:
+def load(
+    path: str | Path | None, arguments: Sequence[str] = (), preset: str | None = None, keep_problems: bool = False
+) -> Loaded:
     """Read a TOML file (or none) and ``--section.key value`` arguments; command line beats file beats default.
 
     ``--job.config_file F`` takes the place of ``path``, and either may be a preset's name; ``preset`` is taken, with a
     notice, where no file is named at all. Raises ConfigError with all problems of both at once. Rules that join several
-    options are those of ``check``.
+    options are those of ``check``. With ``keep_problems`` a wrong key or value is no error: it is among the problems of
+    what is given, for ``problems_of`` to tell with all others.
     """
     line = read_arguments(arguments, old_kinds())
     problems = list(line.problems)
@@ -79,8 +84,10 @@ def load(path: str | Path | None, arguments: Sequence[str] = (), preset: str | N
         file = Path(str(preset))
     if file is not None:
         file = presets.find(file)
-    settings = _read_file(file, problems) if file is not None else []
-    loaded = _resolve(settings, line.settings, problems, file)
+    unread: list[Problem] = []
+    settings = _read_file(file, unread) if file is not None else []
+    problems += unread
+    loaded = _resolve(settings, line.settings, problems, file, keep_problems=keep_problems and not unread)
     if not is_ours:
         return loaded
     notice = f"no configuration is named: this is the preset {preset}; the presets are {', '.join(presets.names())}"
@@ -113,8 +120,9 @@ def _resolve(
     problems: list[Problem],
     file: Path | None,
     follow: bool = True,
+    keep_problems: bool = False,
 ) -> Loaded:
-    """Rename, type and merge the settings of the file and of the command line, or raise all problems."""
+    """Rename, type and merge the settings of the file and of the command line; raise all problems, or keep them."""
     both = [_in_force(from_file, from_line), [one for setting in from_line for one in nested.spread_text(setting)]]
     values: dict[str, Any] = {}
     origins: dict[str, str] = dict.fromkeys(options(), DEFAULT)
@@ -136,14 +144,18 @@ def _resolve(
         if len(problems) >= MAX_PROBLEMS:
             problems.append(Problem("the file", None, "has more mistakes than are told", "correct these first"))
             break
-    if problems:
+    if problems and not keep_problems:
         raise ConfigError(problems)
     config = _build("", values)
     followed = with_folder(config, origins) if follow else Followed(config)
     if isinstance(followed, Problem):
-        raise ConfigError(followed)
+        if not keep_problems:
+            raise ConfigError(followed)
+        problems.append(followed)
+        followed = Followed(config)
     notices = (*rewritten.notices, *followed.notices)
-    return Loaded(followed.config, MappingProxyType({**origins, **followed.origins}), notices, file, renames)
+    found = MappingProxyType({**origins, **followed.origins})
+    return Loaded(followed.config, found, notices, file, renames, tuple(problems))
 
 
 def _in_force(from_file: list[Setting], from_line: list[Setting]) -> list[Setting]:

@@ -39,17 +39,19 @@ def machine_notes(
     found += _compiler(loaded, device)
     found += check_pinned(loaded, device)
     found += _paths(loaded)
+    found += _folders(loaded)
     found += _tokenizer(loaded)
     found += _packages(loaded)
     return found
 
 
 _FOR_TRAINING = ("model.tokenizer_path", "model.hf_assets_path", "checkpoint.initial_load_path", "model.converters")
+_FOLDERS_OF_A_RUN = ("job.dump_folder", "checkpoint.folder")
 
 
 def is_for_training(problem: Problem) -> bool:
     """Whether a model can be built without what this problem misses: a file, a package, another format of weights."""
-    if problem.rule.startswith("needs the package "):
+    if problem.rule.startswith("needs the package ") or problem.option in _FOLDERS_OF_A_RUN:
         return True
     if problem.option.endswith(".dataset_path") or problem.option in _FOR_TRAINING:
         return problem.rule in ("does not exist", "matches no file") or problem.option == "model.converters"
@@ -141,6 +143,39 @@ def _paths(loaded: Loaded) -> Iterator[Problem]:
         named = value and (option != "model.name" or value.endswith(".py"))
         if named and "://" not in value and not _exists(value):
             yield problem(loaded, option, *_ABSENT)
+
+
+def _folders(loaded: Loaded) -> Iterator[Problem]:
+    """The folders that a run writes can be made: what is in the way, and what must not be written, is known now."""
+    c = loaded.config
+    written = {"job.dump_folder": c.job.dump_folder}
+    if c.checkpoint.enable and not c.checkpoint.load_only and os.path.isabs(c.checkpoint.folder):
+        written["checkpoint.folder"] = c.checkpoint.folder
+    for option, folder in written.items():
+        if folder and "://" not in folder and (why := _why_not_writable(Path(folder).expanduser().absolute())):
+            yield problem(loaded, option, why, "choose another folder")
+
+
+def _why_not_writable(path: Path) -> str:
+    """Why a folder cannot be made or written; empty where it can, and where storage does not answer now."""
+    try:
+        there = next(one for one in (path, *path.parents) if one.exists() or one.is_symlink())
+        if not there.is_dir():
+            return f"cannot be made: {there} is {'a file' if there.exists() else 'a link to nothing'}"
+        if not os.access(there, os.W_OK | os.X_OK) or _is_read_only(there) or (there != path and _is_virtual(there)):
+            return f"cannot be written: {there} is not writable here"
+    except OSError:
+        return ""
+    return ""
+
+
+def _is_virtual(folder: Path) -> bool:
+    """Whether a folder is the kernel's own, in which nobody makes others."""
+    return folder.is_relative_to("/proc") or folder.is_relative_to("/sys")
+
+
+def _is_read_only(folder: Path) -> bool:
+    return hasattr(os, "statvfs") and bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
 
 
 _ABSENT = ("does not exist", "correct the path")

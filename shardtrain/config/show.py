@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardtrain.config.availability import unavailable
-from shardtrain.config.check import check, notes
 from shardtrain.config.load import Loaded, value_of
 from shardtrain.config.options import Option, kind_text, options, options_of, sections
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import Value
-from shardtrain.errors import Problem
 
 
 def toml_value(value: Value) -> str:
@@ -108,16 +105,3 @@ def _table(name: str, values: Mapping[str, Any], comment: Callable[[str, Any], s
     """Write a table of free keys below its section."""
     lines = [f"{_key(key)} = {toml_value(value)}{comment(f'{name}.{key}', value)}" for key, value in values.items()]
     return ["", f"[{name}]", *lines]
-
-
-def check_report(loaded: Loaded, extra: Sequence[Problem] = ()) -> tuple[str, int]:
-    """Return the text of ``config check`` and its exit code: 2 with errors, 0 with notes alone.
-
-    ``extra`` holds errors that only this machine shows, from ``machine_notes``.
-    """
-    errors = [*check(loaded), *extra]
-    hints = [*loaded.notices, *notes(loaded), *map(str, unavailable(loaded))]
-    source = loaded.path or "defaults and command line"
-    lines = [f"error: {problem}" for problem in errors] + [f"note: {hint}" for hint in hints]
-    count = f"{len(errors)} error{'' if len(errors) == 1 else 's'}, {len(hints)} note{'' if len(hints) == 1 else 's'}"
-    return "\n".join([*lines, f"{source}: {count}"]), 2 if errors else 0

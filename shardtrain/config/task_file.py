@@ -13,6 +13,8 @@ from shardtrain.errors import ConfigError, Problem
 
 TASKS_FOLDER = Path(__file__).parent.parent / "tasks"
 _PACKAGE = "shardtrain.tasks."
+_SHARED = ("task", "text_task")
+"""Files that tasks build on, and that are none."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +28,13 @@ class TaskFacts:
 def task_names() -> list[str]:
     """Return the tasks of this package: files of the tasks folder."""
     return sorted(
-        file.stem for file in TASKS_FOLDER.glob("*.py") if not file.stem.startswith("_") and file.stem != "task"
+        file.stem for file in TASKS_FOLDER.glob("*.py") if not file.stem.startswith("_") and file.stem not in _SHARED
     )
 
 
 def read_task_file(name: str) -> TaskFacts:
     """Read the facts of the task ``name``; raises ConfigError where there is no such file or it cannot be read."""
-    path = Path(name) if name.endswith(".py") else TASKS_FOLDER / f"{name}.py"
-    if not path.is_file() or (not name.endswith(".py") and name not in task_names()):
-        near = nearest(name, task_names())
-        hint = f"did you mean {near}? " if near else ""
-        fix = f"{hint}tasks are {', '.join(task_names())}, and paths that end in .py"
-        raise ConfigError(Problem("task.name", name, "is not a task", fix))
-    try:
-        module = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError, OSError) as error:
-        rule = f"cannot be read as Python ({error})"
-        raise ConfigError(Problem("task.name", name, rule, "correct the file")) from error
+    module = _parse(name)
     found = _literals(module)
     for node in module.body:  # what it does not say itself, the task that it builds on says
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE):
@@ -58,6 +50,25 @@ def read_task_file(name: str) -> TaskFacts:
     return TaskFacts({"loss": "min", **metrics}, degrees)
 
 
+def has_task(name: str) -> bool:
+    """Whether the file of a task may define one, as its text tells; raises ConfigError as ``read_task_file``."""
+    return any(_names_a_task(node) for node in ast.walk(_parse(name)))
+
+
+def _parse(name: str) -> ast.Module:
+    path = Path(name) if name.endswith(".py") else TASKS_FOLDER / f"{name}.py"
+    if not path.is_file() or (not name.endswith(".py") and name not in task_names()):
+        near = nearest(name, task_names())
+        hint = f"did you mean {near}? " if near else ""
+        fix = f"{hint}tasks are {', '.join(task_names())}, and paths that end in .py"
+        raise ConfigError(Problem("task.name", name, "is not a task", fix))
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError, OSError) as error:
+        rule = f"cannot be read as Python ({error})"
+        raise ConfigError(Problem("task.name", name, rule, "correct the file")) from error
+
+
 def best_metric(config: Config) -> str:
     """The metric by which a validation is better: checkpoint.keep_best, or the loss."""
     return (config.checkpoint.keep_best or "validation.loss").removeprefix("validation.")
@@ -68,6 +79,15 @@ def best_mode(config: Config) -> str:
     if config.checkpoint.best_mode != "auto":
         return config.checkpoint.best_mode
     return read_task_file(config.task.name).metrics.get(best_metric(config), "min")
+
+
+def _names_a_task(node: ast.AST) -> bool:
+    """Whether a statement, wherever it stands, may bind the name Task."""
+    if isinstance(node, ast.ImportFrom | ast.Import):
+        return any((alias.asname or alias.name) in ("Task", "*") for alias in node.names)
+    if isinstance(node, ast.ClassDef):
+        return node.name == "Task"
+    return isinstance(node, ast.Name) and node.id == "Task" and isinstance(node.ctx, ast.Store)
 
 
 def _literals(module: ast.Module) -> dict[str, Any]:

@@ -82,6 +82,11 @@ def named_sources(config: Config, section: Training | Validation) -> list[Named]
     return [Named(section.dataset, source, f"{word}.dataset", f"{word}.dataset_path")]
 
 
+def is_local(path: str) -> bool:
+    """Whether a dataset's path leads to files here, and is no name on the hub."""
+    return Path(path).expanduser().exists()
+
+
 def request_for(config: Config, named: Named) -> Request:
     """What the source's module is asked to open."""
     text_field = named.source.text_field or config.data.text_field

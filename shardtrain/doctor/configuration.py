@@ -11,10 +11,6 @@ from shardtrain.log import redact
 
 AREA = "config"
 
-_STATES = {"AdamW": 2, "Adam": 2, "Muon": 1}
-"""Tensors of an optimizer for each weight, at least."""
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 def collect(here: Here, facts: Facts) -> None:
     """Note problems and notes of the configuration here; the first rank also counts what the model needs."""
@@ -22,8 +18,8 @@ def collect(here: Here, facts: Facts) -> None:
 
     loaded = here.loaded
     found = environment.count_accelerators(loaded.config.training.device)
-    problems = [*config.check(loaded), *config.unavailable(loaded)]
-    problems += config.machine_notes(loaded, here.size, here.device, found)
+    problems = config.problems_of(loaded, here.size, here.device, found)
+    problems = [one for one in problems if one.option != "job.dump_folder"]  # storage tells more of it
     facts["problems"] = [redact(str(problem)) for problem in problems]
     facts["notes"] = [redact(note) for note in (*loaded.notices, *config.notes(loaded))]
     facts["path"] = str(loaded.path or "")
@@ -34,20 +30,19 @@ def collect(here: Here, facts: Facts) -> None:
 def needs(here: Here) -> Facts:
     """Bytes of weights, gradients and optimizer states on a rank, and of a checkpoint; lower bounds of what is used.
 
-    All axes but that of replicas divide the states; activations are not counted (see ``docs/dry_run.md``).
+    Activations are not counted (see ``docs/dry_run.md``).
     """
-    from shardtrain import models
+    from shardtrain.verdict import memory, model
 
     options = here.loaded.config
-    module = models.find(options.model.name)
-    shape = models.shape_of(module, options.model.flavor, options.model.overrides, options.model.norm_type)
-    numbers = sum(parameter.numel() for parameter in models.build(module, shape).parameters())
-    width, states = _BYTES.get(options.training.dtype, 4), _STATES.get(options.optimizer.name, 1)
-    sharing = max(1, here.size // options.parallelism.data_parallel_replicate_degree)
+    errors, parameters = model.build(options)
+    if parameters is None:
+        return {"problems": [redact(str(line)) for error in errors for line in getattr(error, "problems", [error])]}
+    numbers = sum(one.num_elements for one in parameters)
     return {
         "parameters": numbers,
-        "state_bytes_per_rank": numbers * width * (2 + states) // sharing,
-        "checkpoint_bytes": numbers * width * (1 + states),
+        "state_bytes_per_rank": memory.state_bytes(options, here.size, parameters),
+        "checkpoint_bytes": memory.checkpoint_bytes(options, parameters),
     }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from shardtrain.doctor.finding import Facts, Finding, Judged, Said, each
 from shardtrain.doctor.here import Here
 from shardtrain.units import GIB, MIB, format_bytes
+from shardtrain.verdict.machine import cgroup_memory, host_memory
 
 AREA = "memory"
 
@@ -17,7 +18,6 @@ LITTLE_SHARED = 256 * MIB
 BUSY_BYTES, BUSY_SHARE = 2 * GIB, 0.05
 """What a device may hold before the run: contexts take some; more belongs to somebody else."""
 SPARE_SHARE = 0.05
-_NO_LIMIT = 1 << 60
 
 
 def collect(here: Here, facts: Facts) -> None:
@@ -35,29 +35,6 @@ def collect(here: Here, facts: Facts) -> None:
         facts["device_free"], facts["device_total"] = torch.cuda.mem_get_info(here.local_rank)
 
 
-def host_memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """Total, available and swap bytes of this host; macOS tells the total alone."""
-    try:
-        lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
-    except OSError:
-        return {"total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
-    names = {"total": "MemTotal", "available": "MemAvailable"}
-    return {name: kib[key] * 1024 for name, key in names.items() if key in kib}
-
-
-def cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Limit and use of this container in bytes (version 2, then 1); the limit is 0 where there is none."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        value = _number(root / limit)
-        if 0 < value < _NO_LIMIT:
-            return value, _number(root / used)
-    return 0, 0
-
-
 def _oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Processes of this container that the kernel has killed for memory."""
     for name in ("memory.events", "memory/memory.oom_control"):
@@ -67,13 +44,6 @@ def _oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
             continue
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
     return 0
-
-
-def _number(path: Path) -> int:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0
 
 
 def judge(said: Said) -> Iterator[Finding]:

@@ -15,11 +15,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardtrain import __version__, config
+from shardtrain import __version__
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, PeerError, Problem
@@ -39,8 +39,10 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 LOOK_SECONDS = 0.1
 
 
-def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes) -> int:
+def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callable[[int | None, int], None]) -> int:
     """Run this node's share of a training; gives its exit status.
+
+    ``require`` stops unless the run would begin here, with so many ranks in all and on this node.
 
     Raises:
         ConfigError: the configuration does not work on these nodes, or the port of the rendezvous is taken.
@@ -50,10 +52,8 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes) -> int:
     accelerators = environment.count_accelerators(loaded.config.training.device)
     cores = environment.usable_cores()
     choice = choose_processes(loaded.config, arguments.nproc, os.environ, nodes, accelerators, cores)
-    device = loaded.config.training.device
-    device = ("cuda" if accelerators else "cpu") if device == "auto" else device
     world_size = choice.count * nodes.most if nodes.least == nodes.most else None
-    config.require(loaded, world_size=world_size, device=device, num_devices=accelerators)
+    require(world_size, choice.count)
     environment.set_process_defaults(os.environ, choice.count, cores, alone=False)
     number = "" if nodes.node_rank is None else f" {nodes.node_rank}"
     print(

@@ -97,7 +97,8 @@ def main(words: list[str]) -> int:
             raise ConfigError(Problem(f"launch {action}", " ".join(rest) or None, "needs one id", "as slurm/1234"))
         return FOLLOW[action](rest[0])
     if action not in PLATFORMS:
-        fix = f"use one of {', '.join([*PLATFORMS, *FOLLOW])}"
+        near = config.nearest(action, [*PLATFORMS, *FOLLOW]) if action else None
+        fix = (f"did you mean {near}? " if near else "") + f"use one of {', '.join([*PLATFORMS, *FOLLOW])}"
         raise ConfigError(Problem("shardtrain launch", action or None, "needs a platform", fix, "command line"))
     loaded, overrides = _load([word for word in rest if word not in _DRY_RUN and word != _DOCTOR])
     _note_unused(action, loaded)

@@ -53,7 +53,7 @@ def main(loaded: Loaded, plan: Plan, trainer: Trainer) -> None:
         checkpoints = Checkpoints(config)
         resume(run, checkpoints)
         run.guard.rewinds = [Rewind(*rewind) for rewind in plan.rewinds]
-        ending.expect(run, checkpoints)
+        ending.expect(run, checkpoints, may_end_early=True)
         _compare_steps(run, plan, trainer, here)
 
 

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from shardtrain import config as configs
 from shardtrain.config import Loaded
-from shardtrain.doctor.memory import cgroup_memory, host_memory
 from shardtrain.units import format_bytes
+from shardtrain.verdict.machine import cgroup_memory, host_memory
 from shardtrain.verify import workers
 
 SUM_LIMIT = 1e-6
