@@ -61,6 +61,10 @@ class ConfigError(ShardtrainError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+class FolderTaken(ConfigError):
+    """Another run writes the folder of this one: nothing in it is touched."""
+
+
 class DataError(ShardtrainError):
     """The data cannot be read, is inconsistent, or has ended."""
 

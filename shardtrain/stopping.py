@@ -32,6 +32,8 @@ GRACEFUL = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP") if hasattr(signal, name)
 )
 """Signals that ask for a save and an end; the second SIGINT means at once."""
+ONE_REQUEST_SECONDS = 0.5
+"""SIGINTs closer to each other are one: Ctrl-C goes to all processes of a terminal, and a launcher passes it on."""
 NOT_IN_TIME = float(2**20)
 """Added by a rank whose time is too short for a save; ranks are fewer than this."""
 AT_ONCE_SECONDS = 3.0
@@ -129,7 +131,13 @@ class Stop:
             raise
 
     def handle(self, number: int, _frame: FrameType | None = None) -> None:
-        """Python's handler, in the main thread: end a wait for data, or the run where nothing can be saved."""
+        """Python's handler, in the main thread: end a wait for data, or the run where nothing can be saved.
+
+        A run that has ended has nothing to lose: the first request is too late, and the next one ends the process.
+        """
+        if self._closed:
+            signal.signal(number, signal.SIG_DFL)
+            return
         self._note(signal.Signals(number).name)
         # who signals every process of a job ends those that prepare data, and PyTorch's handler would raise here
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -141,7 +149,7 @@ class Stop:
             raise Interrupted
 
     def close(self) -> None:
-        """The run has ended and says so itself: no deadline any more."""
+        """The run has ended and says so itself: no request is heard any more, and there is no deadline."""
         self._closed = True
 
     def _note(self, reason: str) -> None:
@@ -160,7 +168,7 @@ class Stop:
 
         ``hurry`` ends the process, and is given the reason; ``tell`` lets the launcher know of the request.
         """
-        told, interrupts = False, 0
+        told, interrupted_at = False, -math.inf
         while True:
             ready, _, _ = select.select([numbers], [], [], self._next_look_seconds())
             if self._closed:
@@ -168,9 +176,11 @@ class Stop:
             for number in numbers.recv(64) if ready else b"":
                 if number in GRACEFUL:
                     self._note(signal.Signals(number).name)
-                interrupts += number == signal.SIGINT
-            if interrupts > 1:
-                hurry("a second SIGINT")
+                if number == signal.SIGINT:
+                    if interrupted_at > -math.inf and time.monotonic() - interrupted_at > ONE_REQUEST_SECONDS:
+                        hurry("a second SIGINT")
+                    if interrupted_at == -math.inf:
+                        interrupted_at = time.monotonic()
             if self.asked() and not told:
                 told = True
                 tell()

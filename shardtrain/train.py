@@ -119,6 +119,7 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
                     facts = run_facts(run, here)
                     with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
                         _steps(run, here, checkpoints, validator, metrics)
+                    run.stop.close()  # the last step is done and saved
                     return run.state
                 except spikes.GoBack as why:
                     spikes.go_back(run, checkpoints, why, started_at)

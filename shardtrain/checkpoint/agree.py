@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardtrain.errors import CheckpointError, ConfigError, PeerError, ShardtrainError, StorageError
+from shardtrain.errors import CheckpointError, ConfigError, FolderTaken, PeerError, ShardtrainError, StorageError
 
 _KINDS: dict[str, type[ShardtrainError]] = {
-    kind.__name__: kind for kind in (ConfigError, CheckpointError, StorageError, PeerError)
+    kind.__name__: kind for kind in (ConfigError, FolderTaken, CheckpointError, StorageError, PeerError)
 }
 
 

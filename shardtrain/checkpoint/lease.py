@@ -23,7 +23,7 @@ from typing import Any
 from shardtrain import whole_file
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.errors import ConfigError
+from shardtrain.errors import ConfigError, FolderTaken
 from shardtrain.log import logger
 
 LEASE = "lease.json"
@@ -48,7 +48,7 @@ class Lease:
         """Take the lease, or do nothing when it is held already.
 
         Raises:
-            ConfigError: when another run holds it; names its host, process and start.
+            FolderTaken: when another run holds it; names its host, process and start.
             OSError: when the folder cannot be written.
         """
         if self._held:
@@ -139,10 +139,7 @@ class Lease:
         if not reason and not is_seen_from_here(holder):
             reason = self._wait_for_a_beat(own)
         if not reason:
-            raise ConfigError(
-                f"job.dump_folder: {self._path.parent} is being written by {describe(holder)}; stop that run, or give "
-                "this one another job.dump_folder"
-            )
+            raise self._taken_by(holder)
         say = logger.info if holder.get("pid") == os.getpid() else logger.warning
         say(f"took over {self._path} of {describe(holder)}: {reason}")
         away = own.with_name(f"{own.name}.old")
@@ -152,6 +149,22 @@ class Lease:
                 with contextlib.suppress(FileExistsError):
                     os.link(away, self._path)
         away.unlink(missing_ok=True)
+
+    def refuse_if_held_here(self) -> None:
+        """Refuse, before anything is written, a folder whose holder is a live process of this host.
+
+        Raises:
+            FolderTaken: names that run.
+        """
+        holder = read(self._path)
+        if holder and is_seen_from_here(holder) and not why_free(holder, 0.0):
+            raise self._taken_by(holder)
+
+    def _taken_by(self, holder: dict[str, Any]) -> FolderTaken:
+        return FolderTaken(
+            f"job.dump_folder: {self._path.parent} is being written by {describe(holder)}; stop that run, or give "
+            "this one another job.dump_folder"
+        )
 
     def _wait_for_a_beat(self, own: Path) -> str:
         """Watch a lease of another host, whose process nobody here can see: empty when its holder lives."""

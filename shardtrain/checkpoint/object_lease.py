@@ -15,7 +15,7 @@ from typing import Any
 from shardtrain.checkpoint import lease
 from shardtrain.checkpoint.lease import LEASE, Lease, describe, is_seen_from_here, own_fields, parse, why_free
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.errors import ConfigError
+from shardtrain.errors import ConfigError, FolderTaken
 from shardtrain.log import logger
 
 
@@ -88,7 +88,7 @@ class ObjectLease(Lease):
         logger.warning(f"took over {self._object} of {describe(holder)}: {reason}")
 
     def _refuse(self, holder: dict[str, Any]) -> None:
-        raise ConfigError(
+        raise FolderTaken(
             f"checkpoint.folder: {self._object.parent} is being written by {describe(holder)}; stop that run, or give "
             "this one another folder"
         )

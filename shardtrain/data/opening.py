@@ -6,9 +6,10 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, DataSource, Training, Validation
@@ -50,6 +51,12 @@ class Opened:
     tokenizer: Tokenizer
     end: int | None
     names: list[str]
+
+
+class Counted(Protocol):
+    """What the shares of a mixture need of a feed: its targets of a row, on average."""
+
+    mean_targets: float
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,7 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
         )
         for named, packing, times in zip(every, packings, passes, strict=True)
     ]
-    mixture = Mixture(_stages(config, feeds) if several else [Stage((1.0,))])
+    mixture = Mixture(stages_of(config, feeds) if several else [Stage((1.0,))])
     for stage, index in mixture.unread:
         text = "dataset %s is not read in stage %d: its weight is not 1 in 65,536 of all"
         logger.warning(text, every[index].name, stage + 1)
@@ -284,7 +291,7 @@ def _seed(seed: int, named: Named, several: bool) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {named.name}".encode()).digest()[:7], "little")
 
 
-def _stages(config: Config, feeds: list[Feed]) -> list[Stage]:
+def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
     """Weights of tokens as weights of rows, and tokens of stages as positions of rows."""
     names = list(config.data.sources)
     own = {name: source.weight for name, source in config.data.sources.items()}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from shardtrain import models
+from shardtrain import models, tasks
 from shardtrain.config import Config, check, derived, load, machine_notes
 from shardtrain.config.schema import Training, Validation
 from shardtrain.data import opening, sources
 from shardtrain.data.encode import open_encoder
+from shardtrain.data.mix import Mixture
 from shardtrain.data.pack import Packing
 from shardtrain.data.reading import BadRows
 from shardtrain.data.shards import ShardLine
@@ -23,6 +25,7 @@ from shardtrain.data_tools.progress import Progress
 from shardtrain.data_tools.survey import Survey, survey_line, survey_rows
 from shardtrain.data_tools.words import take, whole_number
 from shardtrain.errors import ConfigError, DataError
+from shardtrain.launch import environment
 
 USAGE = """usage: shardtrain data check [CONFIG.toml] [--world_size N] [--json] [--section.key VALUE ...]
 
@@ -30,11 +33,13 @@ Reads the datasets of a configuration from end to end: counts, bad rows by reaso
 documents that training and validation share, lengths, ids beyond the model's vocabulary, and the steps of an epoch.
 Prepared shards are verified byte by byte.
 
-  --world_size N   ranks of the run, for the steps per epoch; as few as its mesh needs unless set (--nproc is the same)
+  --world_size N   ranks of the run, for the steps per epoch; those of `train` here unless set (--nproc is the same)
   --json           print one JSON object
 
 Exit status: 0 usable, 3 bad rows or nothing usable, 2 something to correct in the configuration.
 """
+OF_DOCUMENTS = ("language_model", "distillation")
+"""Tasks whose rows are packed documents; those of others are rows of the files."""
 DUPLICATES_WARN = 0.01
 """Share of duplicates above which they are worth a warning."""
 
@@ -71,7 +76,7 @@ def main(words: list[str]) -> int:
     world_size = found.own.get("--world_size") or found.own.get("--nproc")
     if problems := [*check(loaded), *(machine_notes(loaded, world_size, None, None) if world_size else ())]:
         raise ConfigError(problems)
-    report = examine(loaded.config, world_size or _fewest_ranks(loaded.config))
+    report = examine(loaded.config, world_size or _ranks_here(loaded.config))
     print(json.dumps(_as_json(report), indent=1) if "--json" in found.own else "\n".join(_as_text(report)))
     return report.exit_code
 
@@ -88,10 +93,9 @@ def examine(config: Config, world_size: int) -> Report:
         )
     training = list(surveys(config, config.training, tokenizer))
     packings = _packings(config, config.training, tokenizer)
-    batch = derived.global_batch_size(config, world_size)
-    for survey in training:
+    for survey, epoch in zip(training, _epochs(config, training, packings, world_size), strict=True):
         packing = packings[survey.name]
-        report.tables[survey.name] = _facts(survey, packing) | _epoch(config, survey, packing, batch)
+        report.tables[survey.name] = _facts(survey, packing) | epoch
         _judge(survey, config, vocab_size, packing, report)
     if config.validation.enable:
         packings = _packings(config, config.validation, tokenizer)
@@ -163,18 +167,45 @@ def _facts(survey: Survey, packing: Packing) -> dict[str, Any]:
     }
 
 
-def _epoch(config: Config, survey: Survey, packing: Packing, batch: int) -> dict[str, Any]:
-    """What one pass over a training set is in sequences and steps; in a mixture, of steps that have its share.
+@dataclass
+class _Counted:
+    mean_targets: float
 
-    Where the shares change by stages, steps are left out.
+
+def _epochs(
+    config: Config, surveys: list[Survey], packings: dict[str, Packing], world_size: int
+) -> list[dict[str, Any]]:
+    """What one pass over each training set is in sequences and steps, counted as training does.
+
+    The last step of a pass may be smaller. In a mixture they are the steps until the last row of a source has come, with
+    the weights and stages of the configuration; none where it never comes.
     """
-    rows = survey.num_rows(packing)
-    weights = {name: source.weight for name, source in config.data.sources.items()}
-    share = weights[survey.name] / sum(weights.values()) if weights and sum(weights.values()) else 1.0
-    table: dict[str, Any] = {"sequences per epoch": rows, "sequences per step": batch}
-    if share and not config.data.stages:
-        table["steps per epoch"] = int(rows / (batch * share))
-    return table
+    batch = derived.global_batch_size(config, world_size)
+    rows = [survey.num_rows(packings[survey.name]) for survey in surveys]
+    ends: list[int | None] = list(rows)
+    if len(surveys) > 1 and all(rows):
+        feeds = [_Counted(survey.mean_targets(packings[survey.name])) for survey in surveys]
+        mixture = Mixture(opening.stages_of(config, feeds))
+        ends = [mixture.first_position_beyond(index, count) for index, count in enumerate(rows)]
+    elif config.task.name not in OF_DOCUMENTS:
+        ends = [_end_of_task(config, world_size)]
+    tables = []
+    for count, end in zip(rows, ends, strict=True):
+        table: dict[str, Any] = {"sequences per epoch": count, "sequences per step": batch}
+        if end is not None:
+            table["steps per epoch"] = -(-end // batch)
+        tables.append(table)
+    return tables
+
+
+def _end_of_task(config: Config, world_size: int) -> int:
+    """Places of an epoch of rows of a task, whose last step is as training.last_batch says."""
+    stream = tasks.open_task(config).open_stream(
+        batch_rank=0,
+        num_batch_ranks=derived.data_parallel_degree(config, world_size),
+        accumulation=derived.accumulation_steps(config, world_size),
+    )
+    return int(stream.places_per_epoch or 0)
 
 
 def _judge(survey: Survey, config: Config, vocab_size: int, packing: Packing, report: Report) -> None:
@@ -223,8 +254,10 @@ def _judge_leak(survey: Survey, training: list[Survey], report: Report) -> None:
         )
 
 
-def _fewest_ranks(config: Config) -> int:
-    return derived.other_degrees(config) * max(1, config.parallelism.data_parallel_shard_degree)
+def _ranks_here(config: Config) -> int:
+    """Ranks that ``train`` would start on this machine."""
+    accelerators = environment.count_accelerators(config.training.device)
+    return environment.choose_processes(config, None, os.environ, accelerators, environment.usable_cores()).count
 
 
 def _model_vocabulary(config: Config) -> int:

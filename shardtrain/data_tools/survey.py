@@ -66,6 +66,13 @@ class Survey:
         """Rows that training makes of these documents in one pass."""
         return pack(_Lengths(self.lengths), packing).num_rows if len(self.lengths) else 0
 
+    def mean_targets(self, packing: Packing) -> float:
+        """Targets of such a row, on average."""
+        if not len(self.lengths):
+            return 0.0
+        rows = pack(_Lengths(self.lengths), packing)
+        return rows.num_targets / max(1, rows.num_rows)
+
 
 class _Lengths(MemoryLine):
     """A line of which only the boundaries of documents are known: enough to count rows, not to fill them."""

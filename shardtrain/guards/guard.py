@@ -13,6 +13,8 @@ RECENT_STEPS = 1000
 """Steps of which a share may be skipped; see ``training.nonfinite_max_skip_fraction``."""
 MIN_VALUES = 20
 """Values that a window must hold before it judges, or all of a shorter one."""
+NORM_FACTOR = 10.0
+"""A gradient norm is a spike only from so many times the mean on: single batches of healthy runs reach five times."""
 _ROUNDING = 1e-6
 """Smallest spread that counts, as a share of the mean: values that are equal but for rounding have no spikes."""
 
@@ -53,15 +55,17 @@ class Guard:
 
         A value is a spike when it is more than ``sigmas`` standard deviations above the mean of the window: the rule of
         OLMo-core's SkipStepOptimizer, for upward deviations alone. A spike enters the window like any other value, so
-        a lasting change of level is taken for the new level after a few steps.
+        a lasting change of level is taken for the new level after a few steps. Gradient norms have a long tail, so that
+        the rule alone finds a spike in every 250 steps of a healthy run: they must be far above their mean, too.
         """
         found = []
-        for name, value, values in (("loss", loss, self.losses), ("gradient norm", grad_norm, self.grad_norms)):
+        series = ("loss", loss, self.losses, 0.0), ("gradient norm", grad_norm, self.grad_norms, NORM_FACTOR)
+        for name, value, values, factor in series:
             if len(values) < min(window, max(MIN_VALUES, window // 2)):
                 continue
             mean = math.fsum(values) / len(values)
             spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
-            if value - mean > sigmas * max(spread, _ROUNDING * abs(mean)):
+            if value - mean > sigmas * max(spread, _ROUNDING * abs(mean)) and value > factor * mean:
                 found.append(
                     f"the {name} {value:.6g} is far above the {mean:.6g} ± {spread:.2g} of {len(values)} steps"
                 )

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardtrain import whole_file
 from shardtrain.checkpoint.storage import Place
-from shardtrain.errors import ConfigError, ShardtrainError
+from shardtrain.errors import ConfigError, FolderTaken, ShardtrainError
 from shardtrain.log import redact
 
 GENERAL, PEER, OUT_OF_MEMORY, PREEMPTED, NOT_SAVED = 1, 6, 7, 75, 76
@@ -57,6 +57,8 @@ class Failure:
     """Of a rank that hangs: what it was doing; its message is a sentence about the rank."""
     is_sentence: bool = False
     """Whether the message was written for the user, who needs neither the exception's class nor a line of source."""
+    leaves_folder_alone: bool = False
+    """Whether another run writes the run's folder, so that exit.json and the logs there are not this run's."""
 
 
 def describe(error: BaseException, rank: int) -> Failure:
@@ -79,6 +81,7 @@ def describe(error: BaseException, rank: int) -> Failure:
         problems=tuple(redact(str(problem)) for problem in error.problems) if isinstance(error, ConfigError) else (),
         place=next((note[len(IN) :] for note in getattr(error, "__notes__", ()) if note.startswith(IN)), ""),
         is_sentence=isinstance(error, ShardtrainError),
+        leaves_folder_alone=isinstance(error, FolderTaken),
     )
 
 

@@ -84,12 +84,14 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         told = failure.describe(error, rank)
         if told.exit_code == 0:
             return 0
-        failure.append_trace(told, log_path(loaded, rank))
+        if not told.leaves_folder_alone:
+            failure.append_trace(told, log_path(loaded, rank))
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):
             failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
         if world_size == 1 or not told.is_peer:
             print(*failure.lines(told, log_path(loaded, rank), world_size), sep="\n", file=sys.stderr, flush=True)
-            failure.write_exit(run_folder, told, told.exit_code)
+            if not told.leaves_folder_alone:
+                failure.write_exit(run_folder, told, told.exit_code)
         return told.exit_code
     stop.close()
     if rank == 0:
@@ -248,7 +250,8 @@ def run_child(loaded: Loaded, main: Main) -> int:
         if told.exit_code:
             # the record first: it is what the parent reads, and the parent may be about to end this rank
             failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
-            failure.append_trace(told, log_path(loaded, rank))
+            if not told.leaves_folder_alone:
+                failure.append_trace(told, log_path(loaded, rank))
             return told.exit_code
     stop.close()
     # a status of 0 alone may be that of somebody's os._exit(0)
@@ -300,10 +303,11 @@ def _tell(
     loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Watch, records: Path
 ) -> tuple[int, failure.Failure | None]:
     """Find the first cause, say it in one line, write ``exit.json``; gives the exit status and the cause."""
-    failures = []
+    failures, all_done = [], True
     for rank, status in statuses.items():
         told = failure.read_record(_record_path(records, rank))
         is_done = status in FINE and (status != 0 or _done_path(_record_path(records, rank)).exists())
+        all_done = all_done and is_done
         if told is None and not is_done and rank not in watch.stopped_by_us:
             when = watch.ended_at[rank]
             told = failure.killed(rank, -status, when) if status < 0 else failure.ended(rank, status, when)
@@ -313,11 +317,12 @@ def _tell(
         first = failure.culprit(failures)
         code = first.exit_code
         print(*failure.lines(first, log_path(loaded, first.rank), len(statuses)), sep="\n", file=sys.stderr)
-    elif watch.signal_number or any(status not in FINE for status in statuses.values()):
+    elif not all_done:
         name, code = signal.Signals(watch.signal_number or signal.SIGTERM).name, failure.NOT_SAVED
         first = failure.stopped(0, name, _newest_checkpoint(loaded))
         print(*failure.lines(first, "", len(statuses)), file=sys.stderr)
     else:
         first, code = None, max(statuses.values())
-    failure.write_exit(run_folder, first, code)
+    if first is None or not first.leaves_folder_alone:
+        failure.write_exit(run_folder, first, code)
     return code, first

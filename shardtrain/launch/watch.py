@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from shardtrain.stopping import GRACEFUL
+from shardtrain.stopping import GRACEFUL, ONE_REQUEST_SECONDS
 
 POLL_SECONDS = 0.05
 PEERS_SPEAK_SECONDS = 2.0
@@ -27,7 +27,7 @@ class Watch:
 
     def __init__(self, grace_seconds: float = NOTHING_TO_SAVE_SECONDS) -> None:
         self.pids: dict[int, int] = {}
-        self._grace_seconds, self._asked_at = grace_seconds, 0.0
+        self._grace_seconds, self._asked_at, self._interrupted_at = grace_seconds, 0.0, 0.0
         self.statuses: dict[int, int] = {}
         self.ended_at: dict[int, float] = {}
         self.stopped_by_us: set[int] = set()
@@ -38,11 +38,14 @@ class Watch:
         """Pass requests to stop on to the ranks; a second SIGINT kills them, other repetitions say nothing new."""
 
         def handle(number: int, _frame: FrameType | None) -> None:
+            now = time.monotonic()
             if not self.signal_number:
-                self.signal_number, self._asked_at = number, time.monotonic()
+                self.signal_number, self._asked_at = number, now
                 self.send(signal.Signals(number))
-            elif number == self.signal_number == signal.SIGINT:
-                self.send(signal.SIGKILL)
+            if number == signal.SIGINT:
+                if self._interrupted_at and now - self._interrupted_at > ONE_REQUEST_SECONDS:
+                    self.send(signal.SIGKILL)
+                self._interrupted_at = self._interrupted_at or now
 
         # which is how nohup asks for it
         names = [n for n in GRACEFUL if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]

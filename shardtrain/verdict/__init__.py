@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from shardtrain import config
 from shardtrain.config import Loaded, secondary
 from shardtrain.config.machine import mesh_notes
-from shardtrain.errors import ConfigError, Problem, ShardtrainError
+from shardtrain.errors import ConfigError, FolderTaken, Problem, ShardtrainError
 from shardtrain.verdict.machine import Machine, here, named
 
 __all__ = ["Machine", "Verdict", "here", "judge", "named", "require"]
@@ -41,6 +41,8 @@ class Verdict:
         if not self.errors:
             return
         worst = min(self.errors, key=lambda error: error.exit_code)
+        if len(self.errors) == 1:
+            raise worst
         if isinstance(worst, ConfigError):
             raise ConfigError(self.lines)
         told = type(worst)("\n".join(self.lines))
@@ -62,7 +64,7 @@ class _Found:
     def take(self, errors: Sequence[ShardtrainError]) -> None:
         """Note errors of a later look; those of a configuration count with its problems."""
         for error in errors:
-            if isinstance(error, ConfigError):
+            if isinstance(error, ConfigError) and not isinstance(error, FolderTaken):
                 self.problems += error.problems
             else:
                 self.errors.append(error)
@@ -108,7 +110,7 @@ def _look_at_files(loaded: Loaded, machine: Machine, found: _Found) -> None:
     from shardtrain.verdict import data, weights
 
     if found.is_clean("checkpoint", "lora", "model.hf_assets_path", "job"):
-        found.take(weights.look(loaded.config))
+        found.take(weights.look(loaded.config, is_alone=machine.world_size == machine.local_ranks))
     if found.is_clean("task", "data.", "model.tokenizer_path", "model.hf_assets_path", "training.seq_len"):
         sections = ["training", "validation"] if loaded.config.validation.enable else ["training"]
         for section in sections:

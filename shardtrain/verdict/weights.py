@@ -9,20 +9,30 @@ from shardtrain.config.schema import Config
 from shardtrain.errors import ShardtrainError
 
 
-def look(config: Config) -> list[ShardtrainError]:
-    """What a run would find missing or of another model, without reading the weights; an object store is not asked."""
+def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
+    """What a run would find missing or of another model, without reading the weights; an object store is not asked.
+
+    A run that ``is_alone`` is not one of several nodes, of which another may have begun: the folder must be free.
+    """
     options = config.checkpoint
     if not options.enable or "://" in options.folder or "://" in config.job.dump_folder:
         return []
+    folder = Path(config.job.dump_folder, options.folder)
+    if is_alone and not options.load_only and (folder / "lease.json").exists():
+        from shardtrain.checkpoint.lease import Lease
+
+        try:
+            Lease(folder).refuse_if_held_here()
+        except ShardtrainError as error:
+            return [error]
     named, adapters = derived.initial_weights(config), config.lora.initial_load_path if config.lora.enable else None
     if options.load_step == -1 and all(one is None or "://" in one for one in (named, adapters)):
         return []
     from shardtrain.checkpoint import manifest, retention
-    from shardtrain.checkpoint.storage import folder_of, place
+    from shardtrain.checkpoint.storage import place
 
-    folder = folder_of(config.job.dump_folder, options.folder)
     try:
-        steps = retention.steps(folder) if Path(str(folder)).is_dir() else []
+        steps = retention.steps(folder) if folder.is_dir() else []
         if options.load_step != -1 and options.load_step not in steps:
             return [retention.no_such_step(folder, options.load_step, steps)]
         starts = [] if adapters is None or steps else [adapters]

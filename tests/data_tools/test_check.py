@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardtrain.config import load
+from shardtrain.config import Config, derived, load
 from shardtrain.data import open_stream, reading
 from shardtrain.data.pack import Packing
 from shardtrain.data_tools import check, prepare
@@ -38,6 +38,17 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str,
     return code, report
 
 
+def steps_of(config: Config, ranks: int) -> int | None:
+    """The steps after which training finds the data at their end."""
+    stream = open_stream(
+        config,
+        batch_rank=0,
+        num_batch_ranks=derived.data_parallel_degree(config, ranks),
+        accumulation=derived.accumulation_steps(config, ranks),
+    )
+    return stream.steps_left
+
+
 def test_clean_data_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = texts()
     words = words_for(jsonl(tmp_path / "a.jsonl", rows))
@@ -64,7 +75,7 @@ def test_sequences_per_epoch_are_those_of_training(
     stream = open_stream(load(None, words).config, batch_rank=0, num_batch_ranks=3, accumulation=1)
     assert table["sequences per epoch"] == stream.num_samples
     assert table["sequences per step"] == 6
-    assert table["steps per epoch"] == stream.num_samples // 6
+    assert table["steps per epoch"] == -(-stream.num_samples // 6) == steps_of(load(None, words).config, 3)
 
 
 def test_every_kind_of_bad_row_is_told_with_its_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,8 +193,13 @@ def test_a_mixture_is_checked_source_by_source(tmp_path: Path, capsys: pytest.Ca
     )
     _, report = run(capsys, str(config))
     web, code = report["datasets"]["web"], report["datasets"]["code"]
-    assert web["steps per epoch"] == int(web["sequences per epoch"] / 0.75)
-    assert code["steps per epoch"] == code["sequences per epoch"] * 4
+    for name, table in (("web", web), ("code", code)):
+        ends = [f"--data.sources.{name}.epochs=1"]  # training ends when the last row of it has come
+        for ranks in (1, 3):
+            _, other = run(capsys, str(config), "--world_size", str(ranks))
+            counted = other["datasets"][name]["steps per epoch"]
+            assert counted == steps_of(load(config, ends).config, ranks), (name, ranks)
+        assert table["steps per epoch"] >= table["sequences per epoch"] / table["sequences per step"]
 
 
 def test_the_report_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,3 +260,14 @@ def test_where_no_row_can_be_read_skipping_is_no_advice(tmp_path: Path, capsys: 
     assert report["problems"] == [
         "dataset jsonl has 3 bad of 3 rows; see whether the dataset, data.format and the names of its columns are right"
     ]
+
+
+@pytest.mark.parametrize(("last_batch", "steps"), [("rollover", 3), ("keep", 3), ("discard", 2)])
+def test_steps_of_a_task_of_rows_are_those_of_its_stream(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], last_batch: str, steps: int
+) -> None:
+    pairs = [{"prompt": "a", "chosen": f"good {number}", "rejected": "bad", "text": "x y"} for number in range(10)]
+    words = words_for(jsonl(tmp_path / "a.jsonl", pairs), "--task.name", "orpo", "--training.local_batch_size", "2")
+    words += ["--training.last_batch", last_batch]
+    _, report = run(capsys, *words, "--world_size", "2")
+    assert report["datasets"]["jsonl"]["steps per epoch"] == steps

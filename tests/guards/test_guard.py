@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import statistics
+from collections.abc import Iterable
 
 import pytest
+from tiers import cases
 
 from shardtrain.errors import CheckpointError
 from shardtrain.guards.guard import RECENT_STEPS, Guard, Rewind
@@ -21,9 +23,44 @@ def test_a_spike_is_so_many_standard_deviations_above_the_mean_of_the_window() -
     assert guard.find_spike(mean + 5.99 * spread, 1.0, 128, 6) == ""
     assert guard.find_spike(mean + 6.01 * spread, 1.0, 128, 6).startswith("the loss 3.")
     assert guard.find_spike(mean - 20 * spread, 1.0, 128, 6) == ""
-    assert "the gradient norm 1.1 is far above the 1 ± 0" in guard.find_spike(3.0, 1.1, 128, 6)
+    assert "the gradient norm 10.1 is far above the 1 ± 0" in guard.find_spike(3.0, 10.1, 128, 6)
+    assert guard.find_spike(3.0, 9.9, 128, 6) == ""
     # values that differ by rounding alone have no spikes
     assert guard.find_spike(3.0, 1.0 + 1e-7, 128, 6) == ""
+
+
+def spikes_of(series: Iterable[tuple[float, float]]) -> list[int]:
+    """Steps at which the rule finds a spike, with the defaults of [training]."""
+    guard, found = Guard(), []
+    for step, (loss, norm) in enumerate(series):
+        if guard.find_spike(loss, norm, 128, 6.0):
+            found.append(step)
+        guard.add(loss, norm, 128)
+    return found
+
+
+def healthy(seed: int, steps: int) -> list[tuple[float, float]]:
+    """A loss that falls, and a gradient norm with the long tail that those of small batches have."""
+    chosen = random.Random(seed)
+    return [
+        (2.0 + 5.0 / (1 + step / 50) + chosen.gauss(0, 0.15), chosen.lognormvariate(0, 0.25) + chosen.expovariate(3.0))
+        for step in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("seed", cases([0], nightly=range(1, 8)))
+def test_a_healthy_run_warns_of_no_spike_and_a_true_one_is_seen(seed: int) -> None:
+    steps = 5_300
+    series = healthy(seed, steps)
+    assert spikes_of(series) == []
+    chosen = random.Random(seed)
+    for size, part in ((1.5, 0), (20.0, 1)):  # the loss by ten deviations of a step's, or the norm by its twentyfold
+        places = sorted(chosen.sample(range(200, steps, 300), 5))
+        changed = list(series)
+        for place in places:
+            loss, norm = changed[place]
+            changed[place] = (loss + size, norm) if part == 0 else (loss, 1.3 * size)
+        assert spikes_of(changed) == places
 
 
 def test_a_window_judges_when_half_of_it_is_there() -> None:

@@ -31,6 +31,8 @@ from shardtrain.data.loader import MicroBatches
 from shardtrain.goodput import events
 from shardtrain.goodput.account import account, attempts_of
 from shardtrain.launch import environment, local
+from shardtrain.stopping import ONE_REQUEST_SECONDS
+from shardtrain.verdict import judge, machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
 
@@ -84,6 +86,8 @@ def patch(folder: Path, phase: str) -> None:
         before(train.optim, "set_learning_rate", in_step(HELD), held)
     elif phase == "slow second save":
         before(Checkpoints, "save", in_step(2), lambda: ((folder / "ready").touch(), time.sleep(TIMEOUT)))
+    elif phase == "done":
+        before(Checkpoints, "close", in_step(1), held)
     elif phase == "ask itself":
         before(train.optim, "set_learning_rate", in_step(1), lambda: os.kill(os.getpid(), signal.SIGUSR1))
     elif phase == "slow steps":
@@ -245,12 +249,48 @@ def test_two_interrupts_end_the_run_at_once(tmp_path):
     process = run(config(tmp_path, grace=round(patience.seconds(60))), "step", 0)
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGINT)
-    time.sleep(0.5)
+    time.sleep(3 * ONE_REQUEST_SECONDS)
     assert process.is_alive()
     os.kill(process.pid, signal.SIGINT)
     process.join(patience.seconds(20))  # not the grace
     assert end(process) == record(tmp_path)["code"] == 76
     assert newest(tmp_path) == 2 and no_orphans(tmp_path)
+
+
+def test_an_interrupt_of_a_whole_process_group_is_one_request(tmp_path):
+    process = run(config(tmp_path, grace=round(patience.seconds(60))), "step", 0)
+    wait_for((tmp_path / "ready").exists)
+    pids = [process.pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2))]
+    for pid in pids:  # as a terminal sends it; the launcher passes its own on
+        os.kill(pid, signal.SIGINT)
+    (tmp_path / "go").touch()
+    assert end(process) == record(tmp_path)["code"] == 75
+    assert newest(tmp_path) == HELD and no_orphans(tmp_path)
+
+
+@pytest.mark.parametrize("saves", cases([False], nightly=[True]))
+def test_a_request_after_the_last_step_is_no_failure(tmp_path, saves):
+    process = run(config(tmp_path, enable=saves), "done", 0)
+    wait_for((tmp_path / "ready").exists)
+    os.kill(process.pid, signal.SIGHUP)
+    time.sleep(0.3)
+    (tmp_path / "go").touch()
+    assert end(process) == record(tmp_path)["code"] == 0
+    assert no_orphans(tmp_path)
+
+
+def test_a_second_run_leaves_the_folder_of_the_first_as_it_is(tmp_path):
+    process = run(config(tmp_path), "step", 0)
+    wait_for((tmp_path / "ready").exists)
+    left = {path: path.read_bytes() for path in (tmp_path / "logs").iterdir()}
+    second = run(config(tmp_path))
+    assert end(second) == 2
+    assert not (tmp_path / "exit.json").exists()
+    assert all(b"error" not in path.read_bytes()[len(before) :] for path, before in left.items())
+    told = judge(Loaded(config(tmp_path)), machine.here(Loaded(config(tmp_path)), 2)).lines
+    assert any(f"is being written by process {(tmp_path / 'pid-0').read_text()}" in line for line in told), told
+    (tmp_path / "go").touch()
+    assert end(process) == record(tmp_path)["code"] == 0
 
 
 def test_two_interrupts_end_a_rank_without_our_launcher_at_once(tmp_path):
@@ -259,7 +299,7 @@ def test_two_interrupts_end_a_rank_without_our_launcher_at_once(tmp_path):
     for _ in range(2):
         for rank in ranks:
             os.kill(rank.pid, signal.SIGINT)
-        time.sleep(0.3)
+        time.sleep(3 * ONE_REQUEST_SECONDS)
     assert [end(rank) for rank in ranks] == [76, 76]
     assert newest(tmp_path) == 2 and record(tmp_path)["code"] == 76
 
