@@ -139,8 +139,9 @@ class Training(Numbers):
     dataset_path: str | None = None
     """File or folder that the dataset reads; some datasets need none."""
     on_data_end: Literal["error", "stop", "repeat"] = "error"
-    """When each sample has been seen once and steps remain: save and exit with code 3 (error), save and exit with 0
-    (stop), or begin again in another order, with a warning (repeat, as torchtitan does) (shardtrain)."""
+    """When each sample has been seen once and steps remain: exit with code 3, before the first step where that is known
+    then, else after a save (error), save and exit with 0 (stop), or begin again in another order, with a warning
+    (repeat, as torchtitan does) (shardtrain)."""
     local_batch_size: int = 8
     """Sequences per data-parallel rank in one forward and backward pass."""
     global_batch_size: int = -1

@@ -177,8 +177,8 @@ def _epochs(
 ) -> list[dict[str, Any]]:
     """What one pass over each training set is in sequences and steps, counted as training does.
 
-    The last step of a pass may be smaller. In a mixture they are the steps until the last row of a source has come, with
-    the weights and stages of the configuration; none where it never comes.
+    The last step of a pass may be smaller. In a mixture they are the steps until the last row of a source has come,
+    with the weights and stages of the configuration; none where it never comes.
     """
     batch = derived.global_batch_size(config, world_size)
     rows = [survey.num_rows(packings[survey.name]) for survey in surveys]

@@ -64,7 +64,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
         found = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path} is missing; give a folder with config.json and safetensors") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no JSON ({error})") from None

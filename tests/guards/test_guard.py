@@ -55,7 +55,7 @@ def test_a_healthy_run_warns_of_no_spike_and_a_true_one_is_seen(seed: int) -> No
     assert spikes_of(series) == []
     chosen = random.Random(seed)
     for size, part in ((1.5, 0), (20.0, 1)):  # the loss by ten deviations of a step's, or the norm by its twentyfold
-        places = sorted(chosen.sample(range(200, steps, 300), 5))
+        places = sorted(chosen.sample(range(500, steps, 300), 5))
         changed = list(series)
         for place in places:
             loss, norm = changed[place]
