@@ -137,7 +137,7 @@ def test_a_second_interrupt_kills_ranks_that_do_not_answer(tmp_path):
     process = start(tmp_path, "stubborn")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(1.5)  # closer to each other they are one, see stopping.ONE_REQUEST_SECONDS
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=patience.seconds(30))
