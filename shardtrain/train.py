@@ -132,7 +132,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
     config, state = run.config, run.state
     collector = profiling.GarbageCollection(config.training.gc_freq, config.training.gc_debug)
     profiler = profiling.profiler(config, Path(config.job.dump_folder), here.rank, here.device.type, state.step)
-    first_step, copies = state.step + 1, Replicas(run)
+    first_step, copies = state.step + 1, Replicas(run, checkpoints)
     run.phases.begin("compile")  # the first step compiles and warms up
     with collector, profiler as trace:
         while state.step < run.total_steps:
@@ -150,7 +150,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
             step_seconds = time.perf_counter() - started
             extra = run.ledger.note(state.step, metrics.is_log_step(state.step), lambda: _measures(run))
             metrics.update(state.step, **outcome.measures(), extra=extra, order_hash=state.order_hash)
-            copies.check(state.step, checkpoints.is_due(state.step, run.total_steps))
+            copies.check(state.step)
             if validator.is_due(state.step, run.total_steps):
                 _validate(run, validator, metrics, checkpoints)
             ending.save_when_due(run, checkpoints, metrics.pause)  # what the validation found is part of it
