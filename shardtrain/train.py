@@ -33,9 +33,11 @@ from shardtrain import (
 )
 from shardtrain import config as configs
 from shardtrain.building import build
+from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.data import order_hash
+from shardtrain.data.content import Contents
 from shardtrain.errors import DataError
 from shardtrain.evaluate import Validator
 from shardtrain.goodput.ledger import Ledger
@@ -90,12 +92,16 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
     """Build the run, continue it from a checkpoint if there is one, and step to its end."""
     config, folder = loaded.config, Path(loaded.config.job.dump_folder)
     phases = phases or Phases()
-    checkpoints = Checkpoints(config)
+    checkpoints, contents = Checkpoints(config), Contents()
     try:
         set_determinism(config.debug)
         run = build(config, here)
         run.phases = phases
+        if here.rank == 0:
+            contents = run.contents = Contents(getattr(run.stream, "whole_files", ()), folder)
+        together(contents.look, only_first=True)
         resume(run, checkpoints)
+        contents.start(run.state.step)
         if run.stream.masks_documents:
             documents_apart.check(run.runner.parts[0], models.find(config.model.name), run.mesh)
             teacher = getattr(run.runner, "teacher", None)
@@ -124,6 +130,7 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
                     spikes.go_back(run, checkpoints, why, started_at)
                     ending.expect(run, checkpoints)
     finally:
+        contents.close()
         checkpoints.close()  # another run may write the folder, however this one has ended
 
 
@@ -137,6 +144,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
     with collector, profiler as trace:
         while state.step < run.total_steps:
             started = time.perf_counter()
+            run.contents.check()
             moving.begin_step(state.step + 1, state.to_dict())
             try:
                 outcome = step(run)

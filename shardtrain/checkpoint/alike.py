@@ -1,7 +1,7 @@
 """What several ranks hold alike, compared before it is saved: a bit that differs is found, and its rank is named.
 
-A checkpoint holds each part once, whoever writes it, so a rank that holds other bits than its replicas would be saved, or
-forgotten, in silence. What is held once, as under FSDP, has nothing to be compared with.
+A checkpoint holds each part once, whoever writes it, so a rank that holds other bits than its replicas would be saved,
+or forgotten, in silence. What is held once, as under FSDP, has nothing to be compared with.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,25 +21,28 @@ from shardtrain.shards import local_tensor
 COUNTERS = ("step", "samples_consumed", "order_hash")
 """Counters that all ranks must share, whatever they hold."""
 
+T = TypeVar("T")
+"""What names a part of a tensor."""
+
 _WIDTH = 1024
 _LEAST = -(2**63)
 
 
 def find_odd(
-    tensors: Mapping[str, Tensor], holders: Mapping[tuple[str, object], Sequence[int]], counters: Mapping[str, int]
+    tensors: Mapping[str, Tensor], holders: Mapping[tuple[str, T], Sequence[int]], counters: Mapping[str, int]
 ) -> str:
-    """Name the first tensors or counters that are not alike, with the odd ranks, in words; empty where all is (a collective).
+    """Name the first tensors or counters that are not alike, and the odd ranks; empty where all is (a collective).
 
     ``holders``: which ranks hold which part of which tensor; equal on all ranks, as is the answer.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     if size == 1:
         return ""
-    parts = [(f"counter {name}", range(size)) for name in COUNTERS]
+    parts: list[tuple[str, Sequence[int]]] = [(f"counter {name}", range(size)) for name in COUNTERS]
     parts += [(name, ranks) for (name, _), ranks in holders.items() if len(ranks) > 1]
     held = [place for place, (_, ranks) in enumerate(parts) if rank in ranks]
     own = torch.full((len(parts),), _LEAST)
-    own[: len(COUNTERS)] = torch.tensor([_signed(counters[name]) for name in COUNTERS])
+    own[: len(COUNTERS)] = torch.tensor([_signed(counters.get(name, 0)) for name in COUNTERS])
     sums = [checksum(tensors[parts[place][0]]) for place in held[len(COUNTERS) :]]
     if sums:
         own[held[len(COUNTERS) :]] = torch.stack(sums).cpu()

@@ -16,11 +16,11 @@ from tiny import make_run, tiny_config
 from torch import Tensor
 
 from shardtrain import resume, train
+from shardtrain.checkpoint.alike import checksum
+from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.errors import NumericalError
-from shardtrain.checkpoint.alike import checksum
-from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.guards.replicas import Replicas
 from shardtrain.parallel.world import World
 from shardtrain.shards import local_tensor
