@@ -205,6 +205,7 @@ class Saver:
                     self._abandon(writing.step)
             self.saving.writing = None
         if self._is_first:
+            self._storage.abandon_all()
             self._lease.release()
 
     def _draft(self, step: int, nonce: str) -> Place:

@@ -38,7 +38,7 @@ _MAX_NOTES_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class WholeFile:
-    """A file to be hashed: ``name`` within the dataset, the ``option`` that led to it, and what an index says it has."""
+    """A file to be hashed: ``name`` within the dataset, the ``option`` that led to it, and what an index says."""
 
     name: str
     path: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import gc
 import os
 import secrets
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardtrain import stopping
+from shardtrain import stopping, whole_file
 from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.errors import StorageError
 from shardtrain.goodput import ledger
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     from shardtrain.config import Loaded
 
+_OF_DISKS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS})
+"""Errors that no socket and no user makes."""
 Main = Callable[["Loaded"], object]
 
 
@@ -46,7 +49,9 @@ def log_path(loaded: Loaded, rank: int) -> Path:
 
 
 def prepare(run_folder: Path) -> None:
-    """Make the run's folders, and remove the ``exit.json`` of an earlier run, which would speak for this one.
+    """Make the run's folders, and reserve the room of ``exit.json``.
+
+    What a kill has left there goes, and the ``exit.json`` of an earlier run, which would speak for this one.
 
     Raises:
         StorageError: the folder cannot be made or written.
@@ -54,6 +59,8 @@ def prepare(run_folder: Path) -> None:
     try:
         (run_folder / "logs").mkdir(parents=True, exist_ok=True)
         (run_folder / "exit.json").unlink(missing_ok=True)
+        whole_file.sweep(run_folder)
+        failure.reserve_exit(run_folder)
     except OSError as error:
         text = f'job.dump_folder="{run_folder}" cannot be written: {error.strerror}; choose another folder'
         raise StorageError(text) from error
@@ -81,7 +88,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         main(loaded)
     except BaseException as error:
         stop.close()
-        told = failure.describe(error, rank)
+        told = failure.describe(_of_storage(error, run_folder), rank)
         if told.exit_code == 0:
             return 0
         failure.append_trace(told, log_path(loaded, rank))
@@ -95,6 +102,19 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     if rank == 0:
         failure.write_exit(run_folder, None, 0)
     return 0
+
+
+def _of_storage(error: BaseException, run_folder: Path) -> BaseException:
+    """An error of the system below the run's folder, wherever it was met, as what it is: storage that failed."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return error
+    name = os.path.abspath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
+    if not name.startswith(os.path.join(os.path.abspath(run_folder), "")) and error.errno not in _OF_DISKS:
+        return error
+    fix = "free space or mend job.dump_folder, then start again"
+    told = StorageError(f"cannot use {name or 'a file'}: {error.strerror}; {fix}")
+    told.__cause__ = error
+    return told.with_traceback(error.__traceback__)
 
 
 def _listen(loaded: Loaded, hurry: Callable[[str], None], parent: int = 0) -> stopping.Stop:
@@ -244,7 +264,7 @@ def run_child(loaded: Loaded, main: Main) -> int:
         main(loaded)
     except BaseException as error:
         stop.close()
-        told = failure.describe(error, rank)
+        told = failure.describe(_of_storage(error, Path(loaded.config.job.dump_folder)), rank)
         if told.exit_code:
             # the record first: it is what the parent reads, and the parent may be about to end this rank
             failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])

@@ -1,0 +1,96 @@
+"""Storage that fails or stalls at any call ends a run well or with an exit that is worth a retry, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import storage_faults
+from once import made_once
+from storage_faults import KINDS, Fault
+from tiers import cases
+from tiny import tiny_config
+
+from shardtrain.config.schema import Config
+
+FAULTS = int(os.environ.get("SHARDTRAIN_STORAGE_FAULTS", "2"))
+"""Faults of each case; 50 are 200 in all."""
+STEPS = 6
+
+
+def config_of(folder: Path, mode: str, **sections: Any) -> Config:
+    return tiny_config(
+        **{
+            "job": {"dump_folder": str(folder)},
+            "model": {"overrides": {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}},
+            "training": {"seq_len": 16, "local_batch_size": 1, "global_batch_size": 2, "steps": STEPS},
+            "checkpoint": {"enable": True, "interval": 2, "async_mode": mode, "keep_latest_k": 2},
+            **sections,
+        }
+    )
+
+
+def undisturbed(places: pytest.TempPathFactory, ranks: int, mode: str) -> tuple[dict[int, float], dict[str, int]]:
+    """The losses of a run without faults, and how many calls each of its processes made."""
+
+    def make() -> tuple[dict[int, float], dict[str, int]]:
+        config = config_of(places.mktemp("undisturbed") / "run", mode)
+        code, told = storage_faults.run(config, ranks, None, counts=True)
+        assert code == 0, told
+        return storage_faults.losses(config), storage_faults.calls(config)
+
+    return made_once(places, f"storage-{ranks}-{mode}", make)
+
+
+def wrong(config: Config, ranks: int, fault: Fault, expected: dict[int, float]) -> str:
+    """What is not as promised of a run with a fault and of the one that goes on from it; empty when all is."""
+    folder = Path(config.job.dump_folder)
+    code, told = storage_faults.run(config, ranks, fault)
+    if "Traceback" in told or "Logging error" in told:
+        return f"a trace on the terminal: {told}"
+    if code not in (0, 8):
+        return f"exit {code}: {told}"
+    record = folder / "exit.json"
+    refused = told.splitlines()[-1:] and "job.dump_folder" in told.splitlines()[-1] and "cannot be written" in told
+    if not record.exists() and " it is in " not in told and not refused:
+        return f"no verdict: {told}"
+    if record.exists() and json.loads(record.read_text())["code"] != code:
+        return f"exit.json says {record.read_text()}, and the status is {code}"
+    try:
+        seen = storage_faults.losses(config)
+    except AssertionError as error:
+        return str(error)
+    if any(expected[step] != loss for step, loss in seen.items()):
+        return f"losses {seen}"
+    again, told = storage_faults.run(config, ranks, None)
+    found = storage_faults.losses(config)
+    if again != 0 or not (folder / "checkpoint" / f"step-{STEPS}" / "manifest.json").is_file():
+        return f"goes on with exit {again}: {told}"
+    if any(expected[step] != loss for step, loss in found.items()):
+        return f"losses {found} after going on"
+    left = [path.name for path in (folder / "checkpoint").iterdir() if ".tmp" in path.name or ".trash" in path.name]
+    return f"left behind: {left}" if left else ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode"), cases([(1, "async")], nightly=[(1, "disabled"), (2, "disabled"), (2, "async")])
+)
+def test_a_fault_of_the_storage_ends_in_the_right_losses_or_in_a_retry_that_loses_nothing(
+    ranks: int, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    expected, calls = undisturbed(tmp_path_factory, ranks, mode)
+    assert sorted(expected) == list(range(1, STEPS + 1)) and {"launcher", "0"} <= calls.keys()
+    chosen, failures = random.Random(f"{ranks} {mode}"), []
+    for number in range(FAULTS):
+        process = chosen.choice(sorted(calls))
+        place = chosen.randrange(1, calls[process] + 1)
+        fault = Fault(process, place, chosen.choice(list(KINDS)), chosen.choice([1, 1, 3]))
+        if told := wrong(config_of(tmp_path / str(number), mode), ranks, fault, expected):
+            failures.append(f"{fault}: {told}")
+        shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+    assert not failures, "\n".join(failures)
