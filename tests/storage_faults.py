@@ -12,6 +12,7 @@ import io
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -42,12 +43,14 @@ PATIENCE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Fault:
-    """The ``number``-th call of a process, and ``lasts`` calls in all, meet an error of this kind."""
+    """The ``number``-th call of a process, and ``lasts`` calls in all, meet it: an error, a stall, or a kill."""
 
     process: str
     number: int
     kind: str
     lasts: int = 1
+    seconds: float = 0.0
+    """And all calls of all processes for so long after it, where this is not 0."""
 
 
 class Shim:
@@ -56,6 +59,7 @@ class Shim:
     def __init__(self, folder: Path, fault: Fault | None) -> None:
         self._folder, self._fault, self._own = str(folder), fault, set[int]()
         self._count, self._pid = 0, 0
+        self._until = multiprocessing.get_context("fork").Value("d", 0.0)
         for name in BY_PATH + BY_DESCRIPTOR:
             setattr(os, name, self._watched(name, getattr(os, name)))
         opened = io.open
@@ -93,8 +97,15 @@ class Shim:
             os.close(descriptor)
             return
         due = self._fault.number <= self._count < self._fault.number + self._fault.lasts
-        if process != self._fault.process or not due:
+        if self._fault.seconds:
+            if process == self._fault.process and self._count == self._fault.number:
+                self._until.value = time.monotonic() + self._fault.seconds
+            if time.monotonic() >= self._until.value:
+                return
+        elif process != self._fault.process or not due:
             return
+        if self._fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         if self._fault.kind == "stall":
             time.sleep(STALL_SECONDS)
             return
@@ -102,7 +113,13 @@ class Shim:
         raise OSError(code, os.strerror(code), what if isinstance(what, str) else str(what))
 
 
-def run(config: Config, ranks: int, fault: Fault | None, counts: bool = False) -> tuple[int, str]:
+def run(
+    config: Config,
+    ranks: int,
+    fault: Fault | None,
+    counts: bool = False,
+    main: Callable[[Loaded], object] = train.main,
+) -> tuple[int, str]:
     """Train in forked ranks with a fault, or with none; gives the exit status and what stood on the terminal.
 
     ``counts`` notes the calls of each process in files beside the folder, for ``calls``.
@@ -110,7 +127,9 @@ def run(config: Config, ranks: int, fault: Fault | None, counts: bool = False) -
     folder = Path(config.job.dump_folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     terminal = folder.with_name(f"{folder.name}.terminal")
-    process = multiprocessing.get_context("fork").Process(target=_launch, args=(config, ranks, fault, counts, terminal))
+    process = multiprocessing.get_context("fork").Process(
+        target=_launch, args=(config, ranks, fault, counts, terminal, main)
+    )
     process.start()
     process.join(patience.seconds(120))
     if process.is_alive():
@@ -122,7 +141,9 @@ def run(config: Config, ranks: int, fault: Fault | None, counts: bool = False) -
     return process.exitcode, terminal.read_text()
 
 
-def _launch(config: Config, ranks: int, fault: Fault | None, counts: bool, terminal: Path) -> None:
+def _launch(
+    config: Config, ranks: int, fault: Fault | None, counts: bool, terminal: Path, main: Callable[[Loaded], object]
+) -> None:
     descriptor = os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
@@ -134,7 +155,7 @@ def _launch(config: Config, ranks: int, fault: Fault | None, counts: bool, termi
     if fault or counts:
         Shim(Path(config.job.dump_folder), fault)
     try:
-        code = local.launch(Loaded(config), ranks, main=train.main)
+        code = local.launch(Loaded(config), ranks, main=main)
     except ShardtrainError as error:  # as the command line does
         print(f"error[{error.exit_code}]: {error}", file=sys.stderr)
         code = error.exit_code

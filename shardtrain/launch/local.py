@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -212,6 +213,8 @@ def _start(
     if not main:
         # a fresh process gets this environment and nothing else
         envs = {rank: {**os.environ, **envs[rank], "SHARDTRAIN_PARENT": str(os.getpid())} for rank in ranks}
+    if main:
+        _tell_of_threads()
     sys.stdout.flush()
     sys.stderr.flush()
     # PContext.start replaces the handlers of four signals for good; Watch sets its own, the rest go back
@@ -225,6 +228,22 @@ def _start(
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _tell_of_threads() -> None:
+    """Warn of threads in a process that is about to fork: a lock that one of them holds is never free in the ranks."""
+    names = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    try:
+        unnamed = len(os.listdir("/proc/self/task")) - 1 - len(names)
+    except OSError:
+        unnamed = 0
+    told = [*names, *([f"{unnamed} of libraries"] if unnamed > 0 else [])]
+    if told:
+        print(
+            f"warning: this process has threads ({', '.join(told)}) and starts its ranks by fork: a rank may wait for "
+            "ever for a lock that one of them held; start them later",
+            file=sys.stderr,
+        )
 
 
 def _forked(loaded: Loaded, main: Main, parent: int, listener: socket.socket) -> NoReturn:
