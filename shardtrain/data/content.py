@@ -175,7 +175,8 @@ class Contents:
             return {}
         try:
             with open(self._notes, "rb", opener=whole_file.without_waiting) as file:
-                found = json.loads(file.read(_MAX_NOTES_BYTES))
+                mark, _, text = file.read(_MAX_NOTES_BYTES).partition(b"\n")
+            found = json.loads(text) if mark == _mark(text) else {}  # damaged notes would blame the data
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -191,7 +192,12 @@ class Contents:
                 stamp = _stamp(os.stat(path))
                 if time.time() - max(stamp[1], stamp[2]) / 1e9 > _SETTLED_SECONDS:
                     notes[path] = [*stamp, mark]
-            whole_file.write(self._notes, json.dumps(notes))
+            text = json.dumps(notes).encode()
+            whole_file.write(self._notes, _mark(text) + b"\n" + text)
+
+
+def _mark(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode()
 
 
 def _stamp(found: os.stat_result) -> list[int]:

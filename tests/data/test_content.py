@@ -79,8 +79,8 @@ def test_other_rows_at_equal_size_do_not_pass_as_the_same(ranks: int, at_once_by
     assert file.stat().st_size == size
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), at_once_bytes)[0]
     assert "rows.jsonl" in message and "at equal size" in message and "exclude_from_loading" in message
-    # a small dataset is hashed before the first step, of a large one the thread tells, here after one step
-    assert steps == (0 if at_once_bytes else 1)
+    # a small dataset is hashed before the first step; of a large one the thread tells, here after one step at most
+    assert steps <= (0 if at_once_bytes else 1)
     if not at_once_bytes:
         assert "steps after 4 of this start were trained on it" in message
         [again, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), at_once_bytes)[0]
