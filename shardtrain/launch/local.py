@@ -178,7 +178,7 @@ def _attempt(
         stack.callback(shutil.rmtree, records, ignore_errors=True)
         listener = stack.enter_context(socket.create_server((environment.LOCAL_ADDRESS, 0), backlog=1024))
         processes = _start(loaded, count, main, command, listener, records, restarts, job)
-        watch.begin(processes.pids())
+        watch.begin(processes.pids(), lambda rank: _reaped(processes, rank))
         try:
             store = _host_store(listener)
             statuses = watch.wait()
@@ -228,6 +228,13 @@ def _start(
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _reaped(processes: PContext, rank: int) -> int | None:
+    """The status of a rank that multiprocessing has reaped: it does so with those that ended, before each fork."""
+    started = getattr(getattr(processes, "_pc", None), "processes", None)
+    status = started[rank].exitcode if started else None
+    return int(status) if status is not None else None
 
 
 def _tell_of_threads() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.process
 import os
+import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import patience
@@ -66,3 +69,35 @@ def test_a_fork_of_a_process_that_has_threads_is_told(tmp_path: Path) -> None:
     told = (tmp_path / "terminal").read_text()
     assert process.exitcode == 0
     assert "warning: this process has threads (a-thread-of-the-user) and starts its ranks by fork" in told
+
+
+def dies_at_once(_: Loaded) -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def forked_slowly(folder: Path) -> None:
+    """Start four ranks of which the second is dead, and reaped, before the third is forked."""
+    cleanup = multiprocessing.process._cleanup  # type: ignore[attr-defined]
+
+    def later() -> None:
+        time.sleep(0.3)
+        cleanup()
+
+    multiprocessing.process._cleanup = later  # type: ignore[attr-defined]
+    terminal = os.open(folder / "terminal", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(terminal, 2)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    code = local.launch(Loaded(Config(job=Job(dump_folder=str(folder)))), 4, main=dies_at_once)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def test_a_rank_that_is_dead_before_the_last_one_is_forked_is_told_as_any_other(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=forked_slowly, args=(tmp_path,))
+    process.start()
+    process.join(patience.seconds(60))
+    told = (tmp_path / "terminal").read_text()
+    assert process.exitcode == 6 and "rank 1" in told and "was killed by signal 9" in told, told
+    assert "Traceback" not in told
