@@ -5,6 +5,8 @@ Every module says ``from shardtrain.log import logger``; the trainer calls ``set
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import re
@@ -42,7 +44,7 @@ def setup(
     path = Path(run_folder) / file_pattern.replace("{rank}", str(rank))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, mode="a", encoding="utf-8")
+        file = _FileHandler(path)
     except OSError as error:
         raise StorageError(f"cannot open the log file {path}: {error.strerror}; check metrics.save_log_file") from error
     reset()
@@ -123,6 +125,58 @@ class _LineFormatter(logging.Formatter):
             record.message = colored
         line = super().formatMessage(record)
         return line if self.color else _ANSI.sub("", line)
+
+
+class _FileHandler(logging.Handler):
+    """Appends each record in one write. A full disk or a lost folder stops nobody: it is said once on stderr.
+
+    A file that was removed, with its folder or without, is made again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.num_lost = path, 0
+        self._descriptor = self._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        data = (self.format(record) + "\n").encode(errors="replace")
+        try:
+            if self._is_gone():
+                descriptor = self._open()
+                os.close(self._descriptor)
+                self._descriptor = descriptor
+            size = os.fstat(self._descriptor).st_size
+            written = os.write(self._descriptor, data)
+            if written != len(data):  # a full disk may take a part of a line
+                os.ftruncate(self._descriptor, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.num_lost += 1
+            if self.num_lost == 1:
+                text = f"cannot write the log file {self.path}: {error.strerror}; lines of it are lost until it works"
+                with contextlib.suppress(OSError, ValueError):
+                    print(redact(text), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Let the file go."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        super().close()
+
+    def _open(self) -> int:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
+
+    def _is_gone(self) -> bool:
+        try:
+            there, own = os.stat(self.path), os.fstat(self._descriptor)
+        except FileNotFoundError:
+            return True
+        except OSError:  # it cannot be seen at the moment, which does not make it gone
+            return False
+        return (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
 
 
 class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import continuing, models, optim, saved_file, tasks
-from shardtrain.checkpoint.agree import together
+from shardtrain.checkpoint.agree import exchange, together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
@@ -34,6 +34,7 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
         "guard": run.guard.to_dict(),
         "data_fingerprint": run.stream.fingerprint,
         "data_files": dict(run.stream.files),
+        "data_contents": run.contents.record(),
         "data_cursors": _cursors(run),
         "best": checkpoints.best.to_dict(),
         **continuing.record(run),
@@ -201,11 +202,16 @@ def _scaler_state(path: Place, facts: Mapping[str, Any]) -> dict[str, float]:
 
 def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     """How the data differ from those of the checkpoint; empty when they are the same."""
+    differing = exchange(run.contents.expect(facts.get("data_contents")))[0]
     if facts.get("data_fingerprint") == run.stream.fingerprint:
-        return ""
+        return f"{_some(differing)} differ at equal size" if differing else ""
     old, new = facts.get("data_files", {}), run.stream.files
     old = old if isinstance(old, dict) else {}
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:
-        return f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} differ"
+        return f"{_some(changed)} differ"
     return "tokenizer, seq_len, seed, packing, mixture, data.mode, data.readers or training.last_batch differ"
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

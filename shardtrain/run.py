@@ -11,6 +11,7 @@ from torch import Tensor
 from shardtrain import data, optim, stopping
 from shardtrain.checkpoint.background import Saving
 from shardtrain.config.schema import Config
+from shardtrain.data.content import Contents
 from shardtrain.goodput.ledger import Ledger
 from shardtrain.guards.guard import Guard
 from shardtrain.lora.spec import Spec
@@ -46,6 +47,8 @@ class Run:
     """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
     compares_norms: bool = True
     """Whether a step stops where ranks found different gradient norms; verify lets it go on, and finds the cause."""
+    contents: Contents = field(default_factory=Contents)
+    """What the files of the data hold, as far as it is known; the first rank's alone."""
     accepted_changes: list[dict[str, Any]] = field(default_factory=list)
     """Options that the user changed on the way, as the checkpoints record them; see ``continuing.py``."""
 

@@ -33,9 +33,11 @@ from shardtrain import (
 )
 from shardtrain import config as configs
 from shardtrain.building import build
+from shardtrain.checkpoint.agree import together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.data import order_hash
+from shardtrain.data.content import Contents
 from shardtrain.errors import DataError
 from shardtrain.evaluate import Validator
 from shardtrain.goodput.ledger import Ledger
@@ -90,12 +92,16 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
     """Build the run, continue it from a checkpoint if there is one, and step to its end."""
     config, folder = loaded.config, Path(loaded.config.job.dump_folder)
     phases = phases or Phases()
-    checkpoints = Checkpoints(config)
+    checkpoints, contents = Checkpoints(config), Contents()
     try:
         set_determinism(config.debug)
         run = build(config, here)
         run.phases = phases
+        if here.rank == 0:
+            contents = run.contents = Contents(getattr(run.stream, "whole_files", ()), folder)
+        together(contents.look, only_first=True)
         resume(run, checkpoints)
+        contents.start(run.state.step)
         if run.stream.masks_documents:
             documents_apart.check(run.runner.parts[0], models.find(config.model.name), run.mesh)
             teacher = getattr(run.runner, "teacher", None)
@@ -125,6 +131,7 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
                     spikes.go_back(run, checkpoints, why, started_at)
                     ending.expect(run, checkpoints, may_end_early=True)
     finally:
+        contents.close()
         checkpoints.close()  # another run may write the folder, however this one has ended
 
 
@@ -133,11 +140,12 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
     config, state = run.config, run.state
     collector = profiling.GarbageCollection(config.training.gc_freq, config.training.gc_debug)
     profiler = profiling.profiler(config, Path(config.job.dump_folder), here.rank, here.device.type, state.step)
-    first_step, copies = state.step + 1, Replicas(run)
+    first_step, copies = state.step + 1, Replicas(run, checkpoints)
     run.phases.begin("compile")  # the first step compiles and warms up
     with collector, profiler as trace:
         while state.step < run.total_steps:
             started = time.perf_counter()
+            run.contents.check()
             moving.begin_step(state.step + 1, state.to_dict())
             try:
                 outcome = step(run)
@@ -151,7 +159,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
             step_seconds = time.perf_counter() - started
             extra = run.ledger.note(state.step, metrics.is_log_step(state.step), lambda: _measures(run))
             metrics.update(state.step, **outcome.measures(), extra=extra, order_hash=state.order_hash)
-            copies.check(state.step, checkpoints.is_due(state.step, run.total_steps))
+            copies.check(state.step)
             if validator.is_due(state.step, run.total_steps):
                 _validate(run, validator, metrics, checkpoints)
             ending.save_when_due(run, checkpoints, metrics.pause)  # what the validation found is part of it

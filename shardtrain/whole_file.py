@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 import tempfile
+import time
 from pathlib import Path
+
+LEFTOVER_SECONDS = 3600.0
+"""Nobody takes so long to write a small file: one that is older has no writer any more."""
+_LEFT = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp")
 
 
 def write(path: Path, content: bytes | str, durable: bool = False) -> None:
@@ -30,6 +36,16 @@ def write(path: Path, content: bytes | str, durable: bool = False) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove what ``write`` has left in a folder, cut short by a kill an hour ago or more; raises nothing."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            if _LEFT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > LEFTOVER_SECONDS:
+                        os.unlink(entry.path)
 
 
 def umask() -> int:

@@ -1,6 +1,9 @@
 import io
 import logging
+import os
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -155,3 +158,27 @@ def test_a_log_rank_that_is_no_list_of_ranks_is_an_error(monkeypatch, text):
     monkeypatch.setenv("LOG_RANK", text)
     with pytest.raises(ConfigError, match="LOG_RANK"):
         log.console_ranks()
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = log.setup(0, 1, tmp_path, "logs/rank-{rank}.log", console=False)
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if b"INFO lost" in data:
+            return write(descriptor, data[:10])  # as a disk that ends within the line
+        return write(descriptor, data)
+
+    try:
+        monkeypatch.setattr(os, "write", full)
+        for text in ("first", "lost 1", "lost 2", "last"):
+            log.logger.info(text)
+        shutil.rmtree(tmp_path / "logs")
+        log.logger.info("in a new file")
+    finally:
+        log.reset()
+    told = capfd.readouterr().err
+    assert told.count(f"cannot write the log file {path}: No space left on device") == 1 and "Traceback" not in told
+    assert [line.rpartition(" INFO ")[2] for line in path.read_text().splitlines()] == ["in a new file"]

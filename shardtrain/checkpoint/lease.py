@@ -30,6 +30,7 @@ LEASE = "lease.json"
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 """Six missed beats."""
+DEAD = "its process is no more"
 PATIENCE_SECONDS = 20.0
 """How long a holder looks for its lease in storage that does not answer."""
 
@@ -41,6 +42,8 @@ class Lease:
         self.nonce = secrets.token_hex(6)
         self._path: Any = folder / LEASE
         self._held, self._pid = False, 0
+        self.dead: set[str] = set()
+        """Holders before this one that were seen to be dead."""
         self._ended = threading.Event()
         self._writing = threading.Lock()
 
@@ -141,6 +144,8 @@ class Lease:
         if not reason:
             raise self._taken_by(holder)
         say = logger.info if holder.get("pid") == os.getpid() else logger.warning
+        if reason == DEAD:
+            self.dead.add(str(holder.get("nonce")))
         say(f"took over {self._path} of {describe(holder)}: {reason}")
         away = own.with_name(f"{own.name}.old")
         with contextlib.suppress(FileNotFoundError):
@@ -203,7 +208,7 @@ def why_free(holder: dict[str, Any], age: float) -> str:
     if is_seen_from_here(holder):
         pid = holder.get("pid")
         if not isinstance(pid, int) or not _is_alive(pid) or _process_start(pid) != holder.get("process_start"):
-            return "its process is no more"
+            return DEAD
         if pid == os.getpid():
             return "an earlier run of this process did not give it back"
         if holder.get("process_start"):

@@ -21,6 +21,7 @@ _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 HUB = "-hf"
 """Ends the name of a folder that holds a checkpoint in Hugging Face format; it goes when the checkpoint does."""
 _LEFT = re.compile(r"step-\d+(?:-hf)?\.tmp(?:-([0-9a-f]+))?")
+_SMALL = re.compile(r"(?:lease|best)\.json\.([0-9a-f]+)(?:\.old)?")
 _TRASH = re.compile(r"step-\d+(?:-hf)?\.trash-[0-9a-f]+")
 LEFTOVER_SECONDS = 3600.0
 """A save cut short is swept away when nothing in it changed for an hour."""
@@ -138,11 +139,11 @@ def _to_trash(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Delete a folder and what is in it, as far as possible; of a link the link alone, never what it leads to."""
-    if path.is_symlink():
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        if path.is_symlink():
             path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def open_to_all(folder: Path) -> str:
@@ -157,15 +158,21 @@ def open_to_all(folder: Path) -> str:
     return ""
 
 
-def sweep(folder: Path, own_nonce: str, now: float) -> list[Path]:
+def sweep(folder: Path, own_nonce: str, now: float, dead: Collection[str] = ()) -> list[Path]:
     """Remove trash, and what saves cut short have left for an hour; ``now`` is the filesystem's time. Gives what went.
 
-    Only the holder of the lease may call this.
+    What holders of the lease left that are known to be ``dead`` goes at once. Only the holder may call this.
     """
     gone = []
-    for path in sorted(folder.glob("step-*")):
+    for path in sorted(folder.iterdir()):
+        if (small := _SMALL.fullmatch(path.name)) and small[1] != own_nonce:
+            with contextlib.suppress(OSError):
+                if small[1] in dead or now - path.lstat().st_mtime > LEFTOVER_SECONDS:
+                    path.unlink()
+                    gone.append(path)
+            continue
         left = _LEFT.fullmatch(path.name)
-        if left and (left[1] == own_nonce or now - _touched(path) < LEFTOVER_SECONDS):
+        if left and (left[1] == own_nonce or (left[1] not in dead and now - _touched(path) < LEFTOVER_SECONDS)):
             continue
         if left or _TRASH.fullmatch(path.name):
             remove(path)

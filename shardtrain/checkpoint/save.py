@@ -6,18 +6,19 @@ then in ``step-N`` never changes. ``storage.py`` says how, and ``manifest.py`` w
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import __version__
-from shardtrain.checkpoint import background, exports, relay, retention
+from shardtrain.checkpoint import alike, background, exports, manifest, relay, retention
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.agree import exchange, together
 from shardtrain.checkpoint.background import Saving, Staging, Writing
@@ -27,7 +28,7 @@ from shardtrain.checkpoint.interval import Interval
 from shardtrain.checkpoint.manifest import Manifest, StoredFile
 from shardtrain.checkpoint.storage import Place, storage_of
 from shardtrain.config.schema import Checkpoint, Config
-from shardtrain.errors import StorageError
+from shardtrain.errors import CheckpointError, NumericalError, StorageError
 from shardtrain.log import logger
 
 FAILURES_IN_A_ROW = 2
@@ -36,6 +37,10 @@ CRASH_SECONDS = 3.0
 """How long a rank that ends with an error waits for the save in flight: the others are waiting to be ended."""
 GIVE_UP_SECONDS = 1.0
 """And for its thread to notice that it is given up, between two pieces of a file."""
+
+
+COMPARED = "replicas_compared"
+"""The fact of a checkpoint that says how many parts that several ranks held were compared before it was saved."""
 
 
 class Saver:
@@ -102,6 +107,8 @@ class Saver:
             StorageError: on all ranks, when one could not write; older checkpoints are as they were. Not raised where
                 ``checkpoint.on_save_error`` is "continue", unless it is the last, is to wait, or the third in a row.
             ConfigError: when another run has taken over the folder.
+            NumericalError: on all ranks, before anything is written, when two hold other bits of what they must hold
+                alike; names the tensor, the odd ranks, and the last checkpoint of which that is known not to be so.
         """
         begun, must = time.monotonic(), last or wait
         if not self.finish(None if must or self.best.is_new(step) else self._options.max_stall_seconds):
@@ -111,12 +118,15 @@ class Saver:
             weights, rest = tensor_files.cast(weights, self._options.export_dtype.replace("auto", "float32")), {}
             facts = {**facts, "weights_only": True}
         tensors, facts = {**weights, **rest}, {"weights_only": False, **facts}
+        shares = self._shares(tensors)
+        if self._options.compare_replicas:
+            facts[COMPARED] = self._compare(step, tensors, shares, facts)
         self._export_is_due = self.exporter is not None and self.exporter.is_due(step, last)
         self.export_seconds = 0.0
         self._number += 1
         in_background = self._options.async_mode != "disabled" and not must
         try:
-            (self._begin if in_background else self._save_now)(step, tensors, facts)
+            (self._begin if in_background else self._save_now)(step, tensors, shares, facts)
         except BaseException as error:
             self._abandon(step)
             self._tolerate(error, must)
@@ -195,6 +205,7 @@ class Saver:
                     self._abandon(writing.step)
             self.saving.writing = None
         if self._is_first:
+            self._storage.abandon_all()
             self._lease.release()
 
     def _draft(self, step: int, nonce: str) -> Place:
@@ -205,8 +216,9 @@ class Saver:
             self._storage.abandon(self._draft(step, self._lease.nonce))
             exports.abandon(self._folder / f"step-{step}", self._lease)
 
-    def _save_now(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        shares = self._shares(tensors)
+    def _save_now(
+        self, step: int, tensors: Mapping[str, Tensor], shares: tensor_files.Plan, facts: Mapping[str, Any]
+    ) -> None:
         nonce, _ = together(lambda: self._prepare(step, sum(shares.bytes_of)), only_first=True)[0]
         draft = self._draft(step, nonce)
         if self._relays:
@@ -217,9 +229,11 @@ class Saver:
         together(lambda: self._commit(draft, self._manifest(step, found, shares, facts)), only_first=True)
         together(lambda: self._tidy(step, facts), only_first=True)
 
-    def _begin(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    def _begin(
+        self, step: int, tensors: Mapping[str, Tensor], shares: tensor_files.Plan, facts: Mapping[str, Any]
+    ) -> None:
         """Copy what this rank writes, and leave the rest to a thread."""
-        shares, rank, size = self._shares(tensors), dist.get_rank(), dist.get_world_size()
+        rank, size = dist.get_rank(), dist.get_world_size()
         staged: list[memoryview] = []
 
         def ready() -> list[str] | None:
@@ -244,6 +258,42 @@ class Saver:
             self._tidy(step, facts)
 
         self.saving.writing = Writing(step, write)
+
+    def _compare(
+        self, step: int, tensors: Mapping[str, Tensor], shares: tensor_files.Plan, facts: Mapping[str, Any]
+    ) -> int:
+        """Refuse to save what ranks do not hold alike; gives how many parts were compared."""
+        if odd := alike.find_odd(tensors, shares.holders, facts.get("state") or {}):
+            self.refuse(step, odd)
+        return sum(len(ranks) > 1 for ranks in shares.holders.values())
+
+    def refuse(self, step: int, odd: str) -> NoReturn:
+        """Stop a run whose ranks do not hold alike what they must (a collective); ``odd`` says which and what.
+
+        Raises:
+            NumericalError: names the last checkpoint that was compared before it was saved.
+        """
+        with contextlib.suppress(StorageError):
+            self.finish()
+        known = exchange(self._newest_compared() if self._is_first and self._saves else None)[0]
+        advice = "no checkpoint is known to be without it: begin anew"
+        if known is not None:
+            path = self._folder / f"step-{known}"
+            advice = f"the last checkpoint known to be without it is {path}: go on with checkpoint.load_step={known}"
+        raise NumericalError(
+            f"step {step}: {odd}, where equal bits were due: a device computes wrongly, or ranks ran other programs; "
+            f"nothing of it was saved; {advice}, without that device"
+        )
+
+    def _newest_compared(self) -> int | None:
+        """Of this run's own history on disk, the newest step whose manifest says that replicas were compared."""
+        with contextlib.suppress(OSError):
+            for step in reversed(retention.steps(self._folder)):
+                with contextlib.suppress(CheckpointError):
+                    path = self._folder / f"step-{step}"
+                    if step <= self.saved_step and COMPARED in manifest.read(path).facts and retention.is_whole(path):
+                        return step
+        return None
 
     def _shares(self, tensors: Mapping[str, Tensor]) -> tensor_files.Plan:
         """The plan of the last save, as long as every rank has the same tensors as then (a collective)."""

@@ -51,6 +51,9 @@ class Storage(Protocol):
     def abandon(self, draft: Place) -> None:
         """Remove a draft that failed; raises nothing."""
 
+    def abandon_all(self) -> None:
+        """Remove the drafts of this holder of the lease, which is about to give it back; raises nothing."""
+
     def sweep(self) -> None:
         """Remove what saves cut short have left."""
 
@@ -118,10 +121,17 @@ class LocalStorage:
         assert isinstance(draft, Path)
         retention.remove(draft)
 
+    def abandon_all(self) -> None:
+        """See Storage."""
+        assert isinstance(self.folder, Path)
+        with contextlib.suppress(OSError):
+            for path in list(self.folder.glob(f"step-*.tmp-{self.lease.nonce}")):
+                retention.remove(path)
+
     def sweep(self) -> None:
         """See Storage."""
         assert isinstance(self.folder, Path)
-        retention.sweep(self.folder, self.lease.nonce, (self.folder / LEASE).stat().st_mtime)
+        retention.sweep(self.folder, self.lease.nonce, (self.folder / LEASE).stat().st_mtime, self.lease.dead)
 
 
 class ObjectStorage:
@@ -165,6 +175,9 @@ class ObjectStorage:
             for path in final.list_below():
                 if path.name not in named and path.name.endswith((f"{draft.suffix}.bin", f"{draft.suffix}.done")):
                     path.unlink(missing_ok=True)
+
+    def abandon_all(self) -> None:
+        """See Storage: the next start sweeps what no manifest names."""
 
     def sweep(self) -> None:
         """See Storage."""

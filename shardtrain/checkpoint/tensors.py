@@ -33,6 +33,8 @@ class Plan:
     bytes_of: list[int]
     own: Mapping[str, list[Any]] = field(default_factory=dict)
     """This rank's parts, from which it was made."""
+    holders: Mapping[tuple[str, Box], list[int]] = field(default_factory=dict)
+    """Which ranks hold which part."""
 
     def names_of(self, rank: int) -> list[str]:
         """Tensors of which a rank writes a piece, in the order of its file."""
@@ -63,7 +65,7 @@ def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
                 raise CheckpointError(f"{name} cannot be saved: it is {kind} on rank {rank}, and {kinds[name]} before")
             if all(sizes):
                 holders.setdefault((name, (tuple(offsets), tuple(sizes))), []).append(rank)
-    return replace(_share_out(holders, kinds), own=own)
+    return replace(_share_out(holders, kinds), own=own, holders=holders)
 
 
 def _share_out(holders: Mapping[tuple[str, Box], list[int]], kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Plan:

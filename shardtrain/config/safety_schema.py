@@ -61,6 +61,9 @@ class Checkpoint:
     on_save_error: Literal["stop", "continue"] = "stop"
     """What a failed save does to the run: exit 8, or go on with at most two in a row; the last one always stops
     (shardtrain)."""
+    compare_replicas: bool = True
+    """Compare, before a save, the bits of what several ranks hold alike, and stop without saving where they differ
+    (shardtrain)."""
     keep_latest_k: int = 10
     """Newest checkpoints kept; 0 keeps all."""
     keep_every_n_steps: int = 0
@@ -115,8 +118,8 @@ class Numbers:
     max_rewinds: int = 2
     """Times to go back from spikes within spike_rewind_steps of each other; the next one stops (shardtrain)."""
     replica_check_interval: int = 0
-    """Steps between two comparisons of what several ranks hold alike; a difference stops the run; 0 is never
-    (shardtrain)."""
+    """Steps between two comparisons of what several ranks hold alike; a difference stops the run; 0 leaves it to
+    the saves, see checkpoint.compare_replicas (shardtrain)."""
 
 
 @dataclass(frozen=True)

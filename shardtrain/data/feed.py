@@ -10,10 +10,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data.content import WholeFile
 from shardtrain.data.fitted import pack
 from shardtrain.data.line import Line
 from shardtrain.data.order import sample_at
 from shardtrain.data.pack import Packing, Sequences
+from shardtrain.data.shards import ShardLine
 from shardtrain.data.watch import Watch
 from shardtrain.errors import DataError, Problem
 
@@ -39,6 +41,7 @@ class Feed(Protocol):
     num_readers:  cursors that say where the feed stands; 0 where k alone says it.
     fingerprint:  SHA-256 in hex of all that decides the rows and their order.
     files:        name of each file -> fingerprint of its content, to name the one that differs.
+    whole_files:  those of which that fingerprint is not made of all bytes, see ``content.py``.
     passes:       passes after which the data end; None repeats them.
     """
 
@@ -47,6 +50,7 @@ class Feed(Protocol):
     ends_without_notice: bool
     fingerprint: str
     files: Mapping[str, str]
+    whole_files: list[WholeFile]
     passes: int | None
 
     @property
@@ -98,6 +102,7 @@ class IndexedFeed:
             raise DataError(str(Problem(option, None, rule, fix)))
         self.mean_targets = self._rows.num_targets / self.num_rows
         self.files = files
+        self.whole_files: list[WholeFile] = line.whole_files() if isinstance(line, ShardLine) else []
         self.fingerprint = digest(line.fingerprint, asdict(packing), seed)
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -131,6 +131,11 @@ class Stream:
             for source, feed in zip(opened.names, opened.feeds, strict=True)
             for name, mark in feed.files.items()
         }
+        self.whole_files = [
+            replace(file, name=f"{source}: {file.name}") if several else file
+            for source, feed in zip(opened.names, opened.feeds, strict=True)
+            for file in feed.whole_files
+        ]
         self._opened, self._share, self._options = opened, share, options
         self._pins = options.pin_memory and torch.cuda.is_available()
         self._places = [Places(feed.num_readers) for feed in opened.feeds]

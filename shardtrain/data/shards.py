@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data.content import WholeFile
 from shardtrain.data.line import Mask, Tokens
 from shardtrain.data.shard_index import DTYPES, INDEX, STARTS, Index, StoredFile, read_index
 from shardtrain.data.tokenizer import Tokenizer
@@ -50,6 +51,11 @@ class ShardLine:
     def files(self) -> Mapping[str, str]:
         """Name of each file -> SHA-256 of its content, from the index."""
         return {file.name: file.sha256 for file in self.index.files()}
+
+    def whole_files(self) -> list[WholeFile]:
+        """The files, to be hashed and compared with the index."""
+        files = self.index.files()
+        return [WholeFile(file.name, str(self.folder / file.name), self.option, file.sha256) for file in files]
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """See Line."""

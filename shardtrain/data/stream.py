@@ -19,12 +19,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data.content import WholeFile
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.feed import Cursor, Moved, digest
 from shardtrain.data.order import sample_at
 from shardtrain.data.pack import Packing, Sequences
 from shardtrain.data.reading import BadRows
 from shardtrain.data.sources import BadRow, Row, Shards, Table
+from shardtrain.data.sources._files import FileSource
 from shardtrain.data.stream_pack import FRUITLESS_PASSES, Place, packer
 from shardtrain.data.watch import Watch
 from shardtrain.errors import DataError
@@ -61,6 +63,7 @@ class StreamFeed:
         self._readers: dict[int, _Reader] = {}
         self._epoch = 0
         self._rows, self._cursors = 0, np.zeros((self.num_readers, 3), dtype=np.int64)
+        self.whole_files: list[WholeFile] = source.whole_files() if isinstance(source, FileSource) else []
         self._watch = Watch(source.check_unchanged, len(self.files))
 
     def write(self, k: int, out: Sequences, slot: int) -> tuple[int, Moved | None]:

@@ -118,6 +118,7 @@ def read(folder: Path) -> tuple[list[Event], int]:
 
 def append(path: Path, event: Event) -> None:
     """Add one line, on a line of its own whatever a kill or a full disk left; raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed under the run
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
     try:
         size = os.fstat(descriptor).st_size

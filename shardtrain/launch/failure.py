@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import re
 import socket
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Sequence
@@ -24,6 +28,8 @@ MEANINGS = frozenset({0, 2, 3, 4, 5, PEER, OUT_OF_MEMORY, 8, PREEMPTED, NOT_SAVE
 """Statuses that say what happened, to people and to schedulers."""
 RETRYABLE = frozenset({6, 8, 75, 76})
 MESSAGE_LENGTH = 500
+RESERVED = ".exit.json.reserved"
+_RESERVED_BYTES = 16 * 1024
 IN = "in "
 """How the note of an exception begins that tells the step."""
 
@@ -159,7 +165,8 @@ def write_record(failure: Failure, path: str | os.PathLike[str]) -> None:
     extra = {"py_callstack": failure.trace, "timestamp": str(stamp)}
     record = {"message": {"message": f"{failure.kind}: {failure.message}", "errorCode": failure.exit_code}}
     record["message"]["extraInfo"] = extra
-    _replace_file(Path(path), {**record, "shardtrain": asdict(failure)})
+    with contextlib.suppress(OSError):  # a full disk: the exit status is what the parent has then
+        _replace_file(Path(path), {**record, "shardtrain": asdict(failure)})
 
 
 def read_record(path: str | os.PathLike[str]) -> Failure | None:
@@ -186,11 +193,42 @@ def write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
     step = last_step(run_folder / "metrics.jsonl")
     if step is not None:
         record["last_step"] = step
+    reserve = run_folder / RESERVED
     try:
         _replace_file(run_folder / "exit.json", record)
     except OSError as error:
-        # the exit status still tells the scheduler; the terminal tells the person
-        print(f"cannot write {run_folder / 'exit.json'}: {error.strerror}", flush=True)
+        _write_elsewhere(run_folder / "exit.json", reserve, record, error)
+    with contextlib.suppress(OSError):
+        reserve.unlink(missing_ok=True)
+
+
+def reserve_exit(run_folder: Path) -> None:
+    """Take the room of ``exit.json`` while there is some: a full disk is when it is needed. Raises OSError."""
+    whole_file.write(run_folder / RESERVED, b" " * _RESERVED_BYTES, durable=True)
+
+
+def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: OSError) -> None:
+    """Write the verdict into the room that was reserved for it, or where there is some, and say where."""
+    data = json.dumps(record, indent=2).encode().ljust(_RESERVED_BYTES - 1) + b"\n"
+    try:
+        descriptor = os.open(reserve, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
+        try:
+            if os.write(descriptor, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
+        os.replace(reserve, path)
+        return
+    except OSError:
+        pass
+    where = ""
+    with contextlib.suppress(OSError):
+        descriptor, name = tempfile.mkstemp(prefix="shardtrain-exit-", suffix=".json")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        where = f"; it is in {name}"
+    # the exit status still tells the scheduler; the terminal tells the person
+    print(f"cannot write {path}: {error.strerror}{where}", file=sys.stderr, flush=True)
 
 
 def last_step(metrics: Path) -> int | None:

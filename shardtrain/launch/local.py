@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import gc
 import os
 import secrets
@@ -17,11 +18,12 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardtrain import stopping
+from shardtrain import stopping, whole_file
 from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.errors import StorageError
 from shardtrain.goodput import ledger
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
     from shardtrain.config import Loaded
 
+_OF_DISKS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS})
+"""Errors that no socket and no user makes."""
 Main = Callable[["Loaded"], object]
 
 
@@ -46,7 +50,9 @@ def log_path(loaded: Loaded, rank: int) -> Path:
 
 
 def prepare(run_folder: Path) -> None:
-    """Make the run's folders, and remove the ``exit.json`` of an earlier run, which would speak for this one.
+    """Make the run's folders, and reserve the room of ``exit.json``.
+
+    What a kill has left there goes, and the ``exit.json`` of an earlier run, which would speak for this one.
 
     Raises:
         StorageError: the folder cannot be made or written.
@@ -54,6 +60,8 @@ def prepare(run_folder: Path) -> None:
     try:
         (run_folder / "logs").mkdir(parents=True, exist_ok=True)
         (run_folder / "exit.json").unlink(missing_ok=True)
+        whole_file.sweep(run_folder)
+        failure.reserve_exit(run_folder)
     except OSError as error:
         text = f'job.dump_folder="{run_folder}" cannot be written: {error.strerror}; choose another folder'
         raise StorageError(text) from error
@@ -81,7 +89,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         main(loaded)
     except BaseException as error:
         stop.close()
-        told = failure.describe(error, rank)
+        told = failure.describe(_of_storage(error, run_folder), rank)
         if told.exit_code == 0:
             return 0
         if not told.leaves_folder_alone:
@@ -97,6 +105,19 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     if rank == 0:
         failure.write_exit(run_folder, None, 0)
     return 0
+
+
+def _of_storage(error: BaseException, run_folder: Path) -> BaseException:
+    """An error of the system below the run's folder, wherever it was met, as what it is: storage that failed."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return error
+    name = os.path.abspath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
+    if not name.startswith(os.path.join(os.path.abspath(run_folder), "")) and error.errno not in _OF_DISKS:
+        return error
+    fix = "free space or mend job.dump_folder, then start again"
+    told = StorageError(f"cannot use {name or 'a file'}: {error.strerror}; {fix}")
+    told.__cause__ = error
+    return told.with_traceback(error.__traceback__)
 
 
 def _listen(loaded: Loaded, hurry: Callable[[str], None], parent: int = 0) -> stopping.Stop:
@@ -159,7 +180,7 @@ def _attempt(
         stack.callback(shutil.rmtree, records, ignore_errors=True)
         listener = stack.enter_context(socket.create_server((environment.LOCAL_ADDRESS, 0), backlog=1024))
         processes = _start(loaded, count, main, command, listener, records, restarts, job)
-        watch.begin(processes.pids())
+        watch.begin(processes.pids(), lambda rank: _reaped(processes, rank))
         try:
             store = _host_store(listener)
             statuses = watch.wait()
@@ -194,6 +215,8 @@ def _start(
     if not main:
         # a fresh process gets this environment and nothing else
         envs = {rank: {**os.environ, **envs[rank], "SHARDTRAIN_PARENT": str(os.getpid())} for rank in ranks}
+    if main:
+        _tell_of_threads()
     sys.stdout.flush()
     sys.stderr.flush()
     # PContext.start replaces the handlers of four signals for good; Watch sets its own, the rest go back
@@ -207,6 +230,29 @@ def _start(
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _reaped(processes: PContext, rank: int) -> int | None:
+    """The status of a rank that multiprocessing has reaped: it does so with those that ended, before each fork."""
+    started = getattr(getattr(processes, "_pc", None), "processes", None)
+    status = started[rank].exitcode if started else None
+    return int(status) if status is not None else None
+
+
+def _tell_of_threads() -> None:
+    """Warn of threads in a process that is about to fork: a lock that one of them holds is never free in the ranks."""
+    names = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    try:
+        unnamed = len(os.listdir("/proc/self/task")) - 1 - len(names)
+    except OSError:
+        unnamed = 0
+    told = [*names, *([f"{unnamed} of libraries"] if unnamed > 0 else [])]
+    if told:
+        print(
+            f"warning: this process has threads ({', '.join(told)}) and starts its ranks by fork: a rank may wait for "
+            "ever for a lock that one of them held; start them later",
+            file=sys.stderr,
+        )
 
 
 def _forked(loaded: Loaded, main: Main, parent: int, listener: socket.socket) -> NoReturn:
@@ -246,7 +292,7 @@ def run_child(loaded: Loaded, main: Main) -> int:
         main(loaded)
     except BaseException as error:
         stop.close()
-        told = failure.describe(error, rank)
+        told = failure.describe(_of_storage(error, Path(loaded.config.job.dump_folder)), rank)
         if told.exit_code:
             # the record first: it is what the parent reads, and the parent may be about to end this rank
             failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from shardtrain.stopping import GRACEFUL, ONE_REQUEST_SECONDS
@@ -27,6 +27,7 @@ class Watch:
 
     def __init__(self, grace_seconds: float = NOTHING_TO_SAVE_SECONDS) -> None:
         self.pids: dict[int, int] = {}
+        self._reaped: Callable[[int], int | None] = lambda rank: None
         self._grace_seconds, self._asked_at, self._interrupted_at = grace_seconds, 0.0, 0.0
         self.statuses: dict[int, int] = {}
         self.ended_at: dict[int, float] = {}
@@ -57,8 +58,12 @@ class Watch:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def begin(self, pids: dict[int, int]) -> None:
-        """Watch these processes, by rank; a request that came before they were there reaches them now."""
+    def begin(self, pids: dict[int, int], reaped: Callable[[int], int | None] = lambda rank: None) -> None:
+        """Watch these processes, by rank; a request that came before they were there reaches them now.
+
+        ``reaped`` gives the status of a rank that ended while others were still being forked, which reaps it.
+        """
+        self._reaped = reaped
         self.pids, self.statuses, self.ended_at, self.stopped_by_us = pids, {}, {}, set()
         if self.signal_number:
             self.send(signal.Signals(self.signal_number))
@@ -86,7 +91,11 @@ class Watch:
 
     def _poll(self) -> None:
         for rank in self.pids.keys() - self.statuses.keys():
-            status = exit_status(self.pids[rank])
+            try:
+                status = exit_status(self.pids[rank])
+            except ChildProcessError:
+                found = self._reaped(rank)
+                status = 1 if found is None else found
             if status is not None:
                 self.statuses[rank], self.ended_at[rank] = status, time.time()
 

@@ -66,7 +66,7 @@ def test_what_was_saved_is_loaded_in_place(tmp_path: Path) -> None:
     save(tmp_path, 3)
     into, other = weights(), rest()
     facts = checkpoints(tmp_path).load(tmp_path / "checkpoint/step-3", into, other)
-    assert facts == {**FACTS, "weights_only": False}
+    assert facts == {**FACTS, "weights_only": False, "replicas_compared": 0}
     for mine, theirs in ((into, weights(3)), (other, rest(3))):
         assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
     assert folder(tmp_path) == ["step-3"]

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,3 +275,15 @@ def test_what_cannot_be_deleted_is_said_and_stops_no_run(
     monkeypatch.setattr(retention, "discard", refused)
     save(kept, 3)
     assert kept.steps() == [1, 2, 3] and "cannot delete the old checkpoint" in caplog.text
+
+
+def test_what_a_dead_writer_left_goes_at_once_and_what_a_living_one_may_still_write_stays(tmp_path: Path) -> None:
+    for name in ("step-4.tmp-dead01", "step-6.tmp-0abc01", "step-2.tmp-0123ab"):
+        (tmp_path / name).mkdir()
+    for name in ("lease.json.dead01", "best.json.dead01", "lease.json.0abc01", "lease.json", "best.json", "notes"):
+        (tmp_path / name).touch()
+    retention.sweep(tmp_path, "0123ab", time.time(), {"dead01"})
+    left = ["best.json", "lease.json", "lease.json.0abc01", "notes", "step-2.tmp-0123ab", "step-6.tmp-0abc01"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    retention.sweep(tmp_path, "0123ab", time.time() + 3700, ())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "lease.json", "notes", "step-2.tmp-0123ab"]

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import cases
 from tiny import make_run, tiny_config
 from torch import Tensor
 
-from shardtrain import train
+from shardtrain import resume, train
+from shardtrain.checkpoint.alike import checksum
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Config
 from shardtrain.errors import NumericalError
-from shardtrain.guards.replicas import Replicas, _checksum
+from shardtrain.guards.replicas import Replicas
+from shardtrain.parallel.world import World
 from shardtrain.shards import local_tensor
 
 FLIPS = int(os.environ.get("SHARDTRAIN_REPLICA_FLIPS", "12"))
@@ -39,15 +47,20 @@ def flip(tensor: Tensor, index: int, bit: int) -> None:
 
 
 def held_by_two(run: train.Run, replicas: Replicas) -> list[str]:
-    names = {name.removeprefix("model.") for name, _ in replicas._holders}
+    assert replicas._holders is not None
+    names = {name.removeprefix("model.") for (name, _), ranks in replicas._holders.items() if len(ranks) > 1}
     return [name for name in run.runner.parameters() if name in names]
 
 
 def flips(rank: int, parallelism: dict[str, Any]) -> list[tuple[str, int, str]]:
     run = build(rank, parallelism)
-    replicas, chosen, size = Replicas(run), random.Random(1), torch.distributed.get_world_size()
+    replicas, chosen, size = (
+        Replicas(run, Checkpoints(run.config)),
+        random.Random(1),
+        torch.distributed.get_world_size(),
+    )
     train.step(run)
-    replicas.check(3, saves=False)
+    replicas.check(3)
     found = []
     names = held_by_two(run, replicas)
     for _ in range(FLIPS):
@@ -59,13 +72,13 @@ def flips(rank: int, parallelism: dict[str, Any]) -> list[tuple[str, int, str]]:
             flip(parameter, index, bit)
         # nothing is compared between two intervals
         for step in (4, 5):
-            replicas.check(step, saves=False)
+            replicas.check(step)
         with pytest.raises(NumericalError) as caught:
-            replicas.check(6, saves=False)
+            replicas.check(6)
         found.append((name, culprit, str(caught.value)))
         if rank == culprit and parameter is not None:
             flip(parameter, index, bit)
-        replicas.check(6, saves=False)
+        replicas.check(6)
     return found
 
 
@@ -94,36 +107,109 @@ def test_each_flipped_bit_is_found_and_its_rank_and_tensor_named(size: int, para
 
 def others(rank: int) -> list[str]:
     sharded, off = build(rank, {}), build(rank, {"data_parallel_replicate_degree": 2}, interval=0)
-    idle, replicas = Replicas(off), Replicas(sharded)
+    idle, replicas = Replicas(off, Checkpoints(off.config)), Replicas(sharded, Checkpoints(sharded.config))
     if rank == 1:
         flip(next(iter(off.runner.parameters().values())), 0, 3)
         flip(next(iter(sharded.runner.parameters().values())), 0, 3)
-    idle.check(3, saves=True)  # 0 compares nothing
-    replicas.check(3, saves=False)  # no part is held twice
+    idle.check(3)  # 0 compares nothing
+    replicas.check(3)  # no part is held twice
     sharded.state.samples_consumed += rank
-    messages = []
-    for step, saves in ((4, True), (6, False)):
-        with pytest.raises(NumericalError) as caught:
-            replicas.check(step, saves)
-        messages.append(str(caught.value))
-    replicas.check(7, saves=False)
-    return messages
+    with pytest.raises(NumericalError) as caught:
+        replicas.check(6)
+    replicas.check(7)
+    return [str(caught.value)]
 
 
-def test_counters_are_compared_on_every_mesh_and_before_each_save() -> None:
-    for messages in run_ranks(2, others):
-        assert [message.partition(":")[0] for message in messages] == ["step 4", "step 6"]
-        assert "counter samples_consumed: ranks 0, 1 differ" in messages[0]
+def test_counters_are_compared_on_every_mesh() -> None:
+    for [message] in run_ranks(2, others):
+        assert message.startswith("step 6: counter samples_consumed: ranks 0, 1 differ")
+        assert "no checkpoint is known to be without it: begin anew" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float64])
-def test_a_checksum_changes_with_every_bit(dtype: torch.dtype) -> None:
+def test_achecksum_changes_with_every_bit(dtype: torch.dtype) -> None:
     tensor = torch.arange(7).to(dtype)
-    expected = _checksum(tensor)
+    expected = checksum(tensor)
     for index in range(7):
         for bit in range(8 * tensor.element_size() - 1):
             flip(tensor, index, bit)
-            assert _checksum(tensor) != expected
+            assert checksum(tensor) != expected
             flip(tensor, index, bit)
-    assert _checksum(tensor) == expected
-    assert _checksum(torch.ones(3, 0, dtype=dtype)) == 0 and _checksum(torch.ones((), dtype=dtype)).dtype == torch.int64
+    assert checksum(tensor) == expected
+    assert checksum(torch.ones(3, 0, dtype=dtype)) == 0 and checksum(torch.ones((), dtype=dtype)).dtype == torch.int64
+
+
+REPLICATED: list[tuple[int, dict[str, Any]]] = [
+    (2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}),
+    (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}),
+    (2, {"tensor_parallel_degree": 2}),
+]
+
+
+def run_of(folder: Path, parallelism: dict[str, Any], mode: str, **checkpoint: Any) -> Config:
+    return tiny_config(
+        job={"dump_folder": str(folder)},
+        parallelism=parallelism,
+        training={"seq_len": 16, "local_batch_size": 2, "steps": 6},
+        checkpoint={"enable": True, "interval": 2, "async_mode": mode, **checkpoint},
+    )
+
+
+def losses(rank: int, config: Config, flipped: int = 0, name: str = "exp_avg_sq") -> dict[str, Any]:
+    """Train to the end; after step ``flipped`` a bit of the optimizer's state flips on the last rank."""
+    steps: dict[str, Any] = {}
+    step = train.step
+
+    def noted(run: train.Run) -> Any:
+        outcome = step(run)
+        if outcome is not None:
+            loss = run.mesh.sum_of_all(outcome.loss_sum.detach().double().reshape(1)).item()
+            steps[str(run.state.step)] = loss
+        if run.state.step == flipped and rank == torch.distributed.get_world_size() - 1:
+            state = resume.optimizer_state(run)
+            whole = f"optimizer.norm.weight.{name}"
+            flip(state[whole], 0, 20)
+        return outcome
+
+    train.step = noted  # this process is a rank of its own
+    try:
+        train.train(Loaded(config), World(rank, torch.distributed.get_world_size(), 0, torch.device("cpu")))
+    except NumericalError as error:
+        return {"error": str(error), "code": error.exit_code}
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mode", "flipped"),
+    cases(
+        [(0, "disabled", 4)],
+        nightly=[(m, mode, k) for m in range(3) for mode in ("disabled", "async") for k in (1, 2, 3, 4) if m or k != 4],
+    ),
+)
+def test_what_replicas_hold_differently_is_not_saved_and_the_run_goes_on_from_the_last_good(
+    mesh: int, mode: str, flipped: int, tmp_path: Path
+) -> None:
+    size, parallelism = REPLICATED[mesh]
+    undisturbed = run_ranks(size, losses, run_of(tmp_path / "whole", parallelism, mode))[0]
+    config = run_of(tmp_path / "run", parallelism, mode)
+    for found in run_ranks(size, losses, config, flipped):
+        assert found["code"] == 4
+        refused = flipped + flipped % 2
+        # at once it is the state alone; a step later what was made of it
+        first = "norm.weight" if flipped % 2 else "optimizer.norm.weight.exp_avg_sq: rank"
+        assert found["error"].startswith(f"step {refused}: {first}")
+        good = refused - 2
+        named = f"the last checkpoint known to be without it is {tmp_path / 'run' / 'checkpoint' / f'step-{good}'}"
+        assert (named if good else "no checkpoint is known to be without it: begin anew") in found["error"]
+    folder = tmp_path / "run" / "checkpoint"
+    assert sorted(path.name for path in folder.glob("step-*")) == ([f"step-{good}"] if good else [])
+    again = run_ranks(size, losses, config)[0]
+    assert again == {step: loss for step, loss in undisturbed.items() if int(step) > good}  # to the last bit
+
+
+def test_what_was_saved_without_comparing_is_not_called_good(tmp_path: Path) -> None:
+    size, parallelism = REPLICATED[0]
+    run_ranks(size, losses, run_of(tmp_path, parallelism, "disabled", compare_replicas=False), 1)
+    shutil.rmtree(tmp_path / "checkpoint" / "step-6")
+    for found in run_ranks(size, losses, run_of(tmp_path, parallelism, "disabled"), 5):
+        assert "no checkpoint is known to be without it: begin anew" in found["error"]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from shardtrain import whole_file
 from shardtrain.errors import (
     CheckpointError,
     ConfigError,
@@ -149,3 +154,24 @@ def test_without_metrics_there_is_no_last_step(tmp_path):
     assert failure.last_step(tmp_path / "metrics.jsonl") is None
     (tmp_path / "metrics.jsonl").write_text("not json\n")
     assert failure.last_step(tmp_path / "metrics.jsonl") is None
+
+
+def test_a_full_disk_leaves_the_verdict_in_its_reserved_room_or_where_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    failure.reserve_exit(tmp_path)
+    monkeypatch.setattr(whole_file, "write", full)
+    failure.write_exit(tmp_path, None, 8)
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 8 and os.listdir(tmp_path) == ["exit.json"]
+    assert capsys.readouterr().err == ""
+    (tmp_path / "exit.json").unlink()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    failure.write_exit(tmp_path / "gone", None, 8)
+    told = capsys.readouterr().err
+    assert (
+        "cannot write" in told and json.loads(Path(told.rpartition(" it is in ")[2].strip()).read_text())["code"] == 8
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from shardtrain.data.content import WholeFile
 from shardtrain.data.sources import Request
 from shardtrain.errors import ConfigError, DataError, Problem
 
@@ -130,6 +131,10 @@ class FileSource:
         if not self._fingerprints:
             self._fingerprints = {file.name: file.fingerprint() for file in self.members}
         return self._fingerprints
+
+    def whole_files(self) -> list[WholeFile]:
+        """The files, to be hashed."""
+        return [WholeFile(file.name, file.path, file.option) for file in self.members]
 
     def check_unchanged(self) -> None:
         """See Source."""

@@ -1,0 +1,157 @@
+"""What a run says of its data is what they hold: whole files are hashed, once, and never before the first step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import patience
+import pytest
+from ranks import run_ranks
+from tiers import cases
+from tiny import tiny_config, train_whole
+
+from shardtrain import train
+from shardtrain.config.schema import Config
+from shardtrain.data import content
+from shardtrain.data.content import Contents, WholeFile
+from shardtrain.data_tools import prepare
+from shardtrain.errors import ConfigError
+
+ROWS, LENGTH = 24_000, 100
+"""2.6 MB: more than the samples of 1 MiB."""
+
+
+def write_rows(path: Path, letter: str = "a", first: int = ROWS, last: int = ROWS) -> None:
+    """Rows of one size, those from ``first`` to ``last`` made of another letter."""
+    rows = (json.dumps({"text": ("b" if first <= k < last else letter) * LENGTH}) for k in range(ROWS))
+    path.write_text("".join(row + "\n" for row in rows))
+
+
+def between_samples(path: Path) -> tuple[int, int]:
+    """Rows that lie between two blocks of the samples."""
+    size = path.stat().st_size
+    gap = (size - 65536) // 15
+    row = size // ROWS
+    return (3 * gap + 65536) // row + 2, (4 * gap) // row - 2
+
+
+def config_of(folder: Path, data: str, steps: int, **checkpoint: Any) -> Config:
+    dataset = {"dataset": "jsonl", "dataset_path": str(folder / "rows.jsonl")}
+    if data == "shards":
+        dataset = {"dataset": "tokens", "dataset_path": str(folder / "shards")}
+    return tiny_config(
+        job={"dump_folder": str(folder / "run")},
+        training={"seq_len": 16, "local_batch_size": 2, "global_batch_size": 4, "steps": steps, **dataset},
+        data={"mode": "stream", "readers": 4} if data == "rows" else {},
+        checkpoint={"enable": True, "interval": 2, "accept_changes": ["all"], **checkpoint},
+    )
+
+
+def run(rank: int, config: Config, at_once_bytes: int = content.AT_ONCE_BYTES, waits: bool = True) -> tuple[str, int]:
+    """What ended a run, and its last step; ``waits`` is for the hashing after its third step."""
+    content.AT_ONCE_BYTES, content._SETTLED_SECONDS = at_once_bytes, 0.0  # this process is a rank of its own
+    step, threads = train.step, []
+
+    def noted(one: train.Run) -> Any:
+        outcome = step(one)
+        threads.append(one.contents._thread)
+        if waits and len(threads) == 1 and threads[0] is not None:
+            threads[0].join()
+        return outcome
+
+    train.step = noted
+    ended = train_whole(rank, config)
+    return str(ended.error or ""), len(ended.losses)
+
+
+@pytest.mark.parametrize("ranks", cases([1], nightly=[2]))
+@pytest.mark.parametrize("at_once_bytes", [content.AT_ONCE_BYTES, 0], ids=["small", "large"])
+def test_other_rows_at_equal_size_do_not_pass_as_the_same(ranks: int, at_once_bytes: int, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    write_rows(file)
+    assert run_ranks(ranks, run, config_of(tmp_path, "rows", 4), at_once_bytes)[0] == ("", 4)
+    size = file.stat().st_size
+    write_rows(file, "a", *between_samples(file))
+    assert file.stat().st_size == size
+    [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), at_once_bytes)[0]
+    assert "rows.jsonl" in message and "at equal size" in message and "exclude_from_loading" in message
+    # a small dataset is hashed before the first step; of a large one the thread tells, here after one step at most
+    assert steps <= (0 if at_once_bytes else 1)
+    if not at_once_bytes:
+        assert "steps after 4 of this start were trained on it" in message
+        [again, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), at_once_bytes)[0]
+        assert steps == 0 and "rows.jsonl differ at equal size" in again  # the run's folder remembers
+    write_rows(file)
+    assert run_ranks(1, run, config_of(tmp_path, "rows", 8), at_once_bytes)[0] == ("", 4)
+
+
+def test_prepared_shards_that_are_not_what_their_index_says_stop_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    write_rows(file)
+    words = ["--training.dataset", "jsonl", "--training.dataset_path", str(file), "--output", str(tmp_path / "shards")]
+    assert prepare.main([*words, "--model.hf_assets_path", "bytes"]) == 0
+    tokens = tmp_path / "shards" / "tokens-00000.bin"
+    with tokens.open("r+b") as there:
+        there.seek(tokens.stat().st_size // 2)
+        there.write(b"\x07")
+    [message, steps] = run_ranks(1, run, config_of(tmp_path, "shards", 4))[0]
+    assert "tokens-00000.bin" in message and "does not hold what index.json says of it" in message and steps == 0
+
+
+def test_a_file_is_hashed_once_and_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "_SETTLED_SECONDS", -1e9)
+    hashed: list[str] = []
+    original = Contents._hash
+
+    def noted(self: Contents, file: WholeFile, share: float) -> None:
+        hashed.append(file.name)
+        original(self, file, share)
+
+    monkeypatch.setattr(Contents, "_hash", noted)
+    paths = [tmp_path / name for name in ("one", "two")]
+    for path in paths:
+        path.write_bytes(os.urandom(1000))
+    files = [WholeFile(path.name, str(path), "training.dataset_path") for path in paths]
+
+    def look() -> Contents:
+        found = Contents(files, tmp_path)
+        found.look()
+        return found
+
+    first = look()
+    assert hashed == ["one", "two"] and look().record() == first.record() and hashed == ["one", "two"]
+    before = paths[0].stat()
+    data = bytearray(paths[0].read_bytes())
+    data[500] ^= 1
+    paths[0].write_bytes(data)
+    os.utime(paths[0], ns=(before.st_atime_ns, before.st_mtime_ns))  # which hides it from the time of change alone
+    assert look().expect(first.record()) == ["one"]
+    (tmp_path / content.NOTES).write_text("[1, {")  # notes are no more than saved time
+    assert look().expect(first.record()) == ["one"]
+
+
+def test_the_thread_ends_with_the_run_and_says_what_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(content, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(content, "SHARE", 1e-9)  # a pause without end after the first piece
+    path = tmp_path / "large"
+    path.write_bytes(bytes(10_000_000))
+    contents = Contents([WholeFile("large", str(path), "training.dataset_path")])
+    contents.look()
+    assert contents.record() == {}
+    contents.start(0)
+    thread = contents._thread
+    assert thread is not None and "are known by size and samples until they are hashed whole" in caplog.text
+    contents.close()
+    patience.wait_for(lambda: not thread.is_alive(), 10)
+    assert "1 of 1 data files were not hashed whole when the run ended" in caplog.text and contents.record() == {}
+    with pytest.raises(ConfigError):
+        broken = Contents([WholeFile("large", str(path), "training.dataset_path", said="0" * 64)])
+        broken._hash(broken._files["large"], 1.0)
+        broken.check()

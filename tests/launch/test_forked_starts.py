@@ -1,0 +1,103 @@
+"""Ranks are forked from a process that has no thread but its own: start after start, none is lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.process
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import patience
+import pytest
+import torch
+import torch.distributed as dist
+from tiers import cases
+
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Config, Job
+from shardtrain.launch import local
+
+STARTS = int(os.environ.get("SHARDTRAIN_FORKED_STARTS", "5"))
+"""In a row, of each number of ranks; 667 are 2,000 in all."""
+
+
+def meet(_: Loaded) -> None:
+    """Join a group, compute with autograd, which has threads, and sum up."""
+    dist.init_process_group("gloo")
+    numbers = torch.ones(64, 64, requires_grad=True)
+    (numbers @ numbers).sum().backward()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert int(total) == dist.get_world_size()
+    dist.destroy_process_group()
+
+
+def starts(folder: Path, ranks: int, count: int) -> None:
+    """One process that starts ranks again and again; it ends with 0 where each start ended so."""
+    terminal = os.open(folder / "terminal", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(terminal, 2)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    torch.set_num_threads(1)
+    loaded = Loaded(Config(job=Job(dump_folder=str(folder))))
+    lost = sum(local.launch(loaded, ranks, main=meet) != 0 for _ in range(count))
+    sys.stderr.flush()
+    os._exit(min(lost, 100))
+
+
+@pytest.mark.parametrize("ranks", cases([2], nightly=[1, 4]))
+def test_no_rank_of_many_starts_in_a_row_is_lost(ranks: int, tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=starts, args=(tmp_path, ranks, STARTS))
+    process.start()
+    process.join(patience.seconds(30 + 2 * STARTS))
+    assert process.exitcode == 0, (tmp_path / "terminal").read_text()[-2000:]
+    assert "has threads" not in (tmp_path / "terminal").read_text()
+
+
+def with_a_thread(folder: Path) -> None:
+    threading.Thread(target=threading.Event().wait, name="a-thread-of-the-user", daemon=True).start()
+    starts(folder, 2, 1)
+
+
+def test_a_fork_of_a_process_that_has_threads_is_told(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=with_a_thread, args=(tmp_path,))
+    process.start()
+    process.join(patience.seconds(60))
+    told = (tmp_path / "terminal").read_text()
+    assert process.exitcode == 0
+    assert "warning: this process has threads (a-thread-of-the-user) and starts its ranks by fork" in told
+
+
+def dies_at_once(_: Loaded) -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def forked_slowly(folder: Path) -> None:
+    """Start four ranks of which the second is dead, and reaped, before the third is forked."""
+    cleanup = multiprocessing.process._cleanup  # type: ignore[attr-defined]
+
+    def later() -> None:
+        time.sleep(0.3)
+        cleanup()
+
+    multiprocessing.process._cleanup = later  # type: ignore[attr-defined]
+    terminal = os.open(folder / "terminal", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(terminal, 2)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    code = local.launch(Loaded(Config(job=Job(dump_folder=str(folder)))), 4, main=dies_at_once)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def test_a_rank_that_is_dead_before_the_last_one_is_forked_is_told_as_any_other(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=forked_slowly, args=(tmp_path,))
+    process.start()
+    process.join(patience.seconds(60))
+    told = (tmp_path / "terminal").read_text()
+    assert process.exitcode == 6 and "rank 1" in told and "was killed by signal 9" in told, told
+    assert "Traceback" not in told

@@ -1,0 +1,183 @@
+"""One shim between a run and its folder: a call of the storage fails, or stalls, for once or for a while.
+
+Runs are forked: the launcher in a child of this process, its ranks from there. A fault is told by the process that
+meets it ("launcher", or a rank) and by the number of the call there, so the same seed meets the same call.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import patience
+import torch
+
+from shardtrain import train
+from shardtrain.checkpoint import lease
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Config
+from shardtrain.errors import ShardtrainError
+from shardtrain.launch import local
+
+BY_PATH = ("open", "rename", "replace", "link", "mkdir", "stat", "unlink", "scandir", "listdir", "statvfs", "utime")
+BY_DESCRIPTOR = ("write", "fsync", "preadv", "fstat")
+KINDS = {
+    **{name: getattr(errno, name) for name in ("ENOENT", "ESTALE", "EIO", "EMFILE", "ENOSPC")},
+    "stall": 0,
+}
+STALL_SECONDS = 0.5
+"""Of a stall, where ``lease.PATIENCE_SECONDS`` is 1 and not 20: as 10 s there."""
+PATIENCE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The ``number``-th call of a process, and ``lasts`` calls in all, meet it: an error, a stall, or a kill."""
+
+    process: str
+    number: int
+    kind: str
+    lasts: int = 1
+    seconds: float = 0.0
+    """And all calls of all processes for so long after it, where this is not 0."""
+
+
+class Shim:
+    """Stands before the calls that touch what lies below a folder; counts them, and lets the one that is due fail."""
+
+    def __init__(self, folder: Path, fault: Fault | None) -> None:
+        self._folder, self._fault, self._own = str(folder), fault, set[int]()
+        self._count, self._pid = 0, 0
+        self._until = multiprocessing.get_context("fork").Value("d", 0.0)
+        for name in BY_PATH + BY_DESCRIPTOR:
+            setattr(os, name, self._watched(name, getattr(os, name)))
+        opened = io.open
+        builtins.open = io.open = self._watched("io.open", opened)  # type: ignore[assignment]
+
+    def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if arguments and self._is_ours(name, arguments[0]):
+                self._meet(name, arguments[0])
+            found = original(*arguments, **options)
+            if name == "open" and self._is_ours(name, arguments[0]):
+                self._own.add(found)
+            elif name == "open":
+                self._own.discard(found)  # a number that is used again
+            return found
+
+        return call
+
+    def _is_ours(self, name: str, what: Any) -> bool:
+        if name in BY_DESCRIPTOR:
+            return what in self._own
+        if isinstance(what, int) or not isinstance(what, str | os.PathLike):
+            return False
+        return f"{what}/".startswith(f"{self._folder}/")
+
+    def _meet(self, name: str, what: Any) -> None:
+        if self._pid != os.getpid():
+            self._pid, self._count = os.getpid(), 0
+        self._count += 1
+        process = os.environ.get("RANK", "launcher")
+        if self._fault is None:
+            counts = Path(f"{self._folder}.calls-{process}")
+            descriptor = os.open(counts, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.write(descriptor, b".")
+            os.close(descriptor)
+            return
+        due = self._fault.number <= self._count < self._fault.number + self._fault.lasts
+        if self._fault.seconds:
+            if process == self._fault.process and self._count == self._fault.number:
+                self._until.value = time.monotonic() + self._fault.seconds
+            if time.monotonic() >= self._until.value:
+                return
+        elif process != self._fault.process or not due:
+            return
+        if self._fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._fault.kind == "stall":
+            time.sleep(STALL_SECONDS)
+            return
+        code = KINDS[self._fault.kind]
+        raise OSError(code, os.strerror(code), what if isinstance(what, str) else str(what))
+
+
+def run(
+    config: Config,
+    ranks: int,
+    fault: Fault | None,
+    counts: bool = False,
+    main: Callable[[Loaded], object] = train.main,
+) -> tuple[int, str]:
+    """Train in forked ranks with a fault, or with none; gives the exit status and what stood on the terminal.
+
+    ``counts`` notes the calls of each process in files beside the folder, for ``calls``.
+    """
+    folder = Path(config.job.dump_folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    terminal = folder.with_name(f"{folder.name}.terminal")
+    process = multiprocessing.get_context("fork").Process(
+        target=_launch, args=(config, ranks, fault, counts, terminal, main)
+    )
+    process.start()
+    process.join(patience.seconds(120))
+    if process.is_alive():
+        process.terminate()
+        process.join(patience.seconds(10))
+        process.kill()
+        raise AssertionError(f"{fault}: the run did not end; {terminal.read_text()}")
+    assert process.exitcode is not None
+    return process.exitcode, terminal.read_text()
+
+
+def _launch(
+    config: Config, ranks: int, fault: Fault | None, counts: bool, terminal: Path, main: Callable[[Loaded], object]
+) -> None:
+    descriptor = os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    lease.PATIENCE_SECONDS = PATIENCE_SECONDS  # this process is the launcher of one run
+    if fault or counts:
+        Shim(Path(config.job.dump_folder), fault)
+    try:
+        code = local.launch(Loaded(config), ranks, main=main)
+    except ShardtrainError as error:  # as the command line does
+        print(f"error[{error.exit_code}]: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def calls(config: Config) -> dict[str, int]:
+    """Calls of each process in the run that was counted."""
+    folder = Path(config.job.dump_folder)
+    found = folder.parent.glob(f"{folder.name}.calls-*")
+    return {path.name.rpartition("-")[2]: path.stat().st_size for path in found}
+
+
+def losses(config: Config) -> dict[int, float]:
+    """Loss of each step by metrics.jsonl; a step that stands there twice is an error."""
+    found: dict[int, float] = {}
+    path = Path(config.job.dump_folder) / "metrics.jsonl"
+    for text in path.read_text().splitlines() if path.exists() else []:
+        record = json.loads(text)
+        if "loss" in record:
+            assert record["step"] not in found, f"step {record['step']} twice"
+            found[record["step"]] = record["loss"]
+    return found

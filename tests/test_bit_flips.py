@@ -1,0 +1,116 @@
+"""A bit that flips in any file that a run leaves is found before it is used, or changes nothing that is used."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import storage_faults
+from small_checkpoint import world_of_one
+from tiers import cases
+from tiny import tiny_config
+
+from shardtrain.checkpoint.best import POINTER, read_pointer
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config.schema import Config
+from shardtrain.data.content import NOTES, Contents, WholeFile
+from shardtrain.errors import CheckpointError
+from shardtrain.metrics.sinks.jsonl import JsonlFile, read_records
+
+FLIPS = int(os.environ.get("SHARDTRAIN_RUN_FLIPS", "20"))
+"""Flipped bits of each case; 167 are 1,000 in all."""
+STEPS = 4
+
+
+def config_of(folder: Path, ranks: int, mode: str) -> Config:
+    data = folder.with_name("rows.txt")
+    data.write_text("a word and another " * 2000)
+    return tiny_config(
+        job={"dump_folder": str(folder)},
+        model={"overrides": {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}},
+        training={
+            "dataset_path": str(data),
+            "seq_len": 16,
+            "local_batch_size": 1,
+            "global_batch_size": 4,
+            "steps": STEPS,
+        },
+        data={"mode": "stream"},
+        validation={"enable": True, "dataset": "text", "dataset_path": str(data), "freq": 2, "steps": 1},
+        checkpoint={"enable": True, "interval": 2, "async_mode": mode, "keep_best": "validation.loss"},
+    )
+
+
+def flip(path: Path, chosen: random.Random) -> tuple[bytes, str]:
+    """Flip a random bit of a file; gives what it held, and which bit."""
+    data = path.read_bytes()
+    at, bit = chosen.randrange(len(data)), chosen.randrange(8)
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+    return data, f"{path.name}: bit {bit} of byte {at}"
+
+
+def newest(config: Config) -> str:
+    """The checkpoint that a start would go on from; empty where it would stop."""
+    kept = Checkpoints(config)
+    try:
+        return str(kept.to_continue() or "")
+    except CheckpointError:
+        return ""
+    finally:
+        kept.close()
+
+
+def judge(config: Config, path: Path, whole: dict[str, Any]) -> str:
+    """What is silently wrong after a flip in a file; empty where nothing is."""
+    folder = Path(config.job.dump_folder)
+    found = newest(config)
+    if path.parent.name.startswith("step-"):
+        return f"goes on from {found}" if found == str(path.parent) else ""
+    if found != whole["newest"]:
+        return f"goes on from {found!r}"
+    if path.name == "metrics.jsonl":
+        JsonlFile(path, STEPS).close()
+        steps = [record["step"] for record in read_records(path)]
+        kept = len(set(steps) & set(whole["steps"]))
+        return "" if steps == sorted(set(steps)) and kept >= len(whole["steps"]) - 2 else f"rows {steps}"
+    if path.name == POINTER:
+        read_pointer(path.parent)
+        return "" if (path.parent / f"step-{whole['best']['step']}").is_dir() else "the best one is gone"
+    contents = Contents([WholeFile("rows.txt", config.training.dataset_path or "", "o")], folder)
+    contents.look()
+    return "" if contents.record() == whole["contents"] else f"the data are {contents.record()}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode"),
+    cases([(2, "async")], nightly=[(1, "disabled"), (1, "async"), (2, "disabled"), (4, "disabled"), (4, "async")]),
+)
+def test_no_flipped_bit_is_used(ranks: int, mode: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", ranks, mode)
+    code, told = storage_faults.run(config, ranks, None)
+    assert code == 0, told
+    folder, chosen, wrong = tmp_path / "run", random.Random(f"flips {ranks} {mode}"), []
+    checkpoint = folder / "checkpoint"
+    contents = Contents([WholeFile("rows.txt", config.training.dataset_path or "", "o")], folder)
+    contents.look()
+    with world_of_one():
+        whole = {
+            "newest": newest(config),
+            "steps": [record["step"] for record in read_records(folder / "metrics.jsonl")],
+            "best": read_pointer(checkpoint),
+            "contents": contents.record(),
+        }
+        assert whole["newest"] == str(checkpoint / f"step-{STEPS}") and whole["best"] and whole["contents"]
+        files = sorted(path for path in checkpoint.glob("step-*/*") if path.is_file() and path.stat().st_size)
+        files += [folder / "metrics.jsonl", checkpoint / POINTER, folder / NOTES]
+        assert len(files) > 4 + ranks
+        for _ in range(FLIPS):
+            path = chosen.choice(files)
+            held, what = flip(path, chosen)
+            if told := judge(config, path, whole):
+                wrong.append(f"{what}: {told}")
+            path.write_bytes(held)
+    assert not wrong, "\n".join(wrong)

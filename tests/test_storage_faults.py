@@ -1,0 +1,190 @@
+"""Storage that fails or stalls at any call ends a run well or with an exit that is worth a retry, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import storage_faults
+from once import made_once
+from storage_faults import KINDS, Fault
+from tiers import cases
+from tiny import tiny_config
+
+from shardtrain import train
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Config
+
+KILLS = int(os.environ.get("SHARDTRAIN_RUN_KILLS", "2"))
+"""Kills of each case; 50 are 300 in all."""
+FAULTS = int(os.environ.get("SHARDTRAIN_STORAGE_FAULTS", "2"))
+"""Faults of each case; 50 are 200 in all."""
+STEPS = 6
+
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {"overrides": {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}},
+    "training": {"seq_len": 16, "local_batch_size": 1, "global_batch_size": 2, "steps": STEPS},
+}
+
+
+def config_of(folder: Path, mode: str, **sections: Any) -> Config:
+    checkpoint = {"enable": True, "interval": 2, "async_mode": mode, "keep_latest_k": 2}
+    return tiny_config(**{"job": {"dump_folder": str(folder)}, "checkpoint": checkpoint, **SECTIONS, **sections})
+
+
+def undisturbed(
+    places: pytest.TempPathFactory, ranks: int, mode: str, **sections: Any
+) -> tuple[dict[int, float], dict[str, int]]:
+    """The losses of a run without faults, and how many calls each of its processes made."""
+
+    def make() -> tuple[dict[int, float], dict[str, int]]:
+        config = config_of(places.mktemp("undisturbed") / "run", mode, **sections)
+        code, told = storage_faults.run(config, ranks, None, counts=True)
+        assert code == 0, told
+        return storage_faults.losses(config), storage_faults.calls(config)
+
+    return made_once(places, f"storage-{ranks}-{mode}", make)
+
+
+def wrong(config: Config, ranks: int, fault: Fault, expected: dict[int, float]) -> str:
+    """What is not as promised of a run with a fault and of the one that goes on from it; empty when all is."""
+    folder = Path(config.job.dump_folder)
+    code, told = storage_faults.run(config, ranks, fault)
+    if "Traceback" in told or "Logging error" in told:
+        return f"a trace on the terminal: {told}"
+    if fault.kind == "kill":
+        return _after(config, ranks, expected)
+    if code not in (0, 8):
+        return f"exit {code}: {told}"
+    record = folder / "exit.json"
+    refused = told.splitlines()[-1:] and "job.dump_folder" in told.splitlines()[-1] and "cannot be written" in told
+    if not record.exists() and " it is in " not in told and not refused:
+        return f"no verdict: {told}"
+    if record.exists() and json.loads(record.read_text())["code"] != code:
+        return f"exit.json says {record.read_text()}, and the status is {code}"
+    return _after(config, ranks, expected)
+
+
+def _after(config: Config, ranks: int, expected: dict[int, float]) -> str:
+    """What is wrong with the rows that are there, and with the run that goes on."""
+    folder = Path(config.job.dump_folder)
+    try:
+        seen = storage_faults.losses(config)
+    except AssertionError as error:
+        return str(error)
+    if any(expected[step] != loss for step, loss in seen.items()):
+        return f"losses {seen}"
+    again, told = storage_faults.run(config, ranks, None)
+    for _ in range(20):  # ranks that lost their launcher may live for a moment, and hold the lease
+        if again != 2 or "is being written by" not in told:
+            break
+        time.sleep(0.2)
+        again, told = storage_faults.run(config, ranks, None)
+    found = storage_faults.losses(config)
+    if again != 0 or not (folder / "checkpoint" / f"step-{STEPS}" / "manifest.json").is_file():
+        return f"goes on with exit {again}: {told}"
+    if any(expected[step] != loss for step, loss in found.items()):
+        return f"losses {found} after going on"
+    left = [path.name for path in (folder / "checkpoint").iterdir() if ".tmp" in path.name or ".trash" in path.name]
+    return f"left behind: {left}" if left else ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode"), cases([(1, "async")], nightly=[(1, "disabled"), (2, "disabled"), (2, "async")])
+)
+def test_a_fault_of_the_storage_ends_in_the_right_losses_or_in_a_retry_that_loses_nothing(
+    ranks: int, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    expected, calls = undisturbed(tmp_path_factory, ranks, mode)
+    assert sorted(expected) == list(range(1, STEPS + 1)) and {"launcher", "0"} <= calls.keys()
+    chosen, failures = random.Random(f"{ranks} {mode}"), []
+    for number in range(FAULTS):
+        process = chosen.choice(sorted(calls))
+        place = chosen.randrange(1, calls[process] + 1)
+        fault = Fault(process, place, chosen.choice(list(KINDS)), chosen.choice([1, 1, 3]))
+        if told := wrong(config_of(tmp_path / str(number), mode), ranks, fault, expected):
+            failures.append(f"{fault}: {told}")
+        shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode"),
+    cases([(2, "async")], nightly=[(1, "disabled"), (1, "async"), (2, "disabled"), (4, "disabled"), (4, "async")]),
+)
+def test_a_kill_at_any_call_of_any_process_loses_nothing(
+    ranks: int, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sections = {"training": {**SECTIONS["training"], "global_batch_size": 4}} if ranks == 4 else {}
+    expected, calls = undisturbed(tmp_path_factory, ranks, mode, **sections)
+    chosen, failures = random.Random(f"kills {ranks} {mode}"), []
+    for number in range(KILLS):
+        process = chosen.choice(sorted(calls))
+        fault = Fault(process, chosen.randrange(1, calls[process] + 1), "kill")
+        if told := wrong(config_of(tmp_path / str(number), mode, **sections), ranks, fault, expected):
+            failures.append(f"{fault}: {told}")
+        shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "kind", "seconds"),
+    cases(
+        [(1, "async", "ENOENT", 0.5)],
+        nightly=[
+            (ranks, mode, kind, seconds)
+            for ranks in (1, 2)
+            for mode in ("disabled", "async")
+            for kind in ("ENOENT", "EIO", "ESTALE")
+            for seconds in (0.5, 2.0)
+            if (ranks, mode, kind, seconds) != (1, "async", "ENOENT", 0.5)
+        ],
+    ),
+)
+def test_storage_that_does_not_answer_for_a_while_costs_no_more_than_a_retry(
+    ranks: int, mode: str, kind: str, seconds: float, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As 10 s and 40 s do where the lease is looked for during 20 s, and not for 1 s as here."""
+    expected, calls = undisturbed(tmp_path_factory, ranks, mode)
+    place = random.Random(f"{ranks} {mode} {kind} {seconds}").randrange(calls["0"] // 4, calls["0"])
+    fault = Fault("0", place, kind, seconds=seconds)
+    assert not wrong(config_of(tmp_path / "run", mode), ranks, fault, expected)
+
+
+def deletes_its_folder(loaded: Loaded) -> object:
+    """Train, and lose all of the run's folder before the fourth step."""
+    step = train.step
+
+    def noted(run: train.Run) -> Any:
+        if run.state.step == 3 and os.environ["RANK"] == "0":
+            shutil.rmtree(loaded.config.job.dump_folder)
+        return step(run)
+
+    train.step = noted
+    return train.main(loaded)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode"), cases([(2, "disabled")], nightly=[(1, "disabled"), (1, "async"), (2, "async")])
+)
+def test_a_folder_that_is_deleted_under_a_run_is_made_again(
+    ranks: int, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    expected, _ = undisturbed(tmp_path_factory, ranks, mode)
+    config = config_of(tmp_path / "run", mode)
+    code, told = storage_faults.run(config, ranks, None, main=deletes_its_folder)
+    assert code == 0, told
+    folder = tmp_path / "run"
+    assert json.loads((folder / "exit.json").read_text())["code"] == 0
+    assert sorted(path.name for path in (folder / "checkpoint").glob("step-*")) == ["step-4", "step-6"]
+    seen = storage_faults.losses(config)
+    assert sorted(seen) == [4, 5, 6] and all(expected[step] == loss for step, loss in seen.items())
+    assert "saved checkpoint" in (folder / "logs" / "rank-0.log").read_text()
+    assert "was gone and is written again" in told
