@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtrain import confined
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sources
@@ -62,8 +63,13 @@ class Named:
     path_option: str
 
 
+def _bound(config: Config) -> None:
+    confined.set_limits(confined.Limits(config.data.artefact_memory_bytes, config.data.artefact_seconds))
+
+
 def tokenizer_of(config: Config) -> Tokenizer:
     """The tokenizer that the config names."""
+    _bound(config)
     if config.model.tokenizer_path is not None:
         return open_tokenizer(config.model.tokenizer_path, option="model.tokenizer_path")
     return open_tokenizer(config.model.hf_assets_path)
@@ -84,6 +90,7 @@ def named_sources(config: Config, section: Training | Validation) -> list[Named]
 
 def request_for(config: Config, named: Named) -> Request:
     """What the source's module is asked to open."""
+    _bound(config)
     text_field = named.source.text_field or config.data.text_field
     return Request(
         path=named.source.dataset_path,
