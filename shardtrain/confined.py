@@ -86,7 +86,7 @@ def _ask(request: Mapping[str, Any]) -> str:
         late.cancel()
         child.kill()  # one that has answered has nothing left to do
         status = child.wait()
-        for pipe in (child.stdin, child.stdout):
+        for pipe in filter(None, (child.stdin, child.stdout)):
             with contextlib.suppress(OSError):
                 pipe.close()
     return _verdict(said, status)
@@ -120,10 +120,10 @@ def _verdict(said: bytes, status: int) -> str:
 
 
 def _bound(memory_bytes: int, seconds: int) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
-    used = pages * resource.getpagesize()
-    if used:  # elsewhere the kernel does not hold a process to it
-        resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes,) * 2)
+    if sys.platform == "linux":  # elsewhere the kernel does not hold a process to it
+        mapped, resident = map(int, Path("/proc/self/statm").read_text().split()[:2])
+        more = max(memory_bytes - resident * resource.getpagesize(), 0)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped * resource.getpagesize() + more,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -54,7 +54,7 @@ def test_a_template_that_repeats_what_it_holds_is_refused(text: str) -> None:
 
 
 def test_a_long_conversation_is_none_of_that() -> None:
-    text = "{% for m in messages %}{{ m['role'] + ': ' + m['content']|trim }}{% if messages|length %}\n{% endif %}{% endfor %}"
+    text = "{% for m in messages %}{{ m['role'] + m['content']|trim }}{% if messages|length %}.{% endif %}{% endfor %}"
     written = ChatTemplate(text, {}).render([{"role": "user", "content": "word " * 3_000_000}] * 2)
     assert len(written) > 2 * 14_000_000
 

@@ -123,7 +123,8 @@ def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer
     except BaseException as error:  # the library raises Exception itself for every fault of the file, or panics
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        rule = f"cannot be read as a tokenizer ({' '.join(str(error).split())[:200]})"
+        reason = " ".join(str(error).split())[:200]
+        rule = f"cannot be read as a tokenizer ({reason})"
         raise ConfigError(Problem(option, str(file), rule, "replace the file by a complete tokenizer.json")) from error
     # a saved file may ask for cut and filled rows; documents must arrive whole
     tokenizer.no_truncation()
