@@ -8,6 +8,7 @@ which knows none of this one's environment; afterwards this process opens the sa
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ from typing import IO, Any
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """What of the environment a process needs to find Python and its packages: no token, no proxy."""
 _ANSWER_BYTES = 16 * 1024
+_MEMORY_WORDS = ("alloc", "out of memory", "not enough memory", "worker thread")
 _WALL_FACTOR, _START_SECONDS = 4, 60
 """A busy machine gives a process a part of its time, and may be slow to start it."""
 
@@ -148,7 +150,7 @@ def _open_parquet(request: Mapping[str, Any]) -> None:
 
     _bound(request["memory_bytes"], request["seconds"])
     pyarrow.set_cpu_count(1)
-    parquet = pyarrow.parquet.ParquetFile(request["path"])
+    parquet = pyarrow.parquet.ParquetFile(request["path"], pre_buffer=False)
     for _ in parquet.iter_batches(batch_size=request["rows"], row_groups=request["groups"], use_threads=False):
         pass
 
@@ -167,11 +169,11 @@ def main() -> None:
     except BaseException as error:  # a library may raise anything; panics of Rust are no Exception
         problem = getattr(error, "problems", [None])[0]
         text = getattr(problem, "rule", "") or f"cannot be opened ({' '.join(str(error).split())[:200]})"
-        refused = (
-            text
-            if "realloc" not in text and "malloc" not in text
-            else (f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open")
-        )
+        refused = text
+        if (isinstance(error, OSError) and error.errno == errno.ENOMEM) or any(
+            w in text.lower() for w in _MEMORY_WORDS
+        ):
+            refused = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
     os.write(1, json.dumps({"refused": refused[:1000]}).encode() + b"\n")
     os._exit(0)  # nothing that was loaded gets another turn
 

@@ -80,11 +80,11 @@ def test_a_tokenizer_that_would_end_the_process_is_refused(name: str, tmp_path: 
 def test_a_parquet_bomb_is_refused(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "bomb.parquet"
-    # 64 KiB on disk, 80 MB said, and more than the limit that is set here
-    pq.write_table(pa.table({"text": ["a" * 20_000_000] * 4}), path, compression="zstd")
-    confined.set_limits(confined.Limits(memory_bytes=2**26))
+    # one page of 320 MB, which is above the limit that is set here
+    pq.write_table(pa.table({"text": ["a" * 40_000_000] * 8}), path, compression="zstd")
+    confined.set_limits(confined.Limits(memory_bytes=2**28))
     try:
-        with pytest.raises(DataError, match="needs more than data.artefact_memory_bytes=67108864"):
+        with pytest.raises(DataError, match="needs more than data.artefact_memory_bytes=268435456"):
             sources.find("parquet").open_source(sources.Request(path=str(path)))
     finally:
         confined.set_limits(confined.Limits())

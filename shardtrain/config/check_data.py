@@ -23,7 +23,7 @@ NEED_A_PATH = (*FILE_DATASETS, "huggingface")
 _WITHOUT_SPLITS = (*FILE_DATASETS, "python_stdlib", "c4_test")
 _MAX_READERS = 65536
 _MIN_ROW_BYTES = 1024
-_MIN_ARTEFACT_BYTES = 2**26
+_MIN_ARTEFACT_BYTES = 2**28
 _TO_READ_ROWS = ("mode", "readers", "bad_rows", "bad_rows_max_fraction", "max_row_bytes")
 _FIELDS = {
     "text": ("text_field",),

@@ -73,7 +73,7 @@ def watch(command: list[str], folder: Path, attack: bool = False) -> set[tuple[s
             while process.poll() is None:
                 assert time.monotonic() < deadline
                 seen |= listeners(processes_of(process.pid))
-                # the parent has no store since ranks meet in a folder; a stranger's bytes on a socket of gloo would only end the run
+                # ranks meet in a folder; a stranger's bytes on a socket of gloo would only end the run
                 for address, port in listeners({process.pid}) - attacked if attack else ():
                     attacked.add((address, port))
                     set_pickle(port, canary)
