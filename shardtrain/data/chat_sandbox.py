@@ -300,12 +300,13 @@ def bounded(function: Callable[..., Any], work: Work, weight: int, checks_widths
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         given = (*args[own:], *kwargs.values())
+        if checks_widths:
+            _check_widths(given)
         if weight == _ITEM_CHARACTERS:
             work.plan(weight * (len(given[0]) if given and isinstance(given[0], Sequence | Mapping) else 1))
             return function(*args, **kwargs)
         size = sum(map(deep_size, given)) if weight else 1
         if checks_widths:
-            _check_widths(given)
             widths = [abs(value) for value in given if isinstance(value, int)]
             lines = max((value.count("\n") for value in given if isinstance(value, str)), default=0)
             indents = [len(value) for value in given[1:] if isinstance(value, str)]
