@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from shardtrain.errors import ShardtrainError
+
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """What of the environment a process needs to find Python and its packages: no token, no proxy."""
 _ANSWER_BYTES = 16 * 1024
@@ -166,9 +168,10 @@ def main() -> None:
         refused = ""
     except MemoryError:
         refused = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
+    except ShardtrainError:
+        refused = ""  # within the limits: who opens it next tells what is wrong with it
     except BaseException as error:  # a library may raise anything; panics of Rust are no Exception
-        problem = getattr(error, "problems", [None])[0]
-        text = getattr(problem, "rule", "") or f"cannot be opened ({' '.join(str(error).split())[:200]})"
+        text = f"cannot be opened ({' '.join(str(error).split())[:200]})"
         refused = text
         if (isinstance(error, OSError) and error.errno == errno.ENOMEM) or any(
             w in text.lower() for w in _MEMORY_WORDS

@@ -121,6 +121,8 @@ def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except BaseException as error:  # the library raises Exception itself for every fault of the file, or panics
+        if isinstance(error, MemoryError):
+            raise
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())[:200]
