@@ -123,12 +123,19 @@ def _verdict(said: bytes, status: int) -> str:
 # --- the child
 
 
+def _lower(kind: int, limit: int) -> None:
+    """Set a limit, or keep the one that is there where it is lower: a scheduler's cannot be raised."""
+    _, most = resource.getrlimit(kind)
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(kind, (limit, most))
+
+
 def _bound(memory_bytes: int, seconds: int) -> None:
     if sys.platform == "linux":  # elsewhere the kernel does not hold a process to it
         mapped, resident = map(int, Path("/proc/self/statm").read_text().split()[:2])
         more = max(memory_bytes - resident * resource.getpagesize(), 0)
-        resource.setrlimit(resource.RLIMIT_AS, (mapped * resource.getpagesize() + more,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+        _lower(resource.RLIMIT_AS, mapped * resource.getpagesize() + more)
+    _lower(resource.RLIMIT_CPU, seconds)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
