@@ -90,10 +90,10 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _complain(code: int, problems: Sequence[str]) -> int:
-    from shardtrain.log import redact
+    from shardtrain.masking import redact, visible
 
     for problem in problems:
-        print(f"error[{code}]: {redact(problem)}", file=sys.stderr)
+        print(f"error[{code}]: {redact(visible(problem, lines=False))}", file=sys.stderr)
     return code
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from shardtrain.errors import ConfigError, Problem, StorageError
-from shardtrain.masking import redact
+from shardtrain.masking import redact, visible
 
 logger = logging.getLogger("shardtrain")
 
@@ -95,20 +95,20 @@ def color_allowed(stream: TextIO, wanted: bool = True) -> bool:
 
 
 class SecretFilter(logging.Filter):
-    """Masks secrets in a record's message, its coloured form and its traceback; put it on any handler."""
+    """Masks secrets, and what a terminal would obey, in a record's message, its coloured form and its traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Redact the record in place and let it pass."""
-        record.msg, record.args = redact(record.getMessage()), None
+        record.msg, record.args = redact(visible(_ANSI.sub("", record.getMessage()))), None
         if record.exc_info and not record.exc_text:
             record.exc_text = logging.Formatter().formatException(record.exc_info)
         if record.exc_text:
-            record.exc_text = redact(record.exc_text)
+            record.exc_text = redact(visible(record.exc_text))
         if record.stack_info:
-            record.stack_info = redact(record.stack_info)
+            record.stack_info = redact(visible(record.stack_info))
         colored = getattr(record, "colored", None)
         if colored:
-            record.colored = redact(colored)
+            record.colored = redact(visible(colored, colors=True))
         return True
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardtrain import cli, process
 from shardtrain.errors import ConfigError, Problem, ShardtrainError
+from shardtrain.masking import visible
 
 USAGE = """\
 usage: python -m shardtrain.main --params=parameters.yml [--nproc N] [--section.key VALUE ...]
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verb, path, rest = _read(words)
     except ShardtrainError as error:
         for problem in getattr(error, "problems", [error]):
-            print(f"error[{error.exit_code}]: {problem}", file=sys.stderr)
+            print(f"error[{error.exit_code}]: {visible(str(problem), lines=False)}", file=sys.stderr)
         return error.exit_code
     return cli.main([verb, path, *rest])
 

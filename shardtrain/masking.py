@@ -52,6 +52,31 @@ def redact(text: str) -> str:
     return _SAID.sub(rf"\1\2{MASK}", _FORMS.sub(MASK, text))
 
 
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+# controls of ASCII and of Latin 1 but tab and newline; marks that turn the direction of a line; line separators
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str, colors: bool = False, lines: bool = True) -> str:
+    """Text of another process or file as a terminal may show it: what it would obey is written as an escape.
+
+    ``colors`` keeps colours, ``lines`` keeps line feeds.
+
+    >>> visible("a\\x1b]0;title\\x07b\\r"), visible("\\x1b[31mred", colors=True) == "\\x1b[31mred"
+    ('a\\\\x1b]0;title\\\\x07b\\\\x0d', True)
+    """
+    if colors and "\x1b" in text:
+        kept = zip(_COLOR.split(text), [*_COLOR.findall(text), ""], strict=True)
+        return "".join(visible(part, lines=lines) + color for part, color in kept)
+    text = text if lines else text.replace("\n", "\\n")
+    return _OBEYED.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
 def redact_all(value: Any) -> Any:
     """The same value with every text in it redacted; dicts, lists and tuples are gone through, keys included."""
     if isinstance(value, str):

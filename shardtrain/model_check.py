@@ -24,7 +24,16 @@ from shardtrain.errors import ConfigError
 
 LIMIT_SECONDS = 240
 """Of the comparison, which takes some ten; less where the ranks would not wait for each other so long."""
-_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_A_RANK = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SHARDTRAIN_STORE",
+)
 
 
 def is_about(config: Config) -> bool:

@@ -8,10 +8,12 @@ import threading
 import traceback
 from types import TracebackType
 
-from shardtrain.masking import redact
+from shardtrain.masking import redact, visible
 from shardtrain.whole_file import umask
 
 OTHERS_WRITE = 0o002
+STORE = "SHARDTRAIN_STORE"
+"""Names the folder in which the ranks of one machine meet, in place of MASTER_ADDR and MASTER_PORT."""
 
 
 def own_process() -> None:
@@ -27,7 +29,7 @@ def mask_uncaught() -> None:
         if issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
             return
-        sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
+        sys.stderr.write(redact(visible("".join(traceback.format_exception(kind, error, trace)))))
 
     def show_of_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit and args.exc_value is not None:

@@ -112,6 +112,8 @@ OPTIONS: dict[str, Class] = {
     "data.bad_rows": "free",
     "data.bad_rows_max_fraction": "free",
     "data.max_row_bytes": "data",
+    "data.artefact_memory_bytes": "free",
+    "data.artefact_seconds": "free",
     "data.sources": "data",
     "data.stages": "data",
     "task.name": "course",

@@ -23,6 +23,7 @@ NEED_A_PATH = (*FILE_DATASETS, "huggingface")
 _WITHOUT_SPLITS = (*FILE_DATASETS, "python_stdlib", "c4_test")
 _MAX_READERS = 65536
 _MIN_ROW_BYTES = 1024
+_MIN_ARTEFACT_BYTES = 2**28
 _TO_READ_ROWS = ("mode", "readers", "bad_rows", "bad_rows_max_fraction", "max_row_bytes")
 _FIELDS = {
     "text": ("text_field",),
@@ -91,6 +92,11 @@ def check_data_ranges(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "data.readers", f"must lie between 1 and {_MAX_READERS}", "use 256")
     if data.max_row_bytes < _MIN_ROW_BYTES:
         yield problem(loaded, "data.max_row_bytes", f"must be at least {_MIN_ROW_BYTES}", "use for example 16777216")
+    if data.artefact_memory_bytes < _MIN_ARTEFACT_BYTES:
+        rule = f"must be at least {_MIN_ARTEFACT_BYTES}"
+        yield problem(loaded, "data.artefact_memory_bytes", rule, "use for example 1073741824")
+    if data.artefact_seconds < 1:
+        yield problem(loaded, "data.artefact_seconds", "must be at least 1", "use for example 30")
     if data.separator == "":
         yield problem(loaded, "data.separator", "must not be empty", "remove it")
     for fields in _FIELDS.values():

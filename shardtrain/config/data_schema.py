@@ -112,6 +112,10 @@ class Data:
     """Share of bad rows above which skip stops too, 0..1 (shardtrain)."""
     max_row_bytes: int = 16777216
     """Bytes above which a row is bad; bounds memory (shardtrain)."""
+    artefact_memory_bytes: int = 1073741824
+    """Memory of the process that tries a tokenizer or a suspicious Parquet file before it is opened (shardtrain)."""
+    artefact_seconds: int = 30
+    """CPU time of that process (shardtrain)."""
     sources: dict[str, DataSource] = field(default_factory=dict)
     """A mixture of datasets in place of training.dataset (shardtrain)."""
     stages: list[DataStage] = field(default_factory=list)

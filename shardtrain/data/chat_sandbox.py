@@ -8,7 +8,8 @@ of a macro is counted, and so is every text that operators, methods and filters 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MAX_CHARACTERS = 2**26
@@ -17,14 +18,33 @@ MAX_WORK = 2**28
 """Characters of all texts that one rendering makes on the way: loops that grow a text make many."""
 MAX_ROUNDS = 300_000
 """Rounds of loops and calls of macros in one rendering."""
-_ITEM_CHARACTERS = 8
-"""What an entry of a list counts as."""
+MAX_SECONDS = 30
+"""Time of one rendering; a template of a model takes a millisecond."""
+_SLOW_FILTER = 32
+"""What a character counts as where a filter may look at it many times, or write it as several."""
+_MAX_DEPTH = 50
+_ITEM_CHARACTERS = 64
+"""What an entry of a list counts as: the bytes of a small object and the place that holds it."""
 _MAX_INTEGER_BITS = 256
 _MAX_WIDTH = 10_000
 
 # filters and methods whose result has the length that an argument says
 _WIDE_FILTERS = ("center", "indent", "batch", "slice", "truncate", "wordwrap")
 _WIDE_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})
+_AT_ONCE_FILTERS = frozenset(
+    ("abs", "attr", "count", "d", "default", "first", "float", "int", "last", "length", "random", "round", "safe")
+)
+"""Filters whose work does not grow with what they are given."""
+_ITEM_FILTERS = frozenset(
+    ["batch", "items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"]
+)
+"""Filters that give the items of what they are given, or some of them, as they are."""
+_LINEAR_FILTERS = frozenset(
+    ("capitalize", "center", "e", "escape", "forceescape", "format", "join", "lower", "string", "trim", "upper")
+)
+"""Filters that go once through a text."""
+_QUADRATIC = ("sync_do_sum", "do_sum")
+"""Filters that make a new whole of each item and all before it, where items are no numbers."""
 _LONG_NUMBER = re.compile(r"\d{5}")
 
 
@@ -32,18 +52,24 @@ class Work:
     """What one rendering has done so far; ``begin`` starts anew."""
 
     def __init__(self) -> None:
-        self.rounds = self.characters = 0
+        self.begin()
 
     def begin(self) -> None:
         """Forget the last rendering."""
         self.rounds = self.characters = 0
+        self._end = time.monotonic() + MAX_SECONDS
 
     def count(self, rounds: int = 1) -> str:
         """Count rounds of loops or calls of macros; raises OverflowError when they are too many."""
         self.rounds += rounds
         if self.rounds > MAX_ROUNDS:
             raise OverflowError(f"it makes more than {MAX_ROUNDS} rounds")
+        self._check_time()
         return ""
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._end:
+            raise OverflowError(f"it takes more than {MAX_SECONDS} s")
 
     def plan(self, characters: int) -> None:
         """Count characters that are about to be made; raises OverflowError before they are."""
@@ -52,6 +78,7 @@ class Work:
         self.characters += characters
         if self.characters > MAX_WORK:
             raise OverflowError(f"it makes texts of more than {MAX_WORK} characters in all")
+        self._check_time()
 
 
 def sandbox(work: Work, *extensions: Any) -> Any:
@@ -69,8 +96,8 @@ def sandbox(work: Work, *extensions: Any) -> Any:
 
         def shardtrain_join(self, *parts: Any) -> str:
             """What ``~`` does."""
+            work.plan(sum(deep_size(part) for part in parts))
             texts = [str(part) for part in parts]
-            work.plan(sum(map(len, texts)))
             return "".join(texts)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -80,8 +107,15 @@ def sandbox(work: Work, *extensions: Any) -> Any:
         def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
             if function == self.shardtrain_count:
                 return work.count()
+            if isinstance(getattr(function, "__self__", None), str) and function.__name__ == "join" and args:
+                args = (list(args[0]), *args[1:])  # an iterator could give one text any number of times
             _plan_call(work, function, args, kwargs)
             return super().call(context, function, *args, **kwargs)
+
+        def getitem(self, obj: Any, argument: Any) -> Any:
+            if not isinstance(argument, str | int):
+                deep_size(argument)  # the message about one that is missing would hold it
+            return super().getitem(obj, argument)
 
         def wrap_str_format(self, value: Any) -> Any:
             """The sandbox's own ``format``, which looks at what attributes a form asks for, after a look at widths."""
@@ -107,11 +141,12 @@ def sandbox(work: Work, *extensions: Any) -> Any:
 
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=list(extensions))
     del environment.globals["lipsum"]
-    for name in _WIDE_FILTERS:
-        environment.filters[name] = bounded(environment.filters[name], work)
-    environment.filters["replace"] = lambda text, *words: _replaced(work, str(text), *words)
+    for name, function in environment.filters.items():
+        environment.filters[name] = bounded(function, work, _weight(name), name in _WIDE_FILTERS)
+    environment.finalize = lambda value: _written(work, value)
+    environment.filters["replace"] = lambda text, *words: _replaced(work, _text(work, text), *words)
     environment.filters["join"] = _joined(environment.filters["join"], work)
-    environment.filters["format"] = lambda text, *args, **kwargs: _formatted(work, str(text), args, kwargs)
+    environment.filters["format"] = lambda text, *args, **kwargs: _formatted(work, _text(work, text), args, kwargs)
     return environment
 
 
@@ -140,11 +175,58 @@ def _size(value: Any) -> int:
     return _ITEM_CHARACTERS * len(value) if isinstance(value, Sequence) else 0
 
 
+def _weight(name: str) -> int:
+    """What each character counts as that a filter is given; 0 where it does not look at them."""
+    if name in _ITEM_FILTERS:
+        return _ITEM_CHARACTERS
+    return 0 if name in _AT_ONCE_FILTERS else 1 if name in _LINEAR_FILTERS else _SLOW_FILTER
+
+
+def deep_size(value: Any, depth: int = 0) -> int:
+    """Characters that a value is written as, or fewer where they are too many: what it holds twice counts twice.
+
+    Raises:
+        OverflowError: it holds more than a text may have characters, or itself.
+    """
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, range):
+        return _ITEM_CHARACTERS * len(value)
+    if not isinstance(value, Sequence | Mapping):
+        return _ITEM_CHARACTERS
+    if depth > _MAX_DEPTH:
+        raise OverflowError(f"it nests deeper than {_MAX_DEPTH}")
+    items = value if isinstance(value, Sequence) else [part for item in value.items() for part in item]
+    size = _ITEM_CHARACTERS
+    for item in items:
+        size += deep_size(item, depth + 1)
+        if size > MAX_CHARACTERS:
+            raise OverflowError(f"it makes a text of more than {MAX_CHARACTERS} characters")
+    return size
+
+
+def _numbers(items: Any) -> bool:
+    return all(isinstance(item, int | float) for item in items)
+
+
+def _written(work: Work, value: Any) -> Any:
+    """What is written of a value: it is counted before Jinja makes a text of it."""
+    work.plan(deep_size(value))
+    return value
+
+
+def _text(work: Work, value: Any) -> str:
+    """A value as text, which is counted before it is made."""
+    if not isinstance(value, str):
+        work.plan(deep_size(value))
+    return str(value)
+
+
 def _plan_operator(work: Work, operator: str, left: Any, right: Any) -> None:
     numbers = isinstance(left, int | float) and isinstance(right, int | float)
     if operator == "%" and not numbers:
         _check_form(str(left), star=True)
-        work.plan(_size(left) + sum(map(_size, right if isinstance(right, tuple) else (right,))))
+        work.plan(_size(left) + sum(map(deep_size, right if isinstance(right, tuple) else (right,))))
     elif operator == "+" and not numbers:
         work.plan(_size(left) + _size(right))
     elif operator == "*" and not numbers:
@@ -170,7 +252,7 @@ def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[st
     elif name == "translate":
         raise OverflowError("it calls translate, which templates may not")
     else:
-        work.plan(_size(owner))
+        work.plan(_size(owner) * (_ITEM_CHARACTERS // 4 if name in ("split", "rsplit", "splitlines") else 1))
 
 
 def _check_widths(values: Sequence[Any]) -> None:
@@ -188,11 +270,11 @@ def _plan_format(work: Work, form: str, values: Sequence[Any]) -> None:
     if _LONG_NUMBER.search(form) or re.search(r"\{[^{}]*\{", form.replace("{{", "")):
         raise OverflowError("it formats to a width that is too large")
     fields = form.count("{")
-    work.plan(len(form) + fields * max((_size(value) + _MAX_WIDTH for value in values), default=0))
+    work.plan(len(form) + fields * max((deep_size(value) + _MAX_WIDTH for value in values), default=0))
 
 
 def _plan_replace(work: Work, text: str, old: Any, new: Any, *_: Any) -> None:
-    old, new = str(old), str(new)
+    old, new = _text(work, old), _text(work, new)
     times = text.count(old) if old else len(text) + 1
     work.plan(len(text) + times * len(new))
 
@@ -204,19 +286,37 @@ def _replaced(work: Work, text: str, old: Any, new: Any, count: int = -1) -> str
 
 def _formatted(work: Work, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     _check_form(text, star=True)
-    work.plan(len(text) + sum(map(_size, (*args, *kwargs.values()))))
+    work.plan(len(text) + sum(map(deep_size, (*args, *kwargs.values()))))
     return text % (kwargs or args)
 
 
-def bounded(function: Callable[..., Any], work: Work) -> Callable[..., Any]:
-    """A filter whose width is bounded; ``pass_environment`` and the like are kept."""
+def bounded(function: Callable[..., Any], work: Work, weight: int, checks_widths: bool = True) -> Callable[..., Any]:
+    """A filter whose work is counted before it is done; ``pass_environment`` and the like are kept.
+
+    What any filter does grows with all that its arguments hold, for each time that they hold it: it may write a list
+    as text, compare its items, or add them. With ``checks_widths`` its numbers are widths, which are bounded.
+    """
+    own = 1 if getattr(function, "jinja_pass_arg", None) else 0
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        _check_widths((*args, *kwargs.values()))
-        work.plan(sum(map(_size, args)))
+        given = (*args[own:], *kwargs.values())
+        if checks_widths:
+            _check_widths(given)
+        if weight == _ITEM_CHARACTERS:
+            work.plan(weight * (len(given[0]) if given and isinstance(given[0], Sequence | Mapping) else 1))
+            return function(*args, **kwargs)
+        size = sum(map(deep_size, given)) if weight else 1
+        if checks_widths:
+            widths = [abs(value) for value in given if isinstance(value, int)]
+            lines = max((value.count("\n") for value in given if isinstance(value, str)), default=0)
+            indents = [len(value) for value in given[1:] if isinstance(value, str)]
+            size += (1 + lines) * max([*widths, *indents], default=0)
+        items = len(given[0]) if given and isinstance(given[0], Sequence | Mapping) else 0
+        adds = function.__name__ in _QUADRATIC and items and not _numbers(given[0])
+        work.plan((weight or 1) * size * (items if adds else 1))
         return function(*args, **kwargs)
 
-    checked.__dict__.update(function.__dict__)
+    checked.__dict__.update(getattr(function, "__dict__", {}))
     return checked
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from shardtrain.data.chat_sandbox import MAX_CHARACTERS, Work, bounded, sandbox
+from shardtrain.data.chat_sandbox import MAX_CHARACTERS, Work, bounded, deep_size, sandbox
 from shardtrain.data.columns import Unusable
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.log import logger
@@ -105,7 +105,7 @@ class ChatTemplate:
             rule = f"needs jinja2 3.1.6, whose sandbox holds; here is {version}"
             raise ConfigError(Problem(option, None, rule, "pip install -U jinja2"))
         environment = sandbox(self._work, _generation_tag(self), loopcontrols)
-        environment.filters["tojson"] = bounded(_tojson, self._work)
+        environment.filters["tojson"] = bounded(_tojson, self._work, 4)
         environment.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": self._strftime_now,
@@ -113,10 +113,12 @@ class ChatTemplate:
         }
         try:
             return environment.from_string(text)
-        except (jinja2.TemplateSyntaxError, RecursionError, MemoryError) as error:
+        except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError, MemoryError) as error:
             where = "it nests too deeply"
             if isinstance(error, jinja2.TemplateSyntaxError):
                 where = f"line {error.lineno}: {error.message}"
+            elif isinstance(error, SyntaxError):  # Python's own, of the code that Jinja makes of a template
+                where = str(error.msg)
             rule = f"is no Jinja template ({where})"
             if file is None:
                 rule = f"is not set, and the tokenizer's own is no Jinja template ({where})"
@@ -187,4 +189,5 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> None:
+    deep_size(message)  # the exception is written as text, and bounds nothing
     raise ValueError(message)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from shardtrain import confined
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sources
@@ -69,8 +70,13 @@ class Named:
     path_option: str
 
 
+def _bound(config: Config) -> None:
+    confined.set_limits(confined.Limits(config.data.artefact_memory_bytes, config.data.artefact_seconds))
+
+
 def tokenizer_of(config: Config) -> Tokenizer:
     """The tokenizer that the config names."""
+    _bound(config)
     if config.model.tokenizer_path is not None:
         return open_tokenizer(config.model.tokenizer_path, option="model.tokenizer_path")
     return open_tokenizer(config.model.hf_assets_path)
@@ -96,6 +102,7 @@ def is_local(path: str) -> bool:
 
 def request_for(config: Config, named: Named) -> Request:
     """What the source's module is asked to open."""
+    _bound(config)
     text_field = named.source.text_field or config.data.text_field
     return Request(
         path=named.source.dataset_path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain import confined
 from shardtrain.data.tokenizers import json_file, sentencepiece_model, tiktoken_model
 from shardtrain.data.tokenizers.byte import ByteTokenizer
 from shardtrain.errors import ConfigError, Problem
@@ -106,6 +108,17 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
     if content.startswith(b"version https://git-lfs"):
         fix = "fetch the file itself, with git lfs pull or shardtrain data download"
         raise ConfigError(Problem(option, str(file), "is a pointer of Git LFS in place of the file", fix))
+    digest = hashlib.sha256(content).hexdigest()
+    request = {"path": str(file.absolute()), "sha256": digest, "option": option, "spec": path}
+    try:
+        confined.prove("tokenizer", request, digest)
+    except confined.Refused as refused:
+        raise ConfigError(Problem(option, str(file), str(refused), "use another tokenizer's files")) from None
+    return open_content(file, content, option, path)
+
+
+def open_content(file: Path, content: bytes, option: str, path: str) -> Tokenizer:
+    """Open a tokenizer whose file has been read, in this process. Raises as ``open_tokenizer``."""
     if file.suffix == ".json" or content[:1] == b"{":
         return json_file.JsonTokenizer(file, content, option, path)
     if tiktoken_model.looks_like(content):

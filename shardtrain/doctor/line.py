@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardtrain.errors import ConfigError, PeerError, Problem
 from shardtrain.parallel.rendezvous import store_of_attempt
+from shardtrain.process import STORE
 
 FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 0.002, 0.25
 """Polls begin dense, for ranks that come together, and get rare: thousands of ranks ask one server."""
@@ -33,7 +34,7 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
         return
     timeout = timedelta(seconds=limit_seconds)
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not address or not port.isdecimal():
+    if STORE not in os.environ and (not address or not port.isdecimal()):
         fix = "start it with torchrun or srun, or without RANK and WORLD_SIZE"
         raise ConfigError(Problem("MASTER_ADDR:MASTER_PORT", f"{address}:{port}", "is no place to meet", fix))
     try:

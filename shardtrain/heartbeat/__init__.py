@@ -6,6 +6,7 @@ the rules of hangs, ``marks`` those of slow ranks and of ranks that have gone an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 from shardtrain.config.schema import Config
 from shardtrain.heartbeat.heart import Heart
+from shardtrain.parallel import private_store
+from shardtrain.parallel.private_store import FolderStore
 from shardtrain.parallel.world import World
 from shardtrain.phases import Phases
 
@@ -26,9 +29,10 @@ def beating(config: Config, here: World, phases: Phases) -> Iterator[None]:
     if here.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
         yield
         return
-    # a connection of its own: a wait in the process group's would hold the heartbeat too
     own: Any = here.store
-    store = dist.PrefixStore("heartbeat", own.clone())
+    folder = private_store.folder_of(os.environ)
+    # a connection of its own: a wait in the process group's would hold the heartbeat too
+    store: Any = FolderStore(folder / "heartbeat") if folder else dist.PrefixStore("heartbeat", own.clone())
     heart = Heart(store, here.rank, here.size, config, phases, here.device.type)
     heart.start()
     try:

@@ -13,6 +13,11 @@ from shardtrain.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
 MAX_JSON_BYTES = 2**28
+MAX_PARTS = 4096
+"""Layers, or experts of one, that a model may have."""
+_COUNTS = re.compile(
+    r"(num_)?(hidden|encoder|decoder)_layers|num_(decoder_|nextn_predict_)?layers|n_layers?|(num|n)_(\w+_)?experts"
+)
 _TABLES = ("auto_mappings.py", "configuration_auto.py")
 _FP8_KEYS = {"quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "scale_fmt"}
 MXFP4 = "mxfp4"
@@ -49,6 +54,14 @@ def block_of(config: Mapping[str, Any], where: str) -> Quantised:
     return block[0], block[1]
 
 
+def _check_counts(found: Mapping[str, Any], path: Path) -> None:
+    """Stop at numbers of parts that no model has: each part is made, and checked, one by one."""
+    for table in (found, *(value for value in found.values() if isinstance(value, dict))):
+        for key, value in table.items():
+            if _COUNTS.fullmatch(str(key)) and type(value) is int and value > MAX_PARTS:
+                raise CheckpointError(f"{path}: {key}={value} is above {MAX_PARTS}, which no model has")
+
+
 def in_transformers(model_type: Any) -> bool:
     """Whether the installed ``transformers`` names a model_type in its tables, which are read as text."""
     spec = importlib.util.find_spec("transformers")
@@ -70,4 +83,6 @@ def read_json(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} is no JSON ({error})") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no JSON object")
+    if path.name == CONFIG:
+        _check_counts(found, path)
     return found

@@ -24,6 +24,7 @@ from shardtrain.launch import host as remote
 from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED
 from shardtrain.launch.ssh import ENDPOINT, LOCAL_ADDRESS, Plan
+from shardtrain.masking import visible
 
 START_SECONDS = 20
 """Added to the time of a connection: Python's own start on a cold file system."""
@@ -174,11 +175,11 @@ class Run:
         if not one.ready and text.startswith(remote.READY):
             self._welcome(one, text.removeprefix(remote.READY).split())
             return
-        one.last = text.strip() or one.last
+        one.last = visible(text.strip()) or one.last
         one.log.write(line)
         one.log.flush()
         if one.ready:
-            print(f"[{one.name}] {text}", file=sys.stderr, flush=True)
+            print(f"[{one.name}] {visible(text, colors=True)}", file=sys.stderr, flush=True)
 
     def _welcome(self, one: _Connection, words: Sequence[str]) -> None:
         """Take a host's first words: its version, which must be ours, and the address at which it was reached."""

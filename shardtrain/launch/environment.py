@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardtrain.config.derived import other_degrees
 from shardtrain.config.schema import Config
 from shardtrain.errors import ConfigError, Problem
 from shardtrain.goodput import ledger
+from shardtrain.process import STORE
 
 LOCAL_ADDRESS = "127.0.0.1"
 PORTS_FROM_JOB_ID = 10_000
@@ -114,7 +116,7 @@ def _require_rank(environment: Mapping[str, str]) -> None:
     if rank >= size:
         rule, fix = f"is no rank of WORLD_SIZE={size}", f"use 0 to {size - 1}"
         raise ConfigError(Problem("RANK", rank, rule, fix, "environment"))
-    if size > 1:
+    if size > 1 and not environment.get(STORE):
         port = _number(environment, "MASTER_PORT", "", least=1)
         if port > 65_535 or not environment.get("MASTER_ADDR"):
             name, rule = ("MASTER_PORT", "is no port") if port > 65_535 else ("MASTER_ADDR", "is not set")
@@ -264,13 +266,17 @@ def mesh_size(config: Config) -> int | None:
 
 
 def rank_environment(
-    rank: int, world_size: int, port: int, run_id: str, restarts: int = 0, job: str = ""
+    rank: int, world_size: int, meeting: int | Path, run_id: str, restarts: int = 0, job: str = ""
 ) -> dict[str, str]:
-    """Variables of one local rank, the names of torchrun; the parent hosts the store, so every rank is its client.
+    """Variables of one local rank, the names of torchrun.
 
+    ``meeting`` is the private folder in which the ranks meet, or a port of this machine that somebody else serves.
     ``job`` is that of ``goodput.ledger.new_job``: the first attempt began with it, the others begin now.
     """
     begun = str(time.time()) if restarts else job.partition(":")[2]
+    place = {STORE: str(meeting)}
+    if isinstance(meeting, int):
+        place = {"MASTER_ADDR": LOCAL_ADDRESS, "MASTER_PORT": str(meeting)}
     account = {ledger.JOB: job, ledger.STARTED: begun} if job else {}
     return {
         **account,
@@ -282,8 +288,7 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(world_size),
         "ROLE_WORLD_SIZE": str(world_size),
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": LOCAL_ADDRESS,
-        "MASTER_PORT": str(port),
+        **place,
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -313,7 +318,7 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
     if alone:
         loopback = "lo" if sys.platform == "linux" else "lo0"
         defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-        for name in RANK_NAMES:
+        for name in (*RANK_NAMES, STORE):
             environment.pop(name, None)
     for name, value in defaults.items():
         environment.setdefault(name, value)

@@ -21,7 +21,7 @@ from typing import Any
 from shardtrain import whole_file
 from shardtrain.checkpoint.storage import Place
 from shardtrain.errors import ConfigError, FolderTaken, ShardtrainError
-from shardtrain.log import redact
+from shardtrain.masking import redact, visible
 
 GENERAL, PEER, OUT_OF_MEMORY, PREEMPTED, NOT_SAVED = 1, 6, 7, 75, 76
 MEANINGS = frozenset({0, 2, 3, 4, 5, PEER, OUT_OF_MEMORY, 8, PREEMPTED, NOT_SAVED, 93})
@@ -72,7 +72,7 @@ def describe(error: BaseException, rank: int) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return stopped(rank, str(error) or "SIGINT")
     kind = type(error).__name__
-    text = " ".join(str(error).split())
+    text = visible(" ".join(str(error).split()))
     is_peer = kind in _PEER_TYPES or (isinstance(error, RuntimeError) and any(word in text for word in _PEER_WORDS))
     return Failure(
         rank=rank,
@@ -83,8 +83,10 @@ def describe(error: BaseException, rank: int) -> Failure:
         time_seconds=time.time(),
         exit_code=_exit_code(error, kind, text, is_peer),
         is_peer=is_peer,
-        trace=redact("".join(traceback.format_exception(error))),
-        problems=tuple(redact(str(problem)) for problem in error.problems) if isinstance(error, ConfigError) else (),
+        trace=redact(visible("".join(traceback.format_exception(error)))),
+        problems=tuple(redact(visible(str(problem), lines=False)) for problem in error.problems)
+        if isinstance(error, ConfigError)
+        else (),
         place=next((note[len(IN) :] for note in getattr(error, "__notes__", ()) if note.startswith(IN)), ""),
         is_sentence=isinstance(error, ShardtrainError),
         leaves_folder_alone=isinstance(error, FolderTaken),
@@ -131,6 +133,10 @@ def culprit(failures: Iterable[Failure]) -> Failure:
 
 def lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]:
     """What the terminal shows: one line, or one for each problem of a wrong configuration."""
+    return [visible(line, lines=False) for line in _lines(failure, log_path, world_size)]
+
+
+def _lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]:
     if failure.exit_code in (PREEMPTED, NOT_SAVED):
         return [f"stopped[{failure.exit_code}]: {failure.message}"]
     start = f"error[{failure.exit_code}]: "

@@ -1,8 +1,8 @@
 """Run the ranks of one machine: one in this process, or N of them started and watched by it.
 
 The processes are PyTorch's (``torch.distributed.elastic.multiprocessing``); the watching is done here, because its
-own waits up to 30 s for a stuck rank and turns each exit status into 1. The parent hosts the store on the loopback
-address; PyTorch's servers would listen on every address of the machine.
+own waits up to 30 s for a stuck rank and turns each exit status into 1. The ranks meet in a folder that is closed to
+other users; PyTorch's servers would listen on every address of the machine, and any user could speak with them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -33,7 +32,6 @@ from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import PContext
 
     from shardtrain.config import Loaded
@@ -178,15 +176,12 @@ def _attempt(
     records = Path(tempfile.mkdtemp(prefix="shardtrain-"))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, records, ignore_errors=True)
-        listener = stack.enter_context(socket.create_server((environment.LOCAL_ADDRESS, 0), backlog=1024))
-        processes = _start(loaded, count, main, command, listener, records, restarts, job)
+        processes = _start(loaded, count, main, command, records, restarts, job)
         watch.begin(processes.pids(), lambda rank: _reaped(processes, rank))
         try:
-            store = _host_store(listener)
             statuses = watch.wait()
         finally:
             watch.send(signal.SIGKILL)
-        del store
         processes.close(timeout=1)
         return _tell(loaded, run_folder, statuses, watch, records)
 
@@ -196,7 +191,6 @@ def _start(
     count: int,
     main: Main | None,
     command: Sequence[str],
-    listener: socket.socket,
     records: Path,
     restarts: int,
     job: str,
@@ -204,13 +198,14 @@ def _start(
     from torch.distributed.elastic.multiprocessing import start_processes
 
     run_id = secrets.token_hex(8)
-    port = listener.getsockname()[1]
+    meeting = records / "meeting"
+    meeting.mkdir(mode=0o700)
     ranks = range(count)
-    envs = {rank: environment.rank_environment(rank, count, port, run_id, restarts, job) for rank in ranks}
+    envs = {rank: environment.rank_environment(rank, count, meeting, run_id, restarts, job) for rank in ranks}
     for rank in ranks:
         envs[rank]["TORCHELASTIC_ERROR_FILE"] = str(_record_path(records, rank))
     entrypoint: Any = _forked if main else command[0]
-    arguments = {rank: (loaded, main, os.getpid(), listener) if main else tuple(command[1:]) for rank in ranks}
+    arguments = {rank: (loaded, main, os.getpid()) if main else tuple(command[1:]) for rank in ranks}
     specs = logs_specs(loaded, count)
     if not main:
         # a fresh process gets this environment and nothing else
@@ -255,12 +250,11 @@ def _tell_of_threads() -> None:
         )
 
 
-def _forked(loaded: Loaded, main: Main, parent: int, listener: socket.socket) -> NoReturn:
+def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
     """One rank, in a child that fork has just made: run ``main``, record a failure, leave with its status."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     detach(parent)
-    listener.close()
     gc.freeze()  # what the parent has imported stays shared: a collection would look through it and so copy its pages
     leave(run_child(loaded, main))
 
@@ -317,23 +311,6 @@ def detach(parent: int) -> None:
     if sys.platform == "linux":
         if os.getppid() != parent:
             os._exit(failure.PEER)
-
-
-def _host_store(listener: socket.socket) -> TCPStore:
-    """Serve the ranks' rendezvous from the socket that already listens on the loopback address.
-
-    Started after the fork, because it is a thread; ranks that connect earlier wait in the socket's queue.
-    """
-    from torch.distributed import TCPStore
-
-    return TCPStore(
-        environment.LOCAL_ADDRESS,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        # a copy, because the store closes the descriptor that it is given
-        master_listen_fd=os.dup(listener.fileno()),
-    )
 
 
 def _done_path(record: Path) -> Path:

@@ -16,6 +16,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from shardtrain.parallel import private_store
+
 POLL_SECONDS = 0.02
 _ASKED = "shardtrain/asked"
 
@@ -27,7 +29,10 @@ def store_of_attempt(environment: Mapping[str, str], timeout: timedelta) -> Iter
     Raises:
         dist.DistError: the launcher's store cannot be reached, or rank 0 does not answer within ``timeout``.
     """
-    # our own launcher hosts another store for each attempt
+    # our own launcher makes another folder for each attempt
+    if folder := private_store.folder_of(environment):
+        yield private_store.group_store(folder)
+        return
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "SHARDTRAIN_JOB" in environment:
         yield None
         return

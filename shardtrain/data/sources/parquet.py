@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardtrain import confined
 from shardtrain.data.sources import BadRow, Request, Row, Shards
 from shardtrain.data.sources._files import File, FileSource, list_files
 from shardtrain.data.sources._index import too_long
@@ -17,6 +19,13 @@ from shardtrain.errors import ConfigError, Problem
 ENDINGS = (".parquet", ".pq")
 
 _ROWS_AT_ONCE = 256
+_BYTES_AT_ONCE = 256 * 2**20
+"""Bounds what rows that are decoded at once can hold; each of them may be as large as its row group says that it is."""
+_BOMB_RATIO, _BOMB_BYTES = 100, 64 * 2**20
+"""Columns that say to be so many times larger than they are on disk are tried first in a process with limits."""
+_SMALL_BYTES = 64 * 1024
+_DENSE = ("ZSTD", "GZIP", "BROTLI")
+"""Codecs that can pack more than a thousand bytes into one: a small file of them is tried whatever it says."""
 
 
 def open_source(request: Request) -> Shards:
@@ -50,6 +59,7 @@ class ParquetShards(FileSource):
         """Count the row groups of all files. Raises DataError where a file has no footer that can be read."""
         for file in self.members:
             with _open(file) as parquet:
+                _prove(file, parquet)
                 names = parquet.schema_arrow.names
                 if len(set(names)) < len(names):
                     raise file.unusable("has two columns of one name", "rename one of them")
@@ -67,7 +77,8 @@ class ParquetShards(FileSource):
         file, group = self._find(shard)
         arrow = _library("pyarrow", file)
         with _open(file) as parquet:
-            batches = parquet.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=[group], use_threads=False)
+            many = _rows_at_once(parquet.metadata.row_group(group))
+            batches = parquet.iter_batches(batch_size=many, row_groups=[group], use_threads=False)
             passed = 0
             while True:
                 try:
@@ -108,6 +119,40 @@ def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
             yield row.to_pylist()[0]
         except UnicodeDecodeError as error:
             yield not_utf8(error)
+
+
+def _rows_at_once(group: Any) -> int:
+    size = max(group.total_byte_size, *(_sizes(group, number)[1] for number in range(group.num_columns)), 1)
+    return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // size))
+
+
+def _sizes(group: Any, number: int) -> tuple[int, int]:
+    column = group.column(number)
+    return max(column.total_compressed_size, 1), column.total_uncompressed_size
+
+
+def _prove(file: File, parquet: Any) -> None:
+    """Try what may be a bomb in a process with limits. Raises DataError where it is one."""
+    meta = parquet.metadata
+    groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
+    suspects = []
+    for number, group in enumerate(groups):
+        pairs = [_sizes(group, column) for column in range(group.num_columns)]
+        is_dense = any(group.column(column).compression in _DENSE for column in range(group.num_columns))
+        said = any(large > _BOMB_BYTES and large > _BOMB_RATIO * small for small, large in pairs)
+        if said or (is_dense and file.size <= _SMALL_BYTES):
+            suspects.append(number)
+    if not suspects:
+        return
+    request = {
+        "path": os.path.abspath(file.path),
+        "groups": suspects,
+        "rows": min(_rows_at_once(groups[number]) for number in suspects),
+    }
+    try:
+        confined.prove("parquet", request, f"{request['path']} {file.size} {file.mtime_ns} {file.inode}")
+    except confined.Refused as refused:
+        raise file.unusable(str(refused), "get the file from its source again, or leave it out") from None
 
 
 def _open(file: File) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _MOST_IDS = 2**31
+_MOST_GROWTH = 1000
 
 # The library's threads do not exist in a child forked after they were used, where a batch would wait for them for ever
 # (it guards against that itself, but not where TOKENIZERS_PARALLELISM=true).
@@ -115,10 +117,16 @@ def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer
     except ImportError as error:
         fix = 'pip install tokenizers, or use "bytes"'
         raise ConfigError(Problem(option, str(file), "needs the tokenizers library", fix)) from error
+    _check_growth(content, file, option)
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises Exception itself for every fault of the file
-        rule = f"cannot be read as a tokenizer ({str(error).splitlines()[0]})"
+    except BaseException as error:  # the library raises Exception itself for every fault of the file, or panics
+        if isinstance(error, MemoryError):
+            raise
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        rule = f"cannot be read as a tokenizer ({reason})"
         raise ConfigError(Problem(option, str(file), rule, "replace the file by a complete tokenizer.json")) from error
     # a saved file may ask for cut and filled rows; documents must arrive whole
     tokenizer.no_truncation()
@@ -127,6 +135,34 @@ def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer
     # It adds bos and eos, which is done elsewhere, and cuts spaces off the offsets, which would leave gaps.
     tokenizer.post_processor = None  # type: ignore[assignment]
     return tokenizer, prefix_ids, suffix_ids
+
+
+def _check_growth(content: bytes, file: Path, option: str) -> None:
+    """Stop where the normalizer would make a text many times longer: its rules are applied one after the other."""
+    try:
+        said = json.loads(content)
+    except (ValueError, RecursionError):
+        return  # the library says what is wrong with it
+    growth, rules = 1.0, [said.get("normalizer")] if isinstance(said, dict) else []
+    while rules:
+        rule = rules.pop()
+        if not isinstance(rule, dict):
+            continue
+        kind, content_ = rule.get("type"), rule.get("content")
+        inner = rule.get("normalizers")
+        if kind == "Sequence" and isinstance(inner, list):
+            rules += inner
+        elif kind == "Replace" and isinstance(content_, str):
+            pattern = rule.get("pattern")
+            found = pattern.get("String") if isinstance(pattern, dict) else None
+            # an expression may match a single character, or between any two
+            grown = len(content_) / len(found) if isinstance(found, str) and found else len(content_) + 1
+            growth *= max(1.0, grown)
+        elif kind == "Prepend" and isinstance(rule.get("prepend"), str):
+            growth *= 1 + len(rule["prepend"]) / _MOST_GROWTH
+    if growth > _MOST_GROWTH:
+        rule = f"has a normalizer that may make a text more than {_MOST_GROWTH} times longer"
+        raise ConfigError(Problem(option, str(file), rule, "use a tokenizer as it was published"))
 
 
 def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

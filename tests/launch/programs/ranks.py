@@ -20,6 +20,16 @@ def loaded(folder):
     return SimpleNamespace(config=Config(job=Job(dump_folder=folder), metrics=Metrics(), checkpoint=checkpoint))
 
 
+def meeting():
+    """The store in which the ranks meet."""
+    from datetime import timedelta
+
+    from shardtrain.parallel.rendezvous import store_of_attempt
+
+    with store_of_attempt(os.environ, timedelta(seconds=300)) as store:
+        return store
+
+
 def trainer(mode):
     def main(_loaded):
         import torch
@@ -30,7 +40,8 @@ def trainer(mode):
         os.write(1, f"rank {rank} says hello\n".encode())  # print may write the end of the line apart
         if mode == "early" and rank == 1:
             raise RuntimeError("boom")
-        dist.init_process_group("gloo")
+        world = {} if os.environ["WORLD_SIZE"] == "1" else {"store": meeting()}
+        dist.init_process_group("gloo", **world, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
         number = torch.ones(1)
         dist.all_reduce(number)
         assert int(number) == dist.get_world_size()

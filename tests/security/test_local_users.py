@@ -1,0 +1,169 @@
+"""Another user of the machine neither reads nor changes what the ranks of a run tell each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tiers import cases
+
+from shardtrain.errors import StorageError
+from shardtrain.masking import visible
+from shardtrain.parallel import private_store
+from shardtrain.process import STORE
+
+NOBODY = 65534
+
+
+def attack_read(folder: Path) -> object:
+    return (folder / "store").read_bytes()
+
+
+def attack_list(folder: Path) -> object:
+    return os.listdir(folder)
+
+
+def attack_set(folder: Path) -> object:
+    return dist.FileStore(str(folder / "store"), -1).set("verdict", "x")
+
+
+def attack_append(folder: Path) -> object:
+    with (folder / "store").open("ab") as file:
+        return file.write(b"\x1b]0;mine\x07" * 10**5)
+
+
+def attack_delete(folder: Path) -> object:
+    return (folder / "store").unlink()
+
+
+def attack_replace(folder: Path) -> object:
+    return (folder.parent / "other").rename(folder)
+
+
+def attack_remove(folder: Path) -> object:
+    return folder.rmdir()
+
+
+def attack_chmod(folder: Path) -> object:
+    return folder.chmod(0o777)
+
+
+def attack_signs(folder: Path) -> object:
+    return private_store.FolderStore(folder / "heartbeat").set("verdict", "{}")
+
+
+def attack_link(folder: Path) -> object:
+    return (folder / "heartbeat/verdict").symlink_to("/dev/zero")
+
+
+def attack_pipe(folder: Path) -> object:
+    return os.mkfifo(folder / "heartbeat/sign-0")
+
+
+def attack_lock(folder: Path) -> object:
+    import fcntl
+
+    with (folder / "store").open("rb") as file:
+        return fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def attack_hard_link(folder: Path) -> object:
+    return os.link(folder / "store", folder.parent / "mine")
+
+
+def attack_truncate(folder: Path) -> object:
+    return os.truncate(folder / "store", 0)
+
+
+ATTACKS = [value for name, value in sorted(globals().items()) if name.startswith("attack_")]
+
+
+def as_nobody(function: Callable[[], object]) -> bool:
+    """Whether another user can do it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            function()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+@pytest.mark.parametrize("attack", cases(ATTACKS[:2], nightly=ATTACKS[2:]))
+def test_another_user_cannot_touch_what_ranks_meet_in(attack: Callable[[Path], object], tmp_path: Path) -> None:
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o055)
+    folder = tmp_path / "meeting"
+    folder.mkdir(mode=0o700)
+    store, signs = private_store.group_store(folder), private_store.FolderStore(folder / "heartbeat")
+    store.set("key", "value")
+    num_keys = store.num_keys()
+    signs.set("sign-0", "well")
+    (tmp_path / "reachable").write_text("x")
+    assert as_nobody(lambda: (tmp_path / "reachable").read_text()), "the attacker reaches what is beside it"
+    assert not as_nobody(lambda: attack(folder))
+    assert store.get("key") == b"value" and signs.get("sign-0") == b"well"
+    assert store.num_keys() == num_keys and not signs.check(["verdict"])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_meeting_that_others_may_enter_is_refused(mode: int, tmp_path: Path) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(StorageError, match="no folder of this user alone"):
+        private_store.folder_of({STORE: str(tmp_path)})
+
+
+def test_a_link_to_a_meeting_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(StorageError, match="no folder of this user alone"):
+        private_store.folder_of({STORE: str(tmp_path / "link")})
+
+
+def test_signs_are_counted_and_set_once_by_any_number_of_ranks(tmp_path: Path) -> None:
+    store = private_store.FolderStore(tmp_path / "signs")
+    threads = [threading.Thread(target=lambda: [store.add("n", 1) for _ in range(20)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.add("n", 0) == 80
+    assert (store.compare_set("v", "", "first"), store.compare_set("v", "", "second")) == (b"first", b"first")
+
+
+def test_what_a_terminal_would_obey_is_written_as_an_escape() -> None:
+    text = "a\x1b[31mred\x1b]0;title\x07\r\x9b1m\u202eb\u2028\ud800\nc\td"
+    shown = visible(text, lines=False)
+    assert shown == "a\\x1b[31mred\\x1b]0;title\\x07\\x0d\\x9b1m\\u202eb\\u2028\\ud800\\nc\td"
+    assert visible("\x1b[1;31mred\x1b[0m\x1b[2J", colors=True) == "\x1b[1;31mred\x1b[0m\\x1b[2J"
+
+
+def test_a_variable_with_new_lines_and_escapes_stays_one_line(tmp_path: Path) -> None:
+    environment = {**os.environ, "RANK": "0\nerror[0]: all is well\x1b[2J", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    command = [sys.executable, "-m", "shardtrain", "train", "--job.dump_folder", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert done.returncode == 2 and len(errors) == 1 and "RANK" in errors[0], done.stderr
+    assert "\x1b" not in done.stderr
+
+
+def test_a_socket_pretending_to_be_a_meeting_is_refused(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        with pytest.raises(StorageError, match="no folder of this user alone"):
+            private_store.folder_of({STORE: str(tmp_path / "s")})
