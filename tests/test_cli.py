@@ -248,7 +248,16 @@ def test_torchrun_starts_the_same_command(tmp_path, module):
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
-    words = ["--training.steps=100000", *ONE_STEP[1:], *TINY, "--nproc", "2", "--job.dump_folder", str(tmp_path)]
+    words = [
+        "--training.steps=100000",
+        "--training.on_data_end=repeat",
+        *ONE_STEP[1:],
+        *TINY,
+        "--nproc",
+        "2",
+        "--job.dump_folder",
+        str(tmp_path),
+    ]
     process = forked.Popen(
         [sys.executable, "-m", "shardtrain", "train", *words],
         stderr=subprocess.PIPE,

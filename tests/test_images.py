@@ -100,7 +100,12 @@ def test_the_image_trains_as_no_root_and_saves_when_it_is_told_to_stop(builder, 
     tell([*run, "--", "shardtrain", "train", *small, "--training.steps=2", "--job.dump_folder=/runs/two"])
     assert list(losses(tmp_path / "two")) == [1, 2]
     folder = tmp_path / "stopped"
-    long = ["--training.steps=100000", "--checkpoint.enable", "--job.dump_folder=/runs/stopped"]
+    long = [
+        "--training.steps=100000",
+        "--training.on_data_end=repeat",
+        "--checkpoint.enable",
+        "--job.dump_folder=/runs/stopped",
+    ]
     process = subprocess.Popen([*run, "--", "shardtrain", "train", *small, *long])
     try:
         wait_for(lambda: (folder / "metrics.jsonl").exists() and losses(folder), 600)

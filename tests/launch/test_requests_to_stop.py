@@ -356,6 +356,7 @@ def test_ranks_save_when_torchrun_itself_is_ended_by_the_signal(tmp_path):
     options = {
         "job.dump_folder": tmp_path, "training.dataset": "text", "training.dataset_path": text_file(),
         "training.seq_len": 32, "training.local_batch_size": 1, "training.steps": 100_000, "training.device": "cpu",
+        "training.on_data_end": "repeat",
         "checkpoint.enable": "true", "checkpoint.interval": 100_000, "metrics.log_freq": 1,
     }  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -213,7 +213,8 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal(cl
     folder = tmp_path / "run"
     job = submit(
         cluster, tmp_path, "--name=law", "--nodes=2", "--nproc=1", *ON_LOOPBACK, *SMALL,
-        "--training.steps=100000", "--checkpoint.enable", f"--job.dump_folder={folder}",
+        "--training.steps=100000",
+        "--training.on_data_end=repeat", "--checkpoint.enable", f"--job.dump_folder={folder}",
     )  # fmt: skip
     log = tmp_path / f"law-{job}.log"
 

@@ -138,6 +138,7 @@ def test_a_task_of_a_sweep_that_is_queued_again_goes_on_in_its_folder_and_is_sto
     folder = tmp_path / "run"
     job = submit(
         cluster, tmp_path, "--name=again", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
+        "--training.on_data_end=repeat",
         "--checkpoint.enable", f"--job.dump_folder={folder}",
         '--launch.slurm.sweep=["--training.seed 1", "--training.seed 2"]',
     )  # fmt: skip
@@ -160,6 +161,7 @@ def test_a_run_that_saved_and_may_not_be_queued_again_says_so(cluster, tmp_path)
     folder = tmp_path / "run"
     script = launch(
         cluster, "slurm", "--name=once", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
+        "--training.on_data_end=repeat",
         "--checkpoint.enable", f"--job.dump_folder={folder}", "--dry-run",
     ).stdout  # fmt: skip
     command = ["sbatch", "--parsable", f"--chdir={tmp_path}", "--no-requeue"]
@@ -179,7 +181,7 @@ def test_a_run_saves_before_the_time_limit_of_its_job_and_is_queued_again(cluste
     folder = tmp_path / "run"
     job = submit(
         cluster, tmp_path, "--name=limit", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
-        "--training.on_data_end=repeat",  # three minutes are more than one pass
+        "--training.on_data_end=repeat",
         "--checkpoint.enable", "--checkpoint.grace_seconds=20", f"--job.dump_folder={folder}",
         "--launch.slurm.time_limit_minutes=3",
     )  # fmt: skip

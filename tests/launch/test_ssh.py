@@ -96,7 +96,10 @@ def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on(tmp_path, ssh_co
     folder = tmp_path / "run"
     hostile = 'it\'s $HOME `id` "x" ; %j \\ é'
     words = [
-        *command(ssh_config, folder, "--training.steps=100000", "--checkpoint.enable", via),
+        *command(
+            ssh_config, folder, "--training.steps=100000", "--training.on_data_end=repeat",
+            "--checkpoint.enable", via,
+        ),
         f"--job.description={hostile}", f"--launch.env.HOSTILE={hostile}", "--launch.forward_env=HF_TOKEN",
     ]  # fmt: skip
     launcher = start(words, tmp_path)
@@ -130,7 +133,9 @@ def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on(tmp_path, ssh_co
 
 
 def test_a_killed_launcher_leaves_nothing_on_the_hosts(tmp_path, ssh_config, via):
-    launcher = start(command(ssh_config, tmp_path / "run", "--training.steps=100000", via), tmp_path)
+    launcher = start(
+        command(ssh_config, tmp_path / "run", "--training.steps=100000", "--training.on_data_end=repeat", via), tmp_path
+    )
     wait_for(lambda: len(marked(tmp_path / "run")) >= 2)
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()

@@ -110,7 +110,12 @@ def test_a_dry_run_shows_the_address_that_ssh_knows_for_the_first_host(network, 
 @pytest.mark.slow
 def test_a_host_whose_cable_is_cut_is_told_and_ends_what_it_runs(network, tmp_path, moment):
     folder = tmp_path / "run"
-    more = ["--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=1000000"]
+    more = [
+        "--training.steps=100000",
+        "--training.on_data_end=repeat",
+        "--checkpoint.enable",
+        "--checkpoint.interval=1000000",
+    ]
     launcher = start(command(network, folder, *more, "--checkpoint.grace_seconds=5"), tmp_path)
     try:
         if moment == "middle":
@@ -142,7 +147,7 @@ def test_a_host_whose_cable_is_cut_is_told_and_ends_what_it_runs(network, tmp_pa
 @pytest.mark.slow
 def test_a_host_whose_ssh_session_is_killed_is_told_within_10_s(network, tmp_path, moment):
     folder = tmp_path / "run"
-    launcher = start(command(network, folder, "--training.steps=100000"), tmp_path)
+    launcher = start(command(network, folder, "--training.steps=100000", "--training.on_data_end=repeat"), tmp_path)
     try:
         if moment == "middle":
             wait_for_steps(launcher, folder)
@@ -264,7 +269,7 @@ def test_a_host_without_the_configuration_file_is_told_and_the_others_stop(netwo
     here, nothing = tmp_path / "configs", tmp_path / "nothing"
     here.mkdir()
     nothing.mkdir()
-    (here / "run.toml").write_text("[training]\nsteps = 100000\n")
+    (here / "run.toml").write_text('[training]\nsteps = 100000\non_data_end = "repeat"\n')
     with network.hosts["host-b"].shows(here, nothing):
         before = time.monotonic()
         done = run(command(network, tmp_path / "run", config=f"{here}/run.toml"), tmp_path)
