@@ -6,36 +6,41 @@ from collections.abc import Callable
 
 from shardtrain import config
 from shardtrain.config import presets
-from shardtrain.config.command_line import split
+from shardtrain.config.command_line import CommandLine, split
+from shardtrain.config.load import Loaded
 from shardtrain.errors import ConfigError, Problem
 
+Opener = Callable[[CommandLine], tuple[Loaded, CommandLine]]
 
-def main(words: list[str]) -> int:
-    """Run one action; gives the exit status."""
+
+def main(words: list[str], open_config: Opener | None = None) -> int:
+    """Run one action; gives the exit status. ``open_config`` reads files of other systems too, as ``train`` does."""
     action, rest = (words[0], words[1:]) if words else ("", [])
     if action not in ACTIONS:
         fix = f"use one of {', '.join(ACTIONS)}"
         raise ConfigError(Problem("shardtrain config", action or None, "needs an action", fix, "command line"))
-    return ACTIONS[action](rest)
+    return ACTIONS[action](rest, open_config or _open_toml)
 
 
-def _show(words: list[str]) -> int:
-    found = split(words)
-    print(config.show(config.load(found.path, found.overrides, preset=presets.FIRST)))
+def _open_toml(arguments: CommandLine) -> tuple[Loaded, CommandLine]:
+    return config.load(arguments.path, arguments.overrides, preset=presets.FIRST), arguments
+
+
+def _show(words: list[str], open_config: Opener) -> int:
+    print(config.show(open_config(split(words))[0]))
     return 0
 
 
-def _check(words: list[str]) -> int:
+def _check(words: list[str], open_config: Opener) -> int:
     """Print errors, then notes; only errors make the status 2. This machine counts with ``--nproc`` alone."""
-    found = split(words)
-    loaded = config.load(found.path, found.overrides, preset=presets.FIRST)
+    loaded, found = open_config(split(words))
     extra = config.machine_notes(loaded, found.nproc, None, None) if found.nproc else ()
     report, code = config.check_report(loaded, extra)
     print(report)
     return code
 
 
-def _help(words: list[str]) -> int:
+def _help(words: list[str], _open: Opener) -> int:
     name = words[0].lstrip("-") if words else ""
     try:
         print(config.help_text(name))
@@ -44,4 +49,4 @@ def _help(words: list[str]) -> int:
     return 0
 
 
-ACTIONS: dict[str, Callable[[list[str]], int]] = {"show": _show, "check": _check, "help": _help}
+ACTIONS: dict[str, Callable[[list[str], Opener], int]] = {"show": _show, "check": _check, "help": _help}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from foreign_configs import FILES, LLAMA, write
 
-from shardtrain import config
+from shardtrain import cli, config
 from shardtrain.errors import ConfigError
 from shardtrain.migrate import load, migrate
 from shardtrain.migrate.reading import Migration
@@ -338,6 +339,19 @@ def test_train_takes_such_a_file_and_says_so(tmp_path):
     assert loaded.origins["training.local_batch_size"] == "ds.json:2"
     assert "taken for a file of DeepSpeed" in loaded.notices[0]
     assert config.check(loaded) == []
+
+
+@pytest.mark.parametrize("by_option", [False, True])
+def test_config_reads_such_a_file_as_train_does(tmp_path, by_option, capsys):
+    file = str(write(tmp_path, "llama.json"))
+    words = ["--job.config_file", file] if by_option else [file]
+    assert cli.main(["config", "check", *words, "--nproc", "2", "--training.device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    for key in ("lr-decay-style", "warmup", "min_lr"):
+        assert re.search(rf"ignored +llama.json:\d+: {key} = ", told), key
+    assert re.search(r"renamed +llama.json:\d+: gradient_clipping = 1.0 -> training.max_norm", told)
+    assert cli.main(["config", "show", *words, "--nproc", "2"]) == 0
+    assert re.search(r"^global_batch_size = 32  # llama.json:\d+$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_file_that_names_no_data_or_model_says_what_is_taken(tmp_path):
