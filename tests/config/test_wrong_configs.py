@@ -94,7 +94,7 @@ READING = [
     ("wrong word", "", ["--training.dtype", "bf16"], ["training.dtype", "bf16", '"float32", "bfloat16"']),
     ("negated non-boolean", "", ["--training.no_steps"], ["--training.no_steps", "is not an option"]),
     ("list of lists as words", "", ["--parallelism.module_fqns_per_model_part", "a,b"], ["list of lists", "as TOML"]),
-    ("missing file on the line", "", ["--job.config_file", "nowhere/x.toml"], ["nowhere/x.toml", "does not exist"]),
+    ("two files", "", ["--job.config_file", "nowhere/x.toml"], ["nowhere/x.toml", "is a second file, beside"]),
 ]
 
 CHECKING = [

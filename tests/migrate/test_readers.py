@@ -197,6 +197,82 @@ def test_rates_of_a_preset_are_the_closed_form_at_every_step(tmp_path):
         assert learning_rate(c.optimizer, c.lr_scheduler, 1000, step) == pytest.approx(form, rel=1e-12)
 
 
+SCHEDULES = [
+    (
+        {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 1e-6, "warmup_num_steps": 7, "total_num_steps": 30}},
+        ["deepspeed_warmup_decay", 7, "log", 1e-3, 30, 1e-3],
+    ),
+    (
+        {"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "total_num_steps": 30, "cos_min_ratio": 0.1}},
+        ["deepspeed_warmup_cosine", 1000, "linear", 1e-5, 30, 0.1],
+    ),
+    (
+        {
+            "type": "WarmupDecayLR",
+            "params": {
+                **dict.fromkeys(["warmup_min_lr", "warmup_max_lr", "total_num_steps"], "auto"),
+                "warmup_num_steps": 7,
+            },
+        },
+        ["deepspeed_warmup_decay", 7, "log", 1e-5, None, 0.0],
+    ),
+]
+
+
+@pytest.mark.parametrize(("scheduler", "expected"), SCHEDULES)
+def test_schedules_of_deepspeed_that_end_are_followed(tmp_path, scheduler, expected):
+    found = taken(tmp_path, "ds.json", {**LLAMA, "scheduler": scheduler})
+    names = ["name", "warmup_steps", "warmup_type", "lr", "total_steps", "min_lr_factor"]
+    options = [f"{'optimizer' if name == 'lr' else 'lr_scheduler'}.{name}" for name in names]
+    assert of(found, *options) == expected and not found.unsupported
+    assert config.check(config.load_settings(found.settings)) == []
+
+
+WRONG_NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
+    "three batch sizes that disagree": ({"gradient_accumulation_steps": 3}, "train_batch_size=32 is not 8 x 3 x the"),
+    "no end": ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "total_num_steps must be a number of steps"),
+    "a first rate above the peak": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1}}},
+        "warmup_min_lr=1.0 is above warmup_max_lr=0.001",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_NUMBERS)
+def test_numbers_that_deepspeed_itself_refuses_are_refused(tmp_path, name):
+    changed, told = WRONG_NUMBERS[name]
+    with pytest.raises(ConfigError, match=told):
+        taken(tmp_path, "ds.json", {**LLAMA, **changed})
+
+
+def test_what_its_schedule_cannot_do_is_said(tmp_path):
+    cosine = {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 9, "warmup_max_lr": 1e-3, "warmup_min_ratio": 0.5},
+    }
+    found = taken(tmp_path, "ds.json", {**LLAMA, "scheduler": cosine})
+    told = {entry.key.rpartition(".")[2]: entry.text for entry in found.unsupported}
+    assert told.keys() == {"warmup_max_lr", "warmup_min_ratio"} and "begins at 0" in told["warmup_min_ratio"]
+
+
+TABLES = [key for key, value in LLAMA.items() if isinstance(value, dict)]
+
+
+@pytest.mark.parametrize("key", TABLES)
+def test_a_table_may_be_empty_and_is_nothing_else(tmp_path, key):
+    for empty in ({}, None):
+        found = taken(tmp_path, "ds.json", {**LLAMA, key: empty})
+        assert any(entry.key == key or entry.key.startswith(f"{key}.") for entry in found.entries)
+    if key != "activation_checkpointing":  # whose mere presence means something
+        with pytest.raises(ConfigError, match=rf"{key}=3 must be a table; write its keys in it, as {key}\."):
+            taken(tmp_path, "ds.json", {**LLAMA, key: 3})
+
+
+def test_a_precision_that_is_on_counts_beside_one_that_is_auto(tmp_path):
+    given = {**LLAMA, "bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}
+    assert of(taken(tmp_path, "ds.json", given), "training.mixed_precision_param") == ["float16"]
+
+
 def test_flags_of_fmengine_go_with_its_json(tmp_path):
     json_file = tmp_path / "llama.json"
     json_file.write_text(json.dumps(LLAMA))
