@@ -407,6 +407,33 @@ def test_torchtune_references_are_replaced(tmp_path):
     assert of(found, "training.max_norm", "training.dtype") == [float("inf"), "bfloat16"]
 
 
+AXOLOTL = """\
+base_model: base
+sequence_len: 64
+datasets: [{path: a.jsonl, type: alpaca}]
+adapter: lora
+lora_r: 8
+"""
+TRL = json.dumps({"model_name_or_path": "base", "per_device_train_batch_size": 1, "learning_rate": 1e-4, "lora_r": 8})
+ADAPTERS = {
+    "axolotl.yml": AXOLOTL + "lora_target_modules: all-linear\nlora_modules_to_save: [lm_head]\npeft_use_dora: true\n",
+    "trl.json": TRL[:-1]
+    + ', "lora_target_modules": "all-linear", "lora_modules_to_save": ["lm_head"], "use_dora": true}',
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_all_that_a_file_says_of_adapters_is_followed(tmp_path, name):
+    found = taken(tmp_path, name, ADAPTERS[name])
+    options = ("enable", "rank", "target_modules", "modules_to_save", "use_dora")
+    assert of(found, *(f"lora.{option}" for option in options)) == [True, 8, ["all-linear"], ["lm_head"], True]
+    assert not found.unsupported
+    without = taken(tmp_path, "plain.yml", ADAPTERS["axolotl.yml"].replace("adapter: lora\n", ""))
+    assert not [setting for setting in without.settings if setting.option.startswith("lora.")]
+    told = {entry.key: entry.verdict for entry in without.entries}
+    assert {told[key] for key in ("lora_r", "lora_modules_to_save", "peft_use_dora")} == {"ignored"}
+
+
 def test_train_takes_such_a_file_and_says_so(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(LLAMA, indent=1))
