@@ -365,7 +365,8 @@ def _data(found: Found, step_rows: int) -> None:
             found.default(option, "")
     elif not folder:
         found.answer(_key(_D, "data_dir"), "ignored", "it is empty")
-        found.answer(key, "ignored", "there is no data_dir")
+        for name in (key, _key(_T, "log_steps_ratio"), _key(_T, "save_steps_ratio")):
+            found.answer(name, "ignored", "there is no data_dir")
         return
     base = Path(_home(folder or ""))
     if not own_rows:

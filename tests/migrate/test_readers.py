@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from foreign_configs import FILES, LLAMA, write
 
 from shardtrain import cli, config
@@ -268,6 +269,29 @@ def test_a_table_may_be_empty_and_is_nothing_else(tmp_path, key):
             taken(tmp_path, "ds.json", {**LLAMA, key: 3})
 
 
+def without_each(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The values without one key, or one key of a table, for each of them."""
+    found = []
+    for key, value in values.items():
+        found.append({other: item for other, item in values.items() if other != key})
+        if isinstance(value, dict):
+            found += [{**values, key: inner} for inner in without_each(value)]
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.endswith((".toml", ".sh"))])
+def test_each_other_key_has_its_answer_where_one_is_missing(tmp_path, name):
+    text = FILES[name]
+    values = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
+    for number, fewer in enumerate(without_each(values)):
+        try:
+            found = taken(tmp_path, f"{number}.json", fewer, 2)
+        except ConfigError:
+            continue
+        keys = {entry.key for entry in found.entries}
+        assert all(leaf in keys or any(leaf.startswith(f"{key}.") for key in keys) for leaf in leaves(fewer)), fewer
+
+
 def test_a_precision_that_is_on_counts_beside_one_that_is_auto(tmp_path):
     given = {**LLAMA, "bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}
     assert of(taken(tmp_path, "ds.json", given), "training.mixed_precision_param") == ["float16"]
@@ -519,6 +543,7 @@ HOSTILE = {
     "code": "base_model: !!python/object/apply:os.system ['touch HERE']\nsequence_len: 1",
     "laughs": "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a]\nc: [*b,*b,*b]",
     "deep yaml": "a: " + "[" * 3000 + "]" * 3000,
+    "deep open yaml": "[" * 300_000,
     "deep json": '{"train_batch_size": ' + "[" * 3000 + "]" * 3000 + "}",
     "many": "base_model: x\ndatasets: [" + "1, " * 100_000 + "]",
     "large": "a: " + "x" * 2**21,
