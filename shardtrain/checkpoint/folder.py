@@ -18,6 +18,8 @@ from shardtrain.config.schema import Config
 from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.log import logger
 
+_FIX = "; use another one"
+
 
 class Checkpoints(Saver):
     """Finds and loads the checkpoints of a run, and saves them (``save.py``); all but ``steps`` are collectives."""
@@ -50,7 +52,10 @@ class Checkpoints(Saver):
         found, without = exchange([self.steps(), self._without_manifest()])[0]
         if self._options.load_step != -1:
             return self._chosen(found)
-        damages = [f"step-{step} has no {MANIFEST}" for step in without]
+        ways = [manifest.way_from_dcp(self._folder / f"step-{step}") for step in without]
+        damages = [
+            f"step-{step} has no {MANIFEST}{f': {way}' if way else ''}" for step, way in zip(without, ways, strict=True)
+        ]
         for step in reversed(found):
             path = self._folder / f"step-{step}"
             damage = self._verify(path)
@@ -99,7 +104,7 @@ class Checkpoints(Saver):
         if self._verified is None or self._verified[0] != path:
             damage = self._verify(path)
             if damage:
-                raise CheckpointError(f"checkpoint {path} cannot be used: {damage}; use another one")
+                raise CheckpointError(f"checkpoint {path} cannot be used: {damage.removesuffix(_FIX)}{_FIX}")
         assert self._verified is not None
         return self._verified[1]
 
