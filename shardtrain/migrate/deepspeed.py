@@ -212,8 +212,8 @@ def _batches(found: Found) -> None:
 def _precision(found: Found) -> None:
     bf16 = found.get(_k("bf16.enabled"), bool, found.get(_k("bfloat16.enabled"), bool, False))
     fp16 = found.get(_k("fp16.enabled"), bool, False)
-    words = [found.values.get(_k(name)) for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")]
-    auto = "auto" in words and not (bf16 or fp16)
+    asked = [found.values.get(_k(name)) for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")]
+    auto = "auto" in asked and not (bf16 or fp16)
     precision = "bfloat16" if bf16 else "float16" if fp16 else "float32"
     key = _k(
         "fp16.enabled" if fp16 and not bf16 else "bf16.enabled" if found.has(_k("bf16.enabled")) else "bfloat16.enabled"
