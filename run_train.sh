@@ -14,8 +14,12 @@ extras=""
 source "$here/.ci/environment.sh"
 
 # torchtitan's default is a path below its own folder; so is ours, but a path of the caller's is relative to the caller
-config_file="${CONFIG_FILE:-$here/configs/debug.toml}"
-arguments=()
+arguments=("${CONFIG_FILE:-$here/configs/debug.toml}")
+for word in "$@"; do
+    case "$word" in
+        --job.config_file | --job.config_file=*) arguments=() ;;
+    esac
+done
 if [[ -n "${NGPU:-}" ]]; then
     arguments+=(--nproc "$NGPU")
 fi
@@ -29,4 +33,4 @@ fi
 unset SHARDTRAIN_ACTIVATE
 [[ -z "${venv:-}" ]] || export SHARDTRAIN_ACTIVATE="source $venv/bin/activate"
 # exec, so that a scheduler's signals reach the trainer and not this shell
-exec "$python" -m shardtrain train "$config_file" ${arguments[@]+"${arguments[@]}"} "$@"
+exec "$python" -m shardtrain train ${arguments[@]+"${arguments[@]}"} "$@"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain import __version__, process
-from shardtrain.config.command_line import CommandLine, split
+from shardtrain.config.command_line import CommandLine, split, with_variable
 from shardtrain.errors import ConfigError, Problem, ShardtrainError
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ usage: shardtrain VERB ...
   help, --help                                                this text
   --version                                                   print the version
 
-CONFIG.toml may be the name of a preset: debug, llama3_8b, ... Without it, it is the file of CONFIG_FILE, or debug: a
-small Llama on the Python standard library's own source text.
+CONFIG.toml may be the name of a preset: debug, llama3_8b, ... Without it, train, test and config take the file
+of CONFIG_FILE, or debug: a small Llama on the Python standard library's own source text.
 NGPU, LOG_RANK: number of ranks, and the ranks that write to the terminal ("0" unless set).
 With --comm.mode fake_backend nothing is trained: one process builds rank RANK (0) of any number of ranks.
 """
@@ -97,17 +97,22 @@ def _complain(code: int, problems: Sequence[str]) -> int:
     return code
 
 
-def _open(arguments: CommandLine, verb: str) -> tuple[Loaded, CommandLine]:
-    """The configuration of a verb, and its options with what a file of another system says of nodes and processes."""
+def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tuple[Loaded, CommandLine]:
+    """The configuration of a verb, and its options with what a file of another system says of nodes and processes.
+
+    ``verb`` is train, test, or config, which reads a file as train and test do and starts neither. ``keep_problems`` is
+    for those whose verdict tells all problems at once: see ``config.load``.
+    """
     from shardtrain import config
     from shardtrain.config import presets
 
+    arguments = with_variable(arguments, os.environ)
     if arguments.path is None and any(word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides):
         return _load_flags(arguments), arguments
     if not (arguments.path and arguments.path.lower().endswith(FOREIGN_ENDINGS)):
-        preset = presets.FIRST if verb == "train" else None
-        keeps = verb == "train"  # whose verdict tells all problems at once
-        return config.load(arguments.path, arguments.overrides, preset=preset, keep_problems=keeps), arguments
+        preset = None if verb == "test" else presets.FIRST
+        loaded = config.load(arguments.path, arguments.overrides, preset=preset, keep_problems=keep_problems)
+        return loaded, arguments
     from shardtrain import migrate
     from shardtrain.launch import environment
 
@@ -150,8 +155,9 @@ def _config(words: list[str]) -> int:
     if words[:1] == ["migrate"]:
         return _module("shardtrain.migrate.command")(words[1:])
     if words[:1] == ["check"]:
-        return _module("shardtrain.verdict.command")(words[1:], lambda found: _open(_with_config_file(found), "train"))
-    return _module("shardtrain.config.command")(words)
+        opener = lambda found: _open(found, "config", keep_problems=True)  # noqa: E731
+        return _module("shardtrain.verdict.command")(words[1:], opener)
+    return _module("shardtrain.config.command")(words, lambda found: _open(found, "config"))
 
 
 def _train(words: list[str]) -> int:
@@ -161,7 +167,7 @@ def _train(words: list[str]) -> int:
         return _help(words)
     from shardtrain.launch import agent, environment, nodes
 
-    loaded, arguments = _open(_with_config_file(arguments), "train")
+    loaded, arguments = _open(arguments, "train", keep_problems=True)
     if loaded.config.comm.mode == "fake_backend":
         return _module("shardtrain.simulated", "run")(loaded, arguments.nproc)
     if environment.is_rank(os.environ) and not arguments.nnodes:
@@ -179,18 +185,6 @@ def _train(words: list[str]) -> int:
 
         return agent.train(loaded, arguments, several, require)
     return _train_here(loaded, arguments, words)
-
-
-def _with_config_file(arguments: CommandLine) -> CommandLine:
-    """Take the file of CONFIG_FILE where the command line names none, as torchtitan's scripts and images do."""
-    file = os.environ.get("CONFIG_FILE")
-    others = ("--job.config_file", "--deepspeed_config")
-    if not file or arguments.path or any(word.partition("=")[0] in others for word in arguments.overrides):
-        return arguments
-    if os.environ.get("RANK", "0") == "0" and "SHARDTRAIN_PARENT" not in os.environ:
-        shown = "".join(char if char.isprintable() else "?" for char in file)
-        print(f"configuration: {shown} (as CONFIG_FILE says)", file=sys.stderr, flush=True)
-    return dataclasses.replace(arguments, path=file)
 
 
 def _train_rank(loaded: Loaded) -> NoReturn:

@@ -105,14 +105,23 @@ def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model)
         passed = [pattern for pattern in passed if pattern not in {re.escape(name) for name in others}]
     else:
         shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        _refuse_torchtitan(weights)
         hub = Hub(model.name, "", {}, lambda _: {}, lambda _: {}, ())
-        found = mapping.Translation(hub, shapes, SimpleNamespace(head_dim=1), {name: name for name in shapes})
+        config = SimpleNamespace(head_dim=1, tied_embeddings=False)
+        found = mapping.Translation(hub, shapes, config, {name: name for name in shapes})
     missing = sorted(set(named) - set(found.sources))  # what a folder may leave to be drawn, a checkpoint has
     if missing:
         shown = ", ".join(missing[:10])
         raise CheckpointError(f"{weights.folder} does not fit {model.name}: {len(missing)} missing: {shown}")
     mapping.check(found, weights, passed)
     return found
+
+
+def _refuse_torchtitan(weights: FileWeights) -> None:
+    """Its file has names, and rows of queries and keys, that a verb of its own puts in order."""
+    if any(name.endswith("tok_embeddings.weight") for name in weights.names()):
+        way = f"`shardtrain checkpoint from-dcp {weights.folder} NEW` makes a checkpoint of it"
+        raise CheckpointError(f"{weights.folder} has torchtitan's names: {way}, for checkpoint.initial_load_path")
 
 
 def fill(path: Path, tensors: Mapping[str, Tensor], model: Model) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from shardtrain.config.schema import LRScheduler, Optimizer
 
@@ -84,10 +85,30 @@ def _deepspeed_warmup(scheduler: LRScheduler, total: int, step: int) -> float:
     return scheduler.min_lr_factor + (1 - scheduler.min_lr_factor) * share
 
 
+def _deepspeed_warmup_decay(scheduler: LRScheduler, total: int, step: int) -> float:
+    """DeepSpeed's WarmupLR, and from its peak linearly back to min_lr_factor at the end (WarmupDecayLR)."""
+    warmup = max(2, scheduler.warmup_steps)
+    if step < warmup:
+        return _deepspeed_warmup(scheduler, total, step)
+    share = max(0.0, (total - step) / max(1, total - warmup))
+    return scheduler.min_lr_factor + (1 - scheduler.min_lr_factor) * share
+
+
+def _deepspeed_warmup_cosine(scheduler: LRScheduler, total: int, step: int) -> float:
+    """A warmup from 0, then half a cosine from the step after the peak down to min_lr_factor (WarmupCosineLR)."""
+    warmup = max(2, scheduler.warmup_steps)
+    if step < warmup:
+        return _deepspeed_warmup(replace(scheduler, min_lr_factor=0.0), total, step)
+    share = (1 + math.cos(math.pi * (step - warmup + 1) / max(1, total - warmup))) / 2
+    return scheduler.min_lr_factor + (1 - scheduler.min_lr_factor) * share
+
+
 _SCHEDULES: dict[str, Callable[[LRScheduler, int, int], float]] = {
     "warmup_stable_decay": _warmup_stable_decay,
     "linear_linear": _linear_linear,
     "linear_by_proportion": _linear_by_proportion,
     "deepspeed_warmup": _deepspeed_warmup,
+    "deepspeed_warmup_decay": _deepspeed_warmup_decay,
+    "deepspeed_warmup_cosine": _deepspeed_warmup_cosine,
     "transformers": _transformers,
 }

@@ -75,14 +75,15 @@ def test_the_variable_names_the_configuration_where_the_command_line_names_none(
     for name, text in (("of_variable", "stepz = 1"), ("of_words", "stepy = 1")):
         (tmp_path / f"{name}.toml").write_text(f"[training]\n{text}\n")
     monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "of_variable.toml"))
-    assert cli.main(["train"]) == 2
-    told = capsys.readouterr().err
-    assert "stepz" in told and "as CONFIG_FILE says" in told
-    named = str(tmp_path / "of_words.toml")
-    for words in ([named], ["--job.config_file", named], [f"--job.config_file={named}"]):
-        assert cli.main(["train", *words]) == 2
+    for verb in (["train"], ["test"], ["config", "show"], ["config", "check"]):
+        assert cli.main(verb) == 2
         told = capsys.readouterr().err
-        assert "stepy" in told and "CONFIG_FILE" not in told
+        assert "stepz" in told and "as CONFIG_FILE says" in told
+        named = str(tmp_path / "of_words.toml")
+        for words in ([named], ["--job.config_file", named], [f"--job.config-file={named}"]):
+            assert cli.main([*verb, *words]) == 2
+            told = capsys.readouterr().err
+            assert "stepy" in told and "CONFIG_FILE" not in told
     monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "gone\x1b[31m.toml"))
     assert cli.main(["train"]) == 2
     told = capsys.readouterr().err

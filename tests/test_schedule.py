@@ -104,7 +104,30 @@ def test_deepspeed_warmup_can_be_linear_and_takes_two_steps_at_least():
         assert rates(3, name="deepspeed_warmup", warmup_type=warmup_type, warmup_steps=0)[2] == 1
 
 
-NAMES = ["warmup_stable_decay", "linear_linear", "linear_by_proportion", "deepspeed_warmup", "transformers"]
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+@pytest.mark.parametrize(("warmup", "total"), [(10, 40), (0, 9), (9, 10), (20, 12)])
+def test_deepspeed_schedules_that_end_are_their_closed_forms_at_every_step(warmup_type, warmup, total):
+    """``_get_gamma`` of WarmupDecayLR and ``get_lr_ratio`` of WarmupCosineLR, written out, at iteration 0, 1, ..."""
+    n, least, most = max(2, warmup), 1e-6, 5e-5
+    rise = [math.log(i + 1) / math.log(n) if warmup_type == "log" else i / n for i in range(n)]
+    fall = [max(0.0, (total - i) / max(1.0, total - n)) for i in range(n, total)]
+    same = {"lr": most, "warmup_steps": warmup, "warmup_type": warmup_type}
+    got = rates(total, name="deepspeed_warmup_decay", min_lr_factor=least / most, **same)
+    assert got == pytest.approx([least + (most - least) * share for share in (*rise, *fall)][:total], rel=1e-12)
+    half = [0.1 + 0.9 * (1 + math.cos(math.pi * (i - n + 1) / (total - n))) / 2 for i in range(n, total)]
+    got = rates(total, name="deepspeed_warmup_cosine", min_lr_factor=0.1, **same)
+    assert got == pytest.approx([most * share for share in (*rise, *half)][:total], rel=1e-12)
+
+
+NAMES = [
+    "warmup_stable_decay",
+    "linear_linear",
+    "linear_by_proportion",
+    "deepspeed_warmup",
+    "deepspeed_warmup_decay",
+    "deepspeed_warmup_cosine",
+    "transformers",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

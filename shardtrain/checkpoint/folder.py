@@ -50,7 +50,10 @@ class Checkpoints(Saver):
         found, without = exchange([self.steps(), self._without_manifest()])[0]
         if self._options.load_step != -1:
             return self._chosen(found)
-        damages = [f"step-{step} has no {MANIFEST}" for step in without]
+        ways = [manifest.way_from_dcp(self._folder / f"step-{step}") for step in without]
+        damages = [
+            f"step-{step} has no {MANIFEST}{f': {way}' if way else ''}" for step, way in zip(without, ways, strict=True)
+        ]
         for step in reversed(found):
             path = self._folder / f"step-{step}"
             damage = self._verify(path)

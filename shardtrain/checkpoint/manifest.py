@@ -127,7 +127,16 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
         return file.read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
+        if way := way_from_dcp(path):
+            raise CheckpointError(f"checkpoint {path}: {way}") from error
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} cannot be read: {reason}; use another one") from error
+
+
+def way_from_dcp(path: Path | ObjectPath) -> str:
+    """How a folder that torch.distributed.checkpoint has written, as torchtitan does, comes in; empty for others."""
+    if not isinstance(path, Path) or not (path / ".metadata").is_file():
+        return ""
+    return f"it is one of torch.distributed.checkpoint; `shardtrain checkpoint from-dcp {path} NEW` makes one of ours"
 
 
 def parse(data: bytes, path: Path | ObjectPath) -> Manifest:

@@ -205,7 +205,10 @@ _SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "linear_linear": ("warmup_steps", "total_steps"),
     "linear_by_proportion": ("warmup_proportion", "total_steps"),
     "transformers": ("warmup_steps", "warmup_proportion", "total_steps", "decay_type", "min_lr_factor"),
-    "deepspeed_warmup": ("warmup_steps", "warmup_type", "total_steps", "min_lr_factor"),
+    **dict.fromkeys(
+        ("deepspeed_warmup", "deepspeed_warmup_decay", "deepspeed_warmup_cosine"),
+        ("warmup_steps", "warmup_type", "total_steps", "min_lr_factor"),
+    ),
 }
 
 

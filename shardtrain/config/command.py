@@ -6,28 +6,34 @@ from collections.abc import Callable
 
 from shardtrain import config
 from shardtrain.config import presets
-from shardtrain.config.command_line import split
+from shardtrain.config.command_line import CommandLine, split
+from shardtrain.config.load import Loaded
 from shardtrain.errors import ConfigError, Problem
 
+Opener = Callable[[CommandLine], tuple[Loaded, CommandLine]]
 
-def main(words: list[str]) -> int:
-    """Run one action; gives the exit status."""
+
+def main(words: list[str], open_config: Opener | None = None) -> int:
+    """Run one action; gives the exit status. ``open_config`` reads files of other systems too, as ``train`` does."""
     action, rest = (words[0], words[1:]) if words else ("", [])
     if action not in ACTIONS:
         names = [*ACTIONS, *_ELSEWHERE]
         near = config.nearest(action, names) if action else None
         fix = (f"did you mean {near}? " if near else "") + f"use one of {', '.join(names)}"
         raise ConfigError(Problem("shardtrain config", action or None, "needs an action", fix, "command line"))
-    return ACTIONS[action](rest)
+    return ACTIONS[action](rest, open_config or _open_toml)
 
 
-def _show(words: list[str]) -> int:
-    found = split(words)
-    print(config.show(config.load(found.path, found.overrides, preset=presets.FIRST)))
+def _open_toml(arguments: CommandLine) -> tuple[Loaded, CommandLine]:
+    return config.load(arguments.path, arguments.overrides, preset=presets.FIRST), arguments
+
+
+def _show(words: list[str], open_config: Opener) -> int:
+    print(config.show(open_config(split(words))[0]))
     return 0
 
 
-def _help(words: list[str]) -> int:
+def _help(words: list[str], _open: Opener) -> int:
     name = words[0].lstrip("-") if words else ""
     try:
         print(config.help_text(name))
@@ -36,6 +42,6 @@ def _help(words: list[str]) -> int:
     return 0
 
 
-ACTIONS: dict[str, Callable[[list[str]], int]] = {"show": _show, "help": _help}
+ACTIONS: dict[str, Callable[[list[str], Opener], int]] = {"show": _show, "help": _help}
 _ELSEWHERE = ("check", "migrate")
 """Actions that need more than the configuration, and have homes of their own."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardtrain.errors import ConfigError, Problem
@@ -32,16 +33,42 @@ OWN: dict[str, tuple[int | None, str, str]] = {
 }
 """Options that are not the configuration's: the least number (None: any text), the rule and the fix."""
 
+CONFIG_FILE_FLAGS = ("--job.config_file", "--job.config-file")
+"""How torchtitan's commands name the file."""
+
+
+def two_files(named: str, path: str) -> Problem:
+    """Of a command that names one file by ``--job.config_file`` and another by its place."""
+    rule = f"is a second file, beside {path}"
+    return Problem("job.config_file", named, rule, "give one configuration file, and options after it", "command line")
+
+
+def with_variable(arguments: CommandLine, environment: Mapping[str, str]) -> CommandLine:
+    """Take the file of CONFIG_FILE where the command line names none, as torchtitan's scripts and images do."""
+    file = environment.get("CONFIG_FILE")
+    if (
+        not file
+        or arguments.path
+        or any(word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides)
+    ):
+        return arguments
+    if environment.get("RANK", "0") == "0" and "SHARDTRAIN_PARENT" not in environment:
+        shown = "".join(char if char.isprintable() else "?" for char in file)
+        print(f"configuration: {shown} (as CONFIG_FILE says)", file=sys.stderr, flush=True)
+    return replace(arguments, path=file)
+
 
 def split(words: Sequence[str]) -> CommandLine:
     """Take the file, the options of ``OWN`` and ``--help`` out of the words; all others are overrides.
 
-    The file stands before the first override, because an override may take several values.
+    The file stands before the first override, because an override may take several values; or it is that of
+    ``--job.config_file``, anywhere.
 
     Raises:
-        ConfigError: an option of ours has no value, or a wrong one.
+        ConfigError: an option of ours has no value, or a wrong one, or two files are named.
     """
     path: str | None = None
+    named: str | None = None
     own: dict[str, Any] = {}
     overrides: list[str] = []
     remaining = list(words)
@@ -56,8 +83,16 @@ def split(words: Sequence[str]) -> CommandLine:
             if not text or (least is not None and not (text.isdecimal() and int(text) >= least)):
                 raise ConfigError(Problem(name, text, rule, fix, "command line"))
             own[name[2:]] = text if least is None else int(text)
+        elif name in CONFIG_FILE_FLAGS and named is None:
+            named = value if equals else (remaining.pop(0) if remaining else "")
+            if not named or named.startswith("--"):
+                rule, fix = "has no value", f"write {name} FILE"
+                raise ConfigError(Problem(name, named or None, rule, fix, "command line"))
         elif path is None and not overrides and not word.startswith("-"):
             path = word
         else:
             overrides.append(word)
+    if path is not None and named is not None and path != named:
+        raise ConfigError(two_files(named, path))
+    path = path if named is None else named
     return CommandLine(path, own.pop("nproc", None), tuple(overrides), **own)

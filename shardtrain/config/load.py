@@ -12,6 +12,7 @@ from shardtrain.config import nested, presets
 from shardtrain.config.aliases import ALIASES, old_kinds, rewrite
 from shardtrain.config.arguments import CONFIG_FILE, read_arguments
 from shardtrain.config.coerce import Unfit, coerce, from_texts, plain
+from shardtrain.config.command_line import two_files
 from shardtrain.config.folder_model import Followed, with_folder
 from shardtrain.config.options import nearest, options, sections, suggestion
 from shardtrain.config.schema import Config
@@ -70,15 +71,17 @@ def load(
 ) -> Loaded:
     """Read a TOML file (or none) and ``--section.key value`` arguments; command line beats file beats default.
 
-    ``--job.config_file F`` takes the place of ``path``, and either may be a preset's name; ``preset`` is taken, with a
-    notice, where no file is named at all. Raises ConfigError with all problems of both at once. Rules that join several
-    options are those of ``check``. With ``keep_problems`` a wrong key or value is no error: it is among the problems of
-    what is given, for ``problems_of`` to tell with all others.
+    ``--job.config_file F`` says the same as ``path``, and either may be a preset's name; ``preset`` is taken, with a
+    notice, where no file is named at all. Raises ConfigError with all problems of both at once, and where two files
+    are named. Rules that join several options are those of ``check``. With ``keep_problems`` a wrong key or value is no
+    error: it is among the problems of what is given, for ``problems_of`` to tell with all others.
     """
     line = read_arguments(arguments, old_kinds())
     problems = list(line.problems)
     named = [s for s in line.settings if s.option == CONFIG_FILE]
     file = Path(named[-1].value[0]) if named else (Path(path) if path is not None else None)
+    if named and path is not None and file != Path(path):
+        raise ConfigError([*problems, two_files(str(file), str(path))])
     is_ours = file is None and preset is not None
     if is_ours:
         file = Path(str(preset))

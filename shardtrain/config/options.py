@@ -125,6 +125,16 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower_case[matches[0]] if matches else None
 
 
+_ENVIRONMENT = "set WANDB_PROJECT, WANDB_TEAM, WANDB_RUN_NAME and WANDB_RUN_GROUP in the environment"
+_WAYS = {
+    "gradient_accumulation_steps": "set training.global_batch_size, the sequences of a step over all ranks",
+    "vocab_size": "set model.overrides.vocab_size",
+    "dataset_name": "did you mean training.dataset?",
+    **dict.fromkeys(("wandb_project", "wandb_group", "wandb_name", "wandb_run_name", "wandb_entity"), _ENVIRONMENT),
+}
+"""What users of other trainers write, by its last word, where the nearest name is another thing."""
+
+
 def suggestion(name: str, extra: Iterable[str] = ()) -> str:
     """Return the fix for an unknown dotted option: the nearest option, or where to find them all.
 
@@ -132,6 +142,8 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
     """
     known = [*options(), *extra]
     section, _, key = name.rpartition(".")
+    if key in _WAYS and section.count(".") == 0:
+        return _WAYS[key]
     for tables in (option.name for option in options().values() if option.entry):
         beginning, rest = name.split(".")[:2], name.split(".")[2:]
         if rest and nearest(".".join(beginning), [tables], 0.85):

@@ -108,11 +108,18 @@ class LRScheduler:
     """The learning rate as a pure function of the step."""
 
     name: Literal[
-        "warmup_stable_decay", "linear_linear", "linear_by_proportion", "deepspeed_warmup", "transformers"
+        "warmup_stable_decay",
+        "linear_linear",
+        "linear_by_proportion",
+        "deepspeed_warmup",
+        "deepspeed_warmup_decay",
+        "deepspeed_warmup_cosine",
+        "transformers",
     ] = "warmup_stable_decay"
     """warmup_stable_decay is torchtitan's; linear_linear torchtrain's; linear_by_proportion warms up over
-    warmup_proportion of the steps (Hugging Face's linear); deepspeed_warmup is WarmupLR; transformers is that library's
-    linear and cosine, whose first rate is 0 (shardtrain)."""
+    warmup_proportion of the steps (Hugging Face's linear); deepspeed_warmup is WarmupLR, and the two after it
+    WarmupDecayLR and WarmupCosineLR; transformers is that library's linear and cosine, whose first rate is 0
+    (shardtrain)."""
     warmup_steps: int = 200
     """Steps from the first to the peak rate; with transformers 0 leaves them to warmup_proportion."""
     total_steps: int | None = None
@@ -122,12 +129,13 @@ class LRScheduler:
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: float = 0.0
-    """Rate at the end of the decay, as a share of the peak, 0..1; for deepspeed_warmup the first rate, as a share."""
+    """Rate at the end of the decay, as a share of the peak, 0..1; for deepspeed_warmup and
+    deepspeed_warmup_decay the first rate, as a share."""
     warmup_proportion: float = 0.01
     """Share of the steps that warm up, for linear_by_proportion, and for transformers without warmup_steps, 0..1
     (shardtrain)."""
     warmup_type: Literal["log", "linear"] = "log"
-    """Shape of the warmup of deepspeed_warmup (shardtrain)."""
+    """Shape of the warmup of DeepSpeed's schedules (shardtrain)."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What a model's tensors are called in a folder: as torchtitan calls them, or as this project does.
 
-torchtitan's Llama pairs the numbers of a head for rotary angles as (x_2i, x_2i+1), as Meta's weights do, and ours as
-(x_i, x_{i+H/2}), as those of Hugging Face do: the rows of its wq and wk stand in another order. Its other families have
-the order of ours.
+torchtitan's Llama 2 and 3 pair the numbers of a head for rotary angles as (x_2i, x_2i+1), as Meta's weights do, and
+ours as (x_i, x_{i+H/2}), as those of Hugging Face do: the rows of its wq and wk stand in another order. Its other
+families have the order of ours: Llama 4 turns neighbours in both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _TITAN = (
     ("layers.*.ffn.+", "layers.*.feed_forward.+"),
 )
 """Ours and theirs; the first that fits holds. ``*`` is the number of a layer, ``+`` the rest of the name."""
-_FAMILIES = ("llama3", "qwen3", "qwen3_moe", "deepseek_v3")
+_FAMILIES = ("llama2", "llama3", "llama4", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+_OTHERWISE = {"gpt_oss": "whose experts have w1 and w3 as one matrix there, row by row in turn"}
+_MARK = "tok_embeddings.weight"
 _PAIRED = re.compile(r"layers\.\d+\.attn\.w[qk]\.(weight|bias)")
 
 
@@ -50,7 +52,7 @@ class Naming:
         """What one of our tensors is called."""
         if self.kind == OWN:
             return name
-        if self.family == "deepseek_v3" and not self.config.q_lora_rank:
+        if self.family in ("deepseek_v2", "deepseek_v3") and not self.config.q_lora_rank:
             name = name.replace(".attn.wq_b.", ".attn.wq.")
         for ours, theirs in _TITAN:
             found = re.fullmatch(re.escape(ours).replace(r"\*", r"(\d+)").replace(r"\+", r"(.+)"), name)
@@ -72,19 +74,31 @@ class Naming:
         return tensor.unflatten(0, (-1, 2, self.config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
     def _is_paired(self, name: str, tensor: Tensor) -> bool:
-        return self.kind == TORCHTITAN and self.family == "llama3" and bool(tensor.dim() and _PAIRED.fullmatch(name))
+        is_llama = self.kind == TORCHTITAN and self.family in ("llama2", "llama3")
+        return is_llama and bool(tensor.dim() and _PAIRED.fullmatch(name))
 
 
 def naming(kind: str, family: str, config: Any) -> Naming:
     """A naming of a model; raises ConfigError where torchtitan has no such model."""
     if kind == TORCHTITAN and (family not in _FAMILIES or getattr(config, "qkv_bias", False)):
-        rule = f"has no torchtitan counterpart; its models are {', '.join(_FAMILIES)}"
-        raise ConfigError(Problem("model.name", family, rule, f"use --names={OWN}", "command line"))
+        raise ConfigError(Problem("model.name", family, _refusal(family), f"use --names={OWN}", "command line"))
     return Naming(kind, family, config)
 
 
+def _refusal(family: str) -> str:
+    what = "is not written and read as torchtitan has it, " + _OTHERWISE[family] if family in _OTHERWISE else ""
+    return f"{what or 'has no torchtitan counterpart'}; its models are {', '.join(_FAMILIES)}"
+
+
 def recognise(family: str, config: Any, ours: Iterable[str], there: Mapping[str, Any]) -> tuple[Naming, str]:
-    """The naming, and the prefix of all names of the model, under which most of our tensors are ``there``."""
+    """The naming, and the prefix of all names of the model, under which most of our tensors are ``there``.
+
+    Raises:
+        ConfigError: for names of torchtitan's, where it lays the model out otherwise.
+    """
+    if family in _OTHERWISE and any(name == _MARK or name.endswith(f".{_MARK}") for name in there):
+        fix = "take its weights from a Hugging Face folder: shardtrain import"
+        raise ConfigError(Problem("model.name", family, _refusal(family), fix, "command line"))
     found = []
     for kind in NAMINGS:
         if kind == TORCHTITAN and family not in _FAMILIES:

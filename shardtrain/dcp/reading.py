@@ -196,7 +196,7 @@ def _other_angles(family: str, config: Any, seq_len: int | None) -> list[str]:
             "not: "
             'where v0.2 has trained it, set model.overrides rope_scaling = "llama3" and rope_scaling_factor = 8.0'
         ]
-    if family != "deepseek_v3" or config.rope_factor == 1.0:
+    if family not in ("deepseek_v2", "deepseek_v3") or config.rope_factor == 1.0:
         return []
     if seq_len is None:
         return [

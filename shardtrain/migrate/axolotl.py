@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardtrain.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
-from shardtrain.migrate.training_arguments import accumulate, model_folder, optimizer, precision, schedule
+from shardtrain.migrate.training_arguments import accumulate, model_folder, modules, optimizer, precision, schedule
 
 SYSTEM = "axolotl"
 OPEN = ""
@@ -31,7 +31,7 @@ LEAVES = frozenset(
     ]
 )
 _WANDB = Idle("set WANDB_PROJECT, WANDB_RUN_NAME and the like in the environment")
-_HUB = Idle("nothing is uploaded; `shardtrain export` writes a folder to upload")
+_HUB = Idle("nothing is uploaded while it trains: `shardtrain export RUN --to HF_DIR --push ORG/NAME` does")
 _KERNEL = Idle("attention and fused operations take the fastest kernels that there are")
 _PREPARED = Idle("tokenized data are kept by `shardtrain data prepare`")
 _FOLDER = Idle("the folder of model.hf_assets_path says it")
@@ -123,11 +123,11 @@ KEYS: Mapping[str, Rule] = {
     "lora_dropout": To("lora.dropout", float),
     "lora_target_modules": JOINED,
     "lora_target_linear": JOINED,
-    "lora_modules_to_save": Cannot("embeddings and head stay frozen beside adapters"),
+    "lora_modules_to_save": JOINED,
     "lora_fan_in_fan_out": _FOLDER,
     "peft_layers_to_transform": Cannot("name the layers' paths in lora.target_modules"),
     "peft_use_rslora": To("lora.rank_stabilized", bool),
-    "peft_use_dora": Cannot("adapters are those of LoRA"),
+    "peft_use_dora": To("lora.use_dora", bool),
     "peft": JOINED,
     "relora_steps": _RELORA,
     "relora_warmup_steps": _RELORA,
@@ -335,9 +335,9 @@ def _adapter(found: Found) -> None:
             names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
             found.set("lora_target_linear", "lora.target_modules", names, "each linear of the layers")
             found.answer("lora_target_modules", "honoured", "they are among the linears of the layers")
-        modules = found.get("lora_target_modules", list)
-        if modules and not found.answered("lora_target_modules"):
-            found.set("lora_target_modules", "lora.target_modules", [str(module) for module in modules])
+        if not found.answered("lora_target_modules"):
+            modules(found, "lora_target_modules", "lora.target_modules")
+        modules(found, "lora_modules_to_save", "lora.modules_to_save")
         if found.get("load_in_4bit", bool, kind == "qlora"):
             found.set("load_in_4bit", "lora.base_dtype", "nf4")
         elif found.get("load_in_8bit", bool, False):
@@ -345,7 +345,8 @@ def _adapter(found: Found) -> None:
     elif kind is not None:
         found.answer("adapter", "unsupported", "adapters are lora and qlora")
     else:
-        for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_model_dir"):
+        options = ("r", "alpha", "dropout", "model_dir", "modules_to_save")
+        for name in (*(f"lora_{option}" for option in options), "peft_use_dora", "peft_use_rslora"):
             if found.has(name):
                 found.settings = [s for s in found.settings if not s.option.startswith("lora.")]
                 found.entries = [e for e in found.entries if e.key != name]
@@ -353,7 +354,8 @@ def _adapter(found: Found) -> None:
         for name in ("load_in_4bit", "load_in_8bit"):
             if found.get(name, bool, False):
                 found.answer(name, "unsupported", "a quantized model is trained with adapters alone: adapter = lora")
-    for name in ("adapter", "lora_target_linear", "lora_target_modules", "load_in_4bit", "load_in_8bit"):
+    asked = ("adapter", "lora_target_linear", "lora_target_modules", "lora_modules_to_save")
+    for name in (*asked, "load_in_4bit", "load_in_8bit"):
         found.answer(name, "ignored", "it asks for nothing")
 
 

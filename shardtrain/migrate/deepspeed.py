@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardtrain.config.coerce import Unfit
+from shardtrain.errors import Problem
 from shardtrain.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
 
 SYSTEM = "DeepSpeed"
@@ -190,6 +191,11 @@ def _batches(found: Found) -> None:
         found.set("train_micro_batch_size_per_gpu", "training.local_batch_size", micro)
     if total is not None:
         found.set("train_batch_size", "training.global_batch_size", total, "what exceeds one pass is accumulated")
+        each = (found.get("train_micro_batch_size_per_gpu", int) or 0) * (accumulated or 0)
+        if each and (total != each * world if world else total % each):
+            rule = f"is not {micro} x {accumulated} x {world or 'the'} processes, which DeepSpeed asks of the three"
+            fix = "take gradient_accumulation_steps out, or correct one of them"
+            found.problems.append(Problem("train_batch_size", total, rule, fix, found.where("train_batch_size")))
         found.answer("gradient_accumulation_steps", "honoured", "it follows from the two batch sizes")
         return
     if accumulated is not None and accumulated > 1 and micro is not None:
@@ -206,7 +212,8 @@ def _batches(found: Found) -> None:
 def _precision(found: Found) -> None:
     bf16 = found.get(_k("bf16.enabled"), bool, found.get(_k("bfloat16.enabled"), bool, False))
     fp16 = found.get(_k("fp16.enabled"), bool, False)
-    auto = "auto" in (found.values.get(_k("bf16.enabled")), found.values.get(_k("fp16.enabled")))
+    asked = [found.values.get(_k(name)) for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")]
+    auto = "auto" in asked and not (bf16 or fp16)
     precision = "bfloat16" if bf16 else "float16" if fp16 else "float32"
     key = _k(
         "fp16.enabled" if fp16 and not bf16 else "bf16.enabled" if found.has(_k("bf16.enabled")) else "bfloat16.enabled"
@@ -279,53 +286,102 @@ def _optimizer(found: Found) -> None:
         found.answer(_k(f"optimizer.params.{name}"), "ignored", "left to the trainer that reads this file")
 
 
+_SCHEDULES = {
+    "WarmupLR": ("deepspeed_warmup", "then the peak to the end"),
+    "WarmupDecayLR": ("deepspeed_warmup_decay", "then linearly back to the first rate"),
+    "WarmupCosineLR": ("deepspeed_warmup_cosine", "then half a cosine"),
+}
+_WARMUP = "scheduler.params.warmup_"
+
+
 def _schedule(found: Found) -> None:
     kind = found.get(_k("scheduler.type"), str)
-    names = [key for key in found.values if key.startswith("scheduler\0")]
-    if kind == "WarmupLR" and any(found.values[key] == "auto" for key in names):
-        for key in names:
-            found.answer(key, "unsupported", "its numbers are left to another program (auto): write them here")
-    elif kind == "WarmupLR":
-        least = found.get(_k("scheduler.params.warmup_min_lr"), float, 0.0)
-        most = found.get(_k("scheduler.params.warmup_max_lr"), float, 1e-3)
-        found.set(_k("scheduler.type"), "lr_scheduler.name", "deepspeed_warmup", "then the peak to the end")
-        overruled = found.has(_k("optimizer.params.lr")) and found.get(_k("optimizer.params.lr"), float) != most
-        found.entries = [e for e in found.entries if e.key != "optimizer.params.lr"]
-        found.set(_k("scheduler.params.warmup_max_lr"), "optimizer.lr", most, "the peak")
-        text = f"the schedule overrules it with {most}" if overruled else "the schedule says the same"
-        found.answer(_k("optimizer.params.lr"), "ignored", text)
-        share = least / most if most else 0.0
-        found.set(
-            _k("scheduler.params.warmup_min_lr"),
-            "lr_scheduler.min_lr_factor",
-            share,
-            "the first rate, as a share of the peak",
-        )
-        found.set(
-            _k("scheduler.params.warmup_num_steps"),
-            "lr_scheduler.warmup_steps",
-            found.get(_k("scheduler.params.warmup_num_steps"), int, 1000),
-        )
-        shape = found.get(_k("scheduler.params.warmup_type"), str, "log")
-        if shape in ("log", "linear"):
-            found.set(_k("scheduler.params.warmup_type"), "lr_scheduler.warmup_type", shape)
+    if kind in _SCHEDULES:
+        found.set(_k("scheduler.type"), "lr_scheduler.name", *_SCHEDULES[kind])
+        _warmup(found)
+        if kind == "WarmupCosineLR":
+            _shares(found)
         else:
-            found.answer(_k("scheduler.params.warmup_type"), "unsupported", "it is log or linear")
-        if not 0 <= share <= 1:
-            found.answer(_k("scheduler.params.warmup_min_lr"), "unsupported", "it is above warmup_max_lr")
+            _rates(found)
+        if kind != "WarmupLR":
+            _length(found)
+        for key in [key for key in found.values if key.startswith(_k("scheduler.params."))]:
+            found.answer(key, "unsupported", f"DeepSpeed's {kind} has no such number, and stops at it")
     elif kind is not None:
-        ways = {
-            "WarmupDecayLR": 'lr_scheduler.name = "transformers" warms up linearly and decays to 0',
-            "WarmupCosineLR": 'lr_scheduler.name = "transformers" with decay_type = "cosine" is the nearest',
-        }
-        way = ways.get(kind, "schedules are those of lr_scheduler.name")
-        for key in names:
-            found.answer(key, "unsupported", f"DeepSpeed's {kind} is not here: {way}")
+        for key in [key for key in found.values if key.startswith("scheduler\0")]:
+            found.answer(
+                key, "unsupported", f"DeepSpeed's {kind} is not here: schedules are those of lr_scheduler.name"
+            )
     elif found.has(_k("optimizer.type")):
         found.default("lr_scheduler.name", "transformers", "without a scheduler the rate stays as it is")
         found.default("lr_scheduler.warmup_steps", 0)
         found.default("lr_scheduler.warmup_proportion", 0.0)
         found.default("lr_scheduler.min_lr_factor", 1.0)
+
+
+def _warmup(found: Found) -> None:
+    """How long the warmup is, and its shape."""
+    steps, shape = _k(f"{_WARMUP}num_steps"), _k(f"{_WARMUP}type")
+    if found.values.get(steps) == "auto":
+        found.answer(steps, "unsupported", "it is left to another program (auto): write the number here")
+    else:
+        found.set(steps, "lr_scheduler.warmup_steps", found.get(steps, int, 1000))
+    word = found.get(shape, str, "log")
+    if word in ("log", "linear"):
+        found.set(shape, "lr_scheduler.warmup_type", word)
+    else:
+        found.answer(shape, "unsupported", "it is log or linear")
+
+
+def _rates(found: Found) -> None:
+    """The first rate and the peak, which overrules that of the optimizer."""
+    first, peak, own = _k(f"{_WARMUP}min_lr"), _k(f"{_WARMUP}max_lr"), _k("optimizer.params.lr")
+    least = found.get(first, float, 0.0)
+    if found.values.get(peak) == "auto":
+        found.answer(peak, "ignored", "the Trainer, which reads this file, writes its learning rate here")
+        if not least:
+            found.set(first, "lr_scheduler.min_lr_factor", 0.0, "the first rate, as a share of the peak")
+        found.answer(first, "unsupported", "it is a share of the peak, and warmup_max_lr says none")
+        return
+    most = found.get(peak, float, 1e-3)
+    overruled = found.has(own) and found.get(own, float) != most
+    found.entries = [e for e in found.entries if e.key != "optimizer.params.lr"]
+    found.set(peak, "optimizer.lr", most, "the peak")
+    text = f"the schedule overrules it with {most}" if overruled else "the schedule says the same"
+    found.answer(own, "ignored", text)
+    share = least / most if most else 0.0
+    found.set(first, "lr_scheduler.min_lr_factor", share, "the first rate, as a share of the peak")
+    if not 0 <= share <= 1:
+        found.problems.append(
+            Problem(f"{_WARMUP}min_lr", least, f"is above warmup_max_lr={most}", "correct it", found.where(first))
+        )
+
+
+def _shares(found: Found) -> None:
+    """The first and the last rate of a cosine, whose peak is the optimizer's rate."""
+    first, last = _k(f"{_WARMUP}min_ratio"), _k("scheduler.params.cos_min_ratio")
+    share = found.get(last, float, 0.0001)
+    found.set(last, "lr_scheduler.min_lr_factor", share, "the last rate, as a share of the peak")
+    if not found.get(first, float, 0.0):
+        found.answer(first, "honoured", "the warmup begins at 0")
+    found.answer(first, "unsupported", "the warmup of a cosine begins at 0 here")
+    if not 0 <= share <= 1:
+        rule = "must lie between 0 and 1"
+        found.problems.append(Problem("scheduler.params.cos_min_ratio", share, rule, "correct it", found.where(last)))
+
+
+def _length(found: Found) -> None:
+    """The steps of a schedule that ends; "auto" is the length of the run, as the Trainer writes it."""
+    key = _k("scheduler.params.total_num_steps")
+    steps = found.get(key, int)
+    if found.values.get(key) == "auto":
+        found.answer(key, "honoured", "the schedule is as long as the run: training.steps")
+    elif steps is None or steps < 1:
+        rule = "must be a number of steps above 0, which this schedule needs"
+        place = found.where(key) if key in found.values else found.where(_k("scheduler.type"))
+        found.problems.append(Problem("scheduler.params.total_num_steps", steps, rule, "write it", place))
+    else:
+        found.set(key, "lr_scheduler.total_steps", steps, "later steps, if there are any, keep its last rate")
 
 
 def _zero(found: Found) -> None:

@@ -165,9 +165,14 @@ class _Yaml:
     def read(self) -> Any:
         import yaml
 
+        depth = 0
         try:
             for event in yaml.parse(self.text, Loader=yaml.SafeLoader):
                 self.count += 1
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if depth > MAX_DEPTH + 1:  # before the next are scanned, which takes a time that grows with the square
+                    line = event.start_mark.line + 1 if event.start_mark else 1
+                    raise _wrong(self.path, line, "nests its values too deeply", "write plain tables")
                 if isinstance(event, yaml.AliasEvent):
                     line = event.start_mark.line + 1 if event.start_mark else 1
                     raise _wrong(self.path, line, f"refers to another place (*{event.anchor})", "write it out")

@@ -93,7 +93,7 @@ def migrate(
     copies = next((line.num_copies(num_processes) for line in lines), num_processes)
     parts: list[Found] = [_read(reader, document, copies, bool(lines), here) for reader, document in chosen]
     parts += [line.read(num_processes, parts) for line in lines]
-    problems = [problem for part in parts for problem in part.problems]
+    problems = list({str(problem): problem for part in parts for problem in part.problems}.values())
     settings = _join(parts, problems)
     if problems:
         raise ConfigError(problems)

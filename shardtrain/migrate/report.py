@@ -220,7 +220,14 @@ def apply(found: Found, rules: Mapping[str, Rule], is_open: str) -> None:
     for key, value in found.values.items():
         rule = _rule(_dotted(key), rules)
         where = found.where(key)
-        if rule is None:
+        if rule is None and any(name.startswith(f"{_dotted(key)}.") for name in rules):
+            if value in ({}, [], None, ""):
+                found.answer(key, "ignored", "it is empty")
+            else:
+                inner = next(name for name in rules if name.startswith(f"{_dotted(key)}."))
+                rule_text, fix = "must be a table", f"write its keys in it, as {inner}"
+                found.problems.append(Problem(_dotted(key), value, rule_text, fix, where))
+        elif rule is None:
             near = nearest(_dotted(key), rules, 0.92 if is_open else 0.8)
             if near or not is_open:
                 fix = f"did you mean {near}?" if near else "correct it, or take it out"

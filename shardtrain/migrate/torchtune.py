@@ -29,7 +29,7 @@ KEYS: Mapping[str, Rule] = {
     "model.lora_rank": To("lora.rank", int),
     "model.lora_alpha": To("lora.alpha", float),
     "model.lora_dropout": To("lora.dropout", float),
-    "model.use_dora": Cannot("adapters are those of LoRA"),
+    "model.use_dora": To("lora.use_dora", bool),
     "model.quantize_base": JOINED,
     "tokenizer._component_": Idle("the tokenizer is that of model.hf_assets_path"),
     "tokenizer.path": Idle("the tokenizer is that of model.hf_assets_path"),

@@ -13,7 +13,7 @@ OPEN = "no argument of TrainingArguments: it belongs to the program that reads t
 LEAVES = frozenset(
     {"dataset_mixture", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "fsdp_config", "accelerator_config"}
 )
-_HUB = Cannot("nothing is uploaded; `shardtrain export` writes a folder to upload")
+_HUB = Cannot("nothing is uploaded while it trains: `shardtrain export RUN --to HF_DIR --push ORG/NAME` does")
 _WATCH = Idle("what is printed or named, which changes no number")
 _LOADER = Idle("how batches reach the trainer, which changes no number")
 _EVAL = JOINED
@@ -172,9 +172,21 @@ KEYS: Mapping[str, Rule] = {
     "lora_alpha": To("lora.alpha", float),
     "lora_dropout": To("lora.dropout", float),
     "lora_target_modules": JOINED,
+    "lora_modules_to_save": JOINED,
+    "use_rslora": To("lora.rank_stabilized", bool),
+    "use_dora": To("lora.use_dora", bool),
     "load_in_4bit": JOINED,
     "load_in_8bit": JOINED,
 }
+
+
+def modules(found: Found, key: str, option: str) -> None:
+    """Modules of adapters: a list of names, or one name as "all-linear" is."""
+    value = found.values.get(key)
+    names = [value] if isinstance(value, str) and value else found.get(key, list)
+    if names:
+        found.set(key, option, [str(name) for name in names])
+    found.answer(key, "ignored", "it is empty")
 
 
 def finish(found: Found) -> None:
@@ -423,9 +435,8 @@ def _model_and_data(found: Found) -> None:
             found.default("validation.dataset_path", data)
         if "training.seq_len" in where:
             found.default("validation.seq_len", where["training.seq_len"])
-    modules = found.get("lora_target_modules", list)
-    if modules:
-        found.set("lora_target_modules", "lora.target_modules", [str(module) for module in modules])
+    modules(found, "lora_target_modules", "lora.target_modules")
+    modules(found, "lora_modules_to_save", "lora.modules_to_save")
     if found.has("lora_r"):
         found.default("lora.enable", True, "there is a lora_r")
     held = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}

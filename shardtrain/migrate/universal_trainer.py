@@ -213,10 +213,10 @@ def _processes(found: Found) -> int:
     found.set(_key(_N, "nodes"), "launch.nodes", nodes)
     found.set(_key(_N, "gpus"), "launch.nproc_per_node", gpus)
     found.answer(_key(_T, "is_distributed"), "honoured", "a process per device")
+    if node >= nodes:
+        rule = f"must be below nodes={nodes}"
+        found.problems.append(_wrong(found, "current_node", node, rule, "count from 0, and give all nodes in nodes"))
     if nodes > 1:
-        if node >= nodes:
-            rule = f"must be below nodes={nodes}"
-            found.problems.append(_wrong(found, "current_node", node, rule, "count from 0"))
         if not address:
             rule = "is needed where there are several nodes"
             found.problems.append(_wrong(found, "master_addr", None, rule, "name the first node"))
@@ -365,7 +365,8 @@ def _data(found: Found, step_rows: int) -> None:
             found.default(option, "")
     elif not folder:
         found.answer(_key(_D, "data_dir"), "ignored", "it is empty")
-        found.answer(key, "ignored", "there is no data_dir")
+        for name in (key, _key(_T, "log_steps_ratio"), _key(_T, "save_steps_ratio")):
+            found.answer(name, "ignored", "there is no data_dir")
         return
     base = Path(_home(folder or ""))
     if not own_rows:

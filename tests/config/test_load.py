@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.config import Config, ConfigError, load, presets
+from shardtrain.config.command_line import split
 from shardtrain.launch.job import to_job
 
 ROOT = Path(__file__).parents[2]
@@ -62,11 +63,14 @@ def test_another_machine_is_told_a_presets_name() -> None:
     assert list(job.command[1:5]) == ["-m", "shardtrain", "train", "debug"]
 
 
-def test_the_file_may_be_named_by_an_option_which_replaces_the_first(tmp_path: Path) -> None:
+def test_the_file_may_be_named_by_an_option_and_two_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "[training]\nsteps = 7\n")
-    loaded = load("another.toml", ["--job.config_file", str(file)])
-    assert loaded.config.training.steps == 7 and loaded.path == file
-    assert load(None, [f"--job.config-file={file}"]).config.training.steps == 7
+    for path, words in ((str(file), ["--job.config_file", str(file)]), (None, [f"--job.config-file={file}"])):
+        loaded = load(path, words)
+        assert loaded.config.training.steps == 7 and loaded.path == file
+    for found in (lambda words: load("a.toml", words), lambda words: split(["a.toml", *words])):
+        with pytest.raises(ConfigError, match=r'job.config_file="b.toml" is a second file, beside a.toml; give one'):
+            found(["--training.steps", "3", "--job.config_file", "b.toml"])
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,15 @@ READING = [
     ),
     ("section as an argument", "", ["--training", "3"], ["--training", "is a section", "--training.KEY"]),
     ("stray word", "", ["steps", "--training.steps=1"], ['"steps"', "belongs to no option", "--section.key VALUE"]),
+    (
+        "accumulation",
+        "[training]\ngradient_accumulation_steps = 4",
+        [],
+        ["is not an option", "training.global_batch_size"],
+    ),
+    ("a name of data", "[training]\ndataset_name = 'c4'", [], ["is not an option", "training.dataset?"]),
+    ("a size elsewhere", "[training]\nvocab_size = 256", [], ["is not an option", "model.overrides.vocab_size"]),
+    ("a project", "[metrics]\nwandb_project = 'p'", [], ["is not an option", "WANDB_PROJECT"]),
     ("second file", "", ["other.toml"], ['"other.toml"', "is a second file"]),
     ("text for a number", "", ["--optimizer.lr", "fast"], ['lr="fast"', "must be a number"]),
     ("fraction as an argument", "", ["--training.steps=2.5"], ["training.steps", "must be an integer", "2 or 3"]),
@@ -94,7 +103,7 @@ READING = [
     ("wrong word", "", ["--training.dtype", "bf16"], ["training.dtype", "bf16", '"float32", "bfloat16"']),
     ("negated non-boolean", "", ["--training.no_steps"], ["--training.no_steps", "is not an option"]),
     ("list of lists as words", "", ["--parallelism.module_fqns_per_model_part", "a,b"], ["list of lists", "as TOML"]),
-    ("missing file on the line", "", ["--job.config_file", "nowhere/x.toml"], ["nowhere/x.toml", "does not exist"]),
+    ("two files", "", ["--job.config_file", "nowhere/x.toml"], ["nowhere/x.toml", "is a second file, beside"]),
 ]
 
 CHECKING = [

@@ -17,6 +17,7 @@ from shardtrain import cli
 from shardtrain.checkpoint import manifest, weights_file
 from shardtrain.dcp import naming
 from shardtrain.dcp.stored import DcpFolder
+from shardtrain.errors import ConfigError
 from shardtrain.models.layers import RotaryAngles, rotate, rotate_pairs
 
 OURS = {"tok_embeddings": "embed", "output": "head", "attention_norm": "attn_norm", "attention": "attn"}
@@ -192,6 +193,66 @@ def test_names_of_wrapped_modules_are_read(tmp_path: Path) -> None:
     )
     assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "wrapped"), str(tmp_path / "a"), *words()]) == 0
     same(tensors_of(tmp_path / "a"), {our_name(name): rows(name, tensor) for name, tensor in plain.items()})
+
+
+def test_a_llama_2_of_the_first_torchtitan_comes_in_and_goes_out(tmp_path: Path, capsys: Any) -> None:
+    folder, ours = saved_one(tmp_path / "step-3"), tmp_path / "ours"
+    assert cli.main(["checkpoint", "from-dcp", str(folder), str(ours), "--model.name=llama2", *words()]) == 0
+    assert "rotary angles" not in capsys.readouterr().out
+    before = DcpFolder(folder)
+    weights = {our_name(n): rows(n, before.tensor(n)) for n in before.tensors if not n.startswith(("optim", "train"))}
+    same({name: tensor for name, tensor in tensors_of(ours).items() if name.startswith("model.")}, weights)
+    assert cli.main(["checkpoint", "to-dcp", str(ours), str(tmp_path / "b"), "--model-only"]) == 0
+    after = DcpFolder(tmp_path / "b")
+    same({n: before.tensor(n) for n in after.tensors}, {n: after.tensor(n) for n in after.tensors})
+
+
+EXPERTS = ["router.gate.weight", *(f"experts.{w}" for w in ("w1", "w2", "w3"))]
+SHARED = [f"shared_experts.{w}.weight" for w in ("w1", "w2", "w3")]
+THEIRS = {
+    # of torchtitan's state dict adapters, without the numbers of layers
+    "llama4": {
+        *(f"attention.{w}.weight" for w in ("wq", "wk", "wv", "wo")),
+        *(f"moe.{name}" for name in [*EXPERTS, *SHARED]),
+        *(f"feed_forward.{w}.weight" for w in ("w1", "w2", "w3")),
+        *("attention_norm.weight", "ffn_norm.weight"),
+    },
+    "deepseek_v2": {
+        *(f"attention.{w}.weight" for w in ("wq", "wkv_a", "kv_norm", "wkv_b", "wo")),
+        *(f"moe.{name}" for name in [*EXPERTS, *SHARED]),
+        *(f"feed_forward.{w}.weight" for w in ("w1", "w2", "w3")),
+        *("attention_norm.weight", "ffn_norm.weight"),
+    },
+}
+
+
+@pytest.mark.parametrize("family", THEIRS)
+def test_names_are_those_of_torchtitans_adapters(family: str) -> None:
+    from shardtrain import models
+
+    module = models.find(family)
+    config = models.shape_of(module, next(iter(module.FLAVORS)), {"num_layers": 4}, "rmsnorm")
+    names = naming.naming(naming.TORCHTITAN, family, config)
+    ours = [name for name, _ in models.build(module, config).named_parameters()]
+    found = [names.theirs(name) for name in ours]
+    assert len(set(found)) == len(found)
+    ends = {name.split(".", 2)[2] for name in found if name.startswith("layers.")}
+    assert ends == THEIRS[family]
+    assert {name for name in found if not name.startswith("layers.")} == {
+        "tok_embeddings.weight",
+        "norm.weight",
+        "output.weight",
+    }
+
+
+def test_a_model_that_is_laid_out_otherwise_is_refused_both_ways(tmp_path: Path, capfd: Any) -> None:
+    folder = saved_one(tmp_path / "step-3")
+    assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), "--model.name=gpt_oss"]) == 2
+    told = capfd.readouterr().err
+    assert "gpt_oss" in told and "w1 and w3 as one matrix" in told and "shardtrain import" in told
+    with pytest.raises(ConfigError, match=r"w1 and w3 as one matrix there.*--names=shardtrain"):
+        naming.naming(naming.TORCHTITAN, "gpt_oss", None)
+    assert not (tmp_path / "ours").exists()
 
 
 def test_angles_that_torchtitan_computes_otherwise_are_told() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from dcp_folders import saved_one, words
@@ -74,3 +77,22 @@ def test_names_of_tables_and_lists_are_joined_by_dots(tmp_path: Path) -> None:
     found = FlatFile(tmp_path / "x.pt")
     assert list(found.tensors) == ["a.b.0"] and list(found.objects) == ["a.b.1", "c", "d"]
     assert found.value("a.b.1") == 3 and found.value("c") == "text" and found.value("d") is None
+
+
+def test_training_from_what_torchtitan_wrote_names_the_way(good: Path, tmp_path: Path) -> None:
+    """As the first weights, in a folder and as one file, and as a step of the run's own folder."""
+    titan = tmp_path / "run" / "checkpoint" / "step-3"
+    shutil.copytree(good, titan)
+    small = ["--checkpoint.enable", "--training.seq_len=16", "--training.device=cpu", "--nproc=1", *words()]
+    file = good.with_name("checkpoint.pt")
+    starts = {
+        file: [f"--checkpoint.initial_load_path={file}", "--job.dump_folder=out"],
+        good: [f"--checkpoint.initial_load_path={good}", "--job.dump_folder=out"],
+        titan: [f"--job.dump_folder={tmp_path / 'run'}"],
+    }
+    for place, options in starts.items():
+        line = [sys.executable, "-m", "shardtrain", "train", "debug", *small, *options]
+        done = forked.run(line, cwd=tmp_path, capture_output=True, text=True)
+        told = [line for line in done.stderr.splitlines() if line.startswith("error")]
+        assert done.returncode == 5 and len(told) == 1, done.stderr[-2000:]
+        assert f"`shardtrain checkpoint from-dcp {place} NEW`" in told[0] and told[0].count("use another") <= 1

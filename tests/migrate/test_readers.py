@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from foreign_configs import FILES, LLAMA, write
 
-from shardtrain import config
+from shardtrain import cli, config
 from shardtrain.errors import ConfigError
 from shardtrain.migrate import load, migrate
 from shardtrain.migrate.reading import Migration
@@ -196,6 +198,105 @@ def test_rates_of_a_preset_are_the_closed_form_at_every_step(tmp_path):
         assert learning_rate(c.optimizer, c.lr_scheduler, 1000, step) == pytest.approx(form, rel=1e-12)
 
 
+SCHEDULES = [
+    (
+        {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 1e-6, "warmup_num_steps": 7, "total_num_steps": 30}},
+        ["deepspeed_warmup_decay", 7, "log", 1e-3, 30, 1e-3],
+    ),
+    (
+        {"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "total_num_steps": 30, "cos_min_ratio": 0.1}},
+        ["deepspeed_warmup_cosine", 1000, "linear", 1e-5, 30, 0.1],
+    ),
+    (
+        {
+            "type": "WarmupDecayLR",
+            "params": {
+                **dict.fromkeys(["warmup_min_lr", "warmup_max_lr", "total_num_steps"], "auto"),
+                "warmup_num_steps": 7,
+            },
+        },
+        ["deepspeed_warmup_decay", 7, "log", 1e-5, None, 0.0],
+    ),
+]
+
+
+@pytest.mark.parametrize(("scheduler", "expected"), SCHEDULES)
+def test_schedules_of_deepspeed_that_end_are_followed(tmp_path, scheduler, expected):
+    found = taken(tmp_path, "ds.json", {**LLAMA, "scheduler": scheduler})
+    names = ["name", "warmup_steps", "warmup_type", "lr", "total_steps", "min_lr_factor"]
+    options = [f"{'optimizer' if name == 'lr' else 'lr_scheduler'}.{name}" for name in names]
+    assert of(found, *options) == expected and not found.unsupported
+    assert config.check(config.load_settings(found.settings)) == []
+
+
+WRONG_NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
+    "three batch sizes that disagree": ({"gradient_accumulation_steps": 3}, "train_batch_size=32 is not 8 x 3 x the"),
+    "no end": ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "total_num_steps must be a number of steps"),
+    "a first rate above the peak": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1}}},
+        "warmup_min_lr=1.0 is above warmup_max_lr=0.001",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_NUMBERS)
+def test_numbers_that_deepspeed_itself_refuses_are_refused(tmp_path, name):
+    changed, told = WRONG_NUMBERS[name]
+    with pytest.raises(ConfigError, match=told):
+        taken(tmp_path, "ds.json", {**LLAMA, **changed})
+
+
+def test_what_its_schedule_cannot_do_is_said(tmp_path):
+    cosine = {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 9, "warmup_max_lr": 1e-3, "warmup_min_ratio": 0.5},
+    }
+    found = taken(tmp_path, "ds.json", {**LLAMA, "scheduler": cosine})
+    told = {entry.key.rpartition(".")[2]: entry.text for entry in found.unsupported}
+    assert told.keys() == {"warmup_max_lr", "warmup_min_ratio"} and "begins at 0" in told["warmup_min_ratio"]
+
+
+TABLES = [key for key, value in LLAMA.items() if isinstance(value, dict)]
+
+
+@pytest.mark.parametrize("key", TABLES)
+def test_a_table_may_be_empty_and_is_nothing_else(tmp_path, key):
+    for empty in ({}, None):
+        found = taken(tmp_path, "ds.json", {**LLAMA, key: empty})
+        assert any(entry.key == key or entry.key.startswith(f"{key}.") for entry in found.entries)
+    if key != "activation_checkpointing":  # whose mere presence means something
+        with pytest.raises(ConfigError, match=rf"{key}=3 must be a table; write its keys in it, as {key}\."):
+            taken(tmp_path, "ds.json", {**LLAMA, key: 3})
+
+
+def without_each(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The values without one key, or one key of a table, for each of them."""
+    found = []
+    for key, value in values.items():
+        found.append({other: item for other, item in values.items() if other != key})
+        if isinstance(value, dict):
+            found += [{**values, key: inner} for inner in without_each(value)]
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.endswith((".toml", ".sh"))])
+def test_each_other_key_has_its_answer_where_one_is_missing(tmp_path, name):
+    text = FILES[name]
+    values = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
+    for number, fewer in enumerate(without_each(values)):
+        try:
+            found = taken(tmp_path, f"{number}.json", fewer, 2)
+        except ConfigError:
+            continue
+        keys = {entry.key for entry in found.entries}
+        assert all(leaf in keys or any(leaf.startswith(f"{key}.") for key in keys) for leaf in leaves(fewer)), fewer
+
+
+def test_a_precision_that_is_on_counts_beside_one_that_is_auto(tmp_path):
+    given = {**LLAMA, "bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}
+    assert of(taken(tmp_path, "ds.json", given), "training.mixed_precision_param") == ["float16"]
+
+
 def test_flags_of_fmengine_go_with_its_json(tmp_path):
     json_file = tmp_path / "llama.json"
     json_file.write_text(json.dumps(LLAMA))
@@ -330,6 +431,33 @@ def test_torchtune_references_are_replaced(tmp_path):
     assert of(found, "training.max_norm", "training.dtype") == [float("inf"), "bfloat16"]
 
 
+AXOLOTL = """\
+base_model: base
+sequence_len: 64
+datasets: [{path: a.jsonl, type: alpaca}]
+adapter: lora
+lora_r: 8
+"""
+TRL = json.dumps({"model_name_or_path": "base", "per_device_train_batch_size": 1, "learning_rate": 1e-4, "lora_r": 8})
+ADAPTERS = {
+    "axolotl.yml": AXOLOTL + "lora_target_modules: all-linear\nlora_modules_to_save: [lm_head]\npeft_use_dora: true\n",
+    "trl.json": TRL[:-1]
+    + ', "lora_target_modules": "all-linear", "lora_modules_to_save": ["lm_head"], "use_dora": true}',
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_all_that_a_file_says_of_adapters_is_followed(tmp_path, name):
+    found = taken(tmp_path, name, ADAPTERS[name])
+    options = ("enable", "rank", "target_modules", "modules_to_save", "use_dora")
+    assert of(found, *(f"lora.{option}" for option in options)) == [True, 8, ["all-linear"], ["lm_head"], True]
+    assert not found.unsupported
+    without = taken(tmp_path, "plain.yml", ADAPTERS["axolotl.yml"].replace("adapter: lora\n", ""))
+    assert not [setting for setting in without.settings if setting.option.startswith("lora.")]
+    told = {entry.key: entry.verdict for entry in without.entries}
+    assert {told[key] for key in ("lora_r", "lora_modules_to_save", "peft_use_dora")} == {"ignored"}
+
+
 def test_train_takes_such_a_file_and_says_so(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(LLAMA, indent=1))
@@ -338,6 +466,19 @@ def test_train_takes_such_a_file_and_says_so(tmp_path):
     assert loaded.origins["training.local_batch_size"] == "ds.json:2"
     assert "taken for a file of DeepSpeed" in loaded.notices[0]
     assert config.check(loaded) == []
+
+
+@pytest.mark.parametrize("by_option", [False, True])
+def test_config_reads_such_a_file_as_train_does(tmp_path, by_option, capsys):
+    file = str(write(tmp_path, "llama.json"))
+    words = ["--job.config_file", file] if by_option else [file]
+    assert cli.main(["config", "check", *words, "--nproc", "2", "--training.device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    for key in ("lr-decay-style", "warmup", "min_lr"):
+        assert re.search(rf"ignored +llama.json:\d+: {key} = ", told), key
+    assert re.search(r"renamed +llama.json:\d+: gradient_clipping = 1.0 -> training.max_norm", told)
+    assert cli.main(["config", "show", *words, "--nproc", "2"]) == 0
+    assert re.search(r"^global_batch_size = 32  # llama.json:\d+$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_file_that_names_no_data_or_model_says_what_is_taken(tmp_path):
@@ -402,6 +543,7 @@ HOSTILE = {
     "code": "base_model: !!python/object/apply:os.system ['touch HERE']\nsequence_len: 1",
     "laughs": "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a]\nc: [*b,*b,*b]",
     "deep yaml": "a: " + "[" * 3000 + "]" * 3000,
+    "deep open yaml": "[" * 300_000,
     "deep json": '{"train_batch_size": ' + "[" * 3000 + "]" * 3000 + "}",
     "many": "base_model: x\ndatasets: [" + "1, " * 100_000 + "]",
     "large": "a: " + "x" * 2**21,

@@ -337,6 +337,7 @@ WRONG = {
     "no number": ({"batch_size": "'many'"}, r"yml:19: transformers-params\.batch_size=.many. must be a number"),
     "no truth": ({"is_distributed": "maybe"}, r"yml:12: .*is_distributed=.maybe. must be true or false"),
     "no mode": ({"mode": "predict"}, r"yml:7: .*mode=.predict. must be train or test"),
+    "node of one": ({"current_node": 1}, r"yml:33: .*current_node=1 must be below nodes=1; .*give all nodes"),
     "node": ({"nodes": 2, "current_node": 2}, r"yml:33: .*current_node=2 must be below nodes=2"),
     "address": ({"nodes": 2, "master_addr": ""}, "master_addr is needed"),
     "port": ({"master_port": "99999"}, r"yml:35: .*master_port=99999 must be a port"),
