@@ -23,6 +23,8 @@ from shardtrain.errors import ConfigError, PeerError
 OWN_TO_A_NODE = ("job.dump_folder",)
 """Options that nodes without a shared filesystem may set differently."""
 _POLL_SECONDS = 0.05
+_HEARD_SECONDS = 5.0
+"""How long the first rank waits, after a difference, for the others to read of it."""
 _OPTIONS = "options"
 
 
@@ -57,7 +59,19 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
         store.set(f"facts-{rank}", json.dumps([own, differing]))
     said = store.get("agreed").decode()
     if said:
+        if rank == 0:
+            _wait_until_heard(store, world_size)
+        else:
+            store.set(f"heard-{rank}", "")
         raise ConfigError(said)
+
+
+def _wait_until_heard(store: Any, world_size: int) -> None:
+    """Wait a moment for the others to read the answer: the store may live in this process, and ends with it."""
+    deadline = time.monotonic() + _HEARD_SECONDS
+    names = [f"heard-{rank}" for rank in range(1, world_size)]
+    while time.monotonic() < deadline and not store.check(names):
+        time.sleep(_POLL_SECONDS)
 
 
 def _compare(store: Any, config: Config, own: Mapping[str, str], world_size: int) -> str:

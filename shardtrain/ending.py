@@ -43,7 +43,11 @@ def expect(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> N
         if training.epochs is not None:
             run.total_steps = run.state.step + left
         policy = replace(training, on_data_end="stop") if may_end_early else training
-        if note := check_enough(policy, run.state.step, left, run.total_steps):
+        if run.config.checkpoint.create_seed_checkpoint:
+            note = ""  # no step is made
+        else:
+            note = check_enough(policy, run.state.step, left, run.total_steps)
+        if note:
             logger.warning(note)
     _introduce(run, checkpoints)
 

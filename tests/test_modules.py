@@ -77,12 +77,12 @@ def test_the_variable_names_the_configuration_where_the_command_line_names_none(
     monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "of_variable.toml"))
     for verb in (["train"], ["test"], ["config", "show"], ["config", "check"]):
         assert cli.main(verb) == 2
-        told = capsys.readouterr().err
+        told = "".join(capsys.readouterr())
         assert "stepz" in told and "as CONFIG_FILE says" in told
         named = str(tmp_path / "of_words.toml")
         for words in ([named], ["--job.config_file", named], [f"--job.config-file={named}"]):
             assert cli.main([*verb, *words]) == 2
-            told = capsys.readouterr().err
+            told = "".join(capsys.readouterr())
             assert "stepy" in told and "CONFIG_FILE" not in told
     monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "gone\x1b[31m.toml"))
     assert cli.main(["train"]) == 2

@@ -39,7 +39,8 @@ def look(config: Config, section: str, world_size: int | None) -> tuple[list[Sha
                 end = _open(config, part, notes)
             else:
                 end = _read_rows(config, part, world_size)
-            if end is not None and world_size and section == "training" and not _has_a_checkpoint(config):
+            steps_are_made = section == "training" and not config.checkpoint.create_seed_checkpoint
+            if end is not None and world_size and steps_are_made and not _has_a_checkpoint(config):
                 batch = derived.global_batch_size(config, world_size)
                 check_enough(config.training, 0, -(-end // batch), config.training.steps)
         except ShardtrainError as error:

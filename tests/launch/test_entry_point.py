@@ -82,7 +82,7 @@ def test_the_script_trains_with_two_ranks_in_an_empty_environment(tmp_path):
 
 
 def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
-    more = {"checkpoint.enable": "true"}
+    more = {"checkpoint.enable": "true", "training.on_data_end": "repeat"}
     process = start([str(ROOT / "run_train.sh"), *options(tmp_path / "run", 100_000, **more)], bare(tmp_path, NGPU="2"))
     try:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 1)

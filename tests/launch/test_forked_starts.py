@@ -20,6 +20,7 @@ from tiers import cases
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config, Job
 from shardtrain.launch import local
+from shardtrain.parallel import private_store
 
 STARTS = int(os.environ.get("SHARDTRAIN_FORKED_STARTS", "5"))
 """In a row, of each number of ranks; 667 are 2,000 in all."""
@@ -27,7 +28,10 @@ STARTS = int(os.environ.get("SHARDTRAIN_FORKED_STARTS", "5"))
 
 def meet(_: Loaded) -> None:
     """Join a group, compute with autograd, which has threads, and sum up."""
-    dist.init_process_group("gloo")
+    folder = private_store.folder_of(os.environ)
+    assert folder is not None
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=private_store.group_store(folder), rank=rank, world_size=size)
     numbers = torch.ones(64, 64, requires_grad=True)
     (numbers @ numbers).sum().backward()
     total = torch.ones(1)

@@ -30,7 +30,7 @@ def test_all_processes_are_gone_within_ten_seconds_of_a_kill(tmp_path, victim):
     seconds = []
     for number in range(ENDS):
         folder = tmp_path / str(number)
-        process = run(config(folder, steps=1000))
+        process = run(config(folder, steps=1000, on_data_end="repeat"))
         pids = [pid_of(folder, rank) for rank in range(2)]
         # in the middle of steps, saves and validation
         wait_for(lambda folder=folder: (folder / "metrics.jsonl").exists())
