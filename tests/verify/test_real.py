@@ -249,7 +249,7 @@ def test_words_that_do_not_go_together_are_refused(words, named):
 CHECKS = list(real.general(SMALL))
 MEMORY = int(float(os.environ.get("SHARDTRAIN_REAL_GIB", "2")) * 2**30)
 """What a check at real size may take here, where several tests run at once; those that need more skip, and say so.
-``SHARDTRAIN_REAL_GIB=16`` runs those beyond 2^31 numbers too, as ``shardtrain verify --real`` does by itself."""
+``SHARDTRAIN_REAL_GIB=17`` runs those beyond 2^31 numbers too, as ``shardtrain verify --real`` does by itself."""
 
 
 @pytest.mark.parametrize("check", cases(CHECKS[:3], nightly=CHECKS[3:]), ids=lambda c: f"{c.name}-{c.size}-{c.mesh}")
