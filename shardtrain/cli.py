@@ -214,18 +214,27 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     accelerators = environment.count_accelerators(loaded.config.training.device)
     cores = environment.usable_cores()
     choice = environment.choose_processes(loaded.config, arguments.nproc, os.environ, accelerators, cores)
+    restarts = arguments.max_restarts or 0
+    # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves
+    # each rank the import of torch: measured in docs/launch.md.
+    forks = accelerators == 0 and sys.platform == "linux" and (choice.count > 1 or restarts > 0)
+    machine = verdict.here(loaded, None, choice.count, choice.count)
     # what it has to tell without stopping is in the rank's log
-    verdict.require(loaded, verdict.here(loaded, None, choice.count, choice.count))
+    if forks:
+        from shardtrain import config
+
+        if not config.problems_of(loaded, choice.count, machine.device, accelerators):
+            _trainer()  # the import of torch is needed, and the child need not pay for it again
+        verdict.require_in_child(loaded, machine)
+    else:
+        verdict.require(loaded, machine)
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
-    restarts = arguments.max_restarts or 0
     if choice.count == 1 and not restarts:
         local.prepare(Path(loaded.config.job.dump_folder))
         return _go_on(local.run_rank(loaded, _trainer()))
-    # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves
-    # each rank the import of torch: measured in docs/launch.md.
-    if accelerators == 0 and sys.platform == "linux":
+    if forks:
         return _go_on(local.launch(loaded, choice.count, main=_trainer(), max_restarts=restarts))
     command = (sys.executable, "-m", "shardtrain", "train", *words)
     return _go_on(local.launch(loaded, choice.count, command=command, max_restarts=restarts))

@@ -6,16 +6,20 @@ model built without memory, and whether its states fit the machine. Torch is imp
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardtrain import config
+from shardtrain import config, errors
 from shardtrain.config import Loaded, secondary
 from shardtrain.config.machine import mesh_notes
 from shardtrain.errors import ConfigError, FolderTaken, Problem, ShardtrainError
 from shardtrain.verdict.machine import Machine, here, named
 
-__all__ = ["Machine", "Verdict", "here", "judge", "named", "require"]
+__all__ = ["Machine", "Verdict", "here", "judge", "named", "require", "require_in_child"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,54 @@ def require(loaded: Loaded, machine: Machine) -> None:
         DataError, CheckpointError: where all is well but the data, or the first weights.
     """
     judge(loaded, machine).raise_errors()
+
+
+def require_in_child(loaded: Loaded, machine: Machine) -> None:
+    """As ``require``, in a child: libraries that open data start threads, and this process is about to fork its ranks.
+
+    Raises:
+        ShardtrainError: what ``require`` raises; or the child was killed, as when a library crashes.
+    """
+    receiver, sender = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(receiver)
+            answer = None
+            try:
+                require(loaded, machine)
+            except ShardtrainError as error:
+                answer = [type(error).__name__, [str(line) for line in getattr(error, "problems", [error])]]
+            with os.fdopen(sender, "w") as pipe:
+                json.dump(answer, pipe)
+            code = 0
+        except KeyboardInterrupt:
+            pass  # the parent was interrupted too, and tells
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(sender)
+    with os.fdopen(receiver) as pipe:
+        said = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code:
+        how = f"was killed by signal {-code}" if code < 0 else "failed"
+        raise ShardtrainError(f"the process that looks at data, tokenizer and model before ranks start {how}")
+    answer = json.loads(said)
+    if answer is None:
+        return
+    kind, lines = getattr(errors, answer[0]), answer[1]
+    if issubclass(kind, ConfigError):
+        raise kind(lines)
+    told = kind("\n".join(lines))
+    if len(lines) > 1:
+        told.problems = tuple(lines)
+    raise told
 
 
 def judge(loaded: Loaded, machine: Machine | None) -> Verdict:

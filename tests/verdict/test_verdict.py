@@ -7,6 +7,7 @@ thing, on one rank, so that a refusal that the check does not know of would be f
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from tiers import cases
 
 from shardtrain import cli, train
 from shardtrain import config as configs
+from shardtrain.errors import ShardtrainError
 from shardtrain.hardware import GPUS, peak_flops
-from shardtrain.verdict import judge, machine, memory, model
+from shardtrain.verdict import judge, machine, memory, model, require, require_in_child
 
 SMALL = """
 [job]
@@ -272,6 +274,34 @@ def test_the_check_refuses_what_train_refuses_in_the_same_lines(name: str, capsy
 def test_what_the_check_passes_begins(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert checked(capsys, SOUND[name]) == (0, [])
     assert started(SOUND[name]) == (0, [])
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc, and ranks are forked on Linux alone")
+@pytest.mark.parametrize(
+    "words", [[], ["--training.steps=100000"], ["--training.seq_len=0", "--job.dump_folder=rows.jsonl"]]
+)
+@pytest.mark.usefixtures("no_steps")
+def test_a_process_that_will_fork_opens_nothing_itself(folder: Path, words: list[str]) -> None:
+    """Tokenizers and Arrow start threads, and a lock that one of them holds is never free in a rank forked then."""
+    tiny_tokenizers.bpe_folder(folder / "bpe")
+    loaded = configs.load("run.toml", ["--model.tokenizer_path=bpe", *words], keep_problems=True)
+    before = threads()
+    in_child: ShardtrainError | None = None
+    try:
+        require_in_child(loaded, machine.here(loaded, 1))
+    except ShardtrainError as error:
+        in_child = error
+    assert threads() == before
+    try:
+        require(loaded, machine.here(loaded, 1))
+    except ShardtrainError as error:
+        assert in_child is not None and (type(in_child), str(in_child)) == (type(error), str(error))
+    else:
+        assert in_child is None and not words
 
 
 @pytest.mark.usefixtures("no_steps")
