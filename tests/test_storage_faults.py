@@ -164,7 +164,9 @@ def deletes_its_folder(loaded: Loaded) -> object:
 
     def noted(run: train.Run) -> Any:
         if run.state.step == 3 and os.environ["RANK"] == "0":
-            shutil.rmtree(loaded.config.job.dump_folder)
+            # moved away at once: a file that a thread writes meanwhile would let rmtree fail
+            folder = Path(loaded.config.job.dump_folder)
+            shutil.rmtree(folder.rename(folder.with_name("lost")))
         return step(run)
 
     train.step = noted
