@@ -30,7 +30,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config, Job
-from shardtrain.errors import ShardtrainError
+from shardtrain.utils.errors import ShardtrainError
 
 State = dict[str, torch.Tensor]
 

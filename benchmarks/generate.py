@@ -28,8 +28,8 @@ import torch
 import transformers
 from hf_models import copy_weights
 
-from shardtrain.generate.engine import Generator
 from shardtrain.models import find
+from shardtrain.tools.generate.engine import Generator
 
 PROMPT, NEW = 64, 48
 DIM, LAYERS, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 512, 8, 8, 4, 64, 1408, 8192

@@ -90,7 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         total, largest_file, largest_tensor = write_model(root / "hf")
-        empty = measure(["-c", "import torch, safetensors, shardtrain.hub.importing, time; time.sleep(0.3)"])
+        empty = measure(["-c", "import torch, safetensors, shardtrain.hf.importing, time; time.sleep(0.3)"])
         cli, bound = ["-m", "shardtrain"], ["--shard_gigabytes", str(SHARD_GIGABYTES), "--check", "weights"]
         taken = measure([*cli, "import", str(root / "hf"), "--to", str(root / "checkpoint")])
         given = measure([*cli, "export", str(root / "checkpoint"), "--to", str(root / "back"), *bound])

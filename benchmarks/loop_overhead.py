@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from shardtrain import data, models, train
+from shardtrain import data, models
 from shardtrain.config.schema import Comm, Config
+from shardtrain.distributed import process_group as world
 from shardtrain.metrics import Metrics
-from shardtrain.parallel import world
-from shardtrain.run_facts import ReduceOverMesh, run_facts
+from shardtrain.train import trainer as train
+from shardtrain.train.run_facts import ReduceOverMesh, run_facts
 
 SHAPE = {
     "vocab_size": 2048,

@@ -26,9 +26,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import torch.distributed as dist
 
-from shardtrain import train
 from shardtrain.config.schema import Comm, Config
-from shardtrain.parallel import world
+from shardtrain.distributed import process_group as world
+from shardtrain.train import trainer as train
 
 COMMON = {"vocab_size": 2048, "dim": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
 MODELS = {

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardtrain import __version__, process
+from shardtrain import __version__
 from shardtrain.config.command_line import CommandLine, split, with_variable
-from shardtrain.errors import ConfigError, Problem, ShardtrainError
+from shardtrain.utils import process
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 if TYPE_CHECKING:
     from shardtrain.config import Loaded
@@ -90,7 +91,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _complain(code: int, problems: Sequence[str]) -> int:
-    from shardtrain.masking import redact, visible
+    from shardtrain.utils.redact import redact, visible
 
     for problem in problems:
         print(f"error[{code}]: {redact(visible(problem, lines=False))}", file=sys.stderr)
@@ -113,8 +114,8 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
         preset = None if verb == "test" else presets.FIRST
         loaded = config.load(arguments.path, arguments.overrides, preset=preset, keep_problems=keep_problems)
         return loaded, arguments
-    from shardtrain import migrate
     from shardtrain.launch import environment
+    from shardtrain.tools import migrate
 
     path, overrides = Path(arguments.path), arguments.overrides
     if environment.is_rank(os.environ) and not arguments.nnodes:
@@ -137,8 +138,8 @@ FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
 
 def _load_flags(arguments: CommandLine) -> Loaded:
     """The configuration that FMEngine's flags ask for; what it is depends on the number of ranks."""
-    from shardtrain import migrate
     from shardtrain.launch import environment
+    from shardtrain.tools import migrate
 
     world = os.environ.get("WORLD_SIZE", "")
     if world.isdecimal():
@@ -153,10 +154,10 @@ def _load_flags(arguments: CommandLine) -> Loaded:
 def _config(words: list[str]) -> int:
     """Show, check or explain a configuration; migrate one of another system."""
     if words[:1] == ["migrate"]:
-        return _module("shardtrain.migrate.command")(words[1:])
+        return _module("shardtrain.tools.migrate.command")(words[1:])
     if words[:1] == ["check"]:
         opener = lambda found: _open(found, "config", keep_problems=True)  # noqa: E731
-        return _module("shardtrain.verdict.command")(words[1:], opener)
+        return _module("shardtrain.train.preflight.command")(words[1:], opener)
     return _module("shardtrain.config.command")(words, lambda found: _open(found, "config"))
 
 
@@ -169,7 +170,7 @@ def _train(words: list[str]) -> int:
 
     loaded, arguments = _open(arguments, "train", keep_problems=True)
     if loaded.config.comm.mode == "fake_backend":
-        return _module("shardtrain.simulated", "run")(loaded, arguments.nproc)
+        return _module("shardtrain.train.simulated", "run")(loaded, arguments.nproc)
     if environment.is_rank(os.environ) and not arguments.nnodes:
         if arguments.max_restarts and "SHARDTRAIN_PARENT" not in os.environ:
             rule = "is for ranks that this command starts, and a launcher has started this one"
@@ -178,7 +179,7 @@ def _train(words: list[str]) -> int:
         _train_rank(loaded)
     several = nodes.find(arguments, os.environ)
     if several:
-        from shardtrain import verdict
+        from shardtrain.train import preflight as verdict
 
         def require(world_size: int | None, local_ranks: int) -> None:
             verdict.require(loaded, verdict.here(loaded, None, world_size, local_ranks))
@@ -189,8 +190,8 @@ def _train(words: list[str]) -> int:
 
 def _train_rank(loaded: Loaded) -> NoReturn:
     """One rank of several, started by torchrun, by srun, or by ``_train_here`` as a fresh process."""
-    from shardtrain import verdict
     from shardtrain.launch import environment, local
+    from shardtrain.train import preflight as verdict
 
     if "SHARDTRAIN_PARENT" in os.environ:
         local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
@@ -207,8 +208,8 @@ def _train_rank(loaded: Loaded) -> NoReturn:
 
 def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int:
     """Check the configuration, choose the number of ranks, and run them from this process."""
-    from shardtrain import verdict
     from shardtrain.launch import environment, local
+    from shardtrain.train import preflight as verdict
 
     environment.set_allocator_default(os.environ)
     accelerators = environment.count_accelerators(loaded.config.training.device)
@@ -249,13 +250,13 @@ def _go_on(code: int) -> int:
 
 
 def _trainer() -> Callable[[Loaded], object]:
-    from shardtrain.train import main as train
+    from shardtrain.train.trainer import main as train
 
     return train
 
 
 def _train_module() -> Any:
-    from shardtrain import train
+    from shardtrain.train import trainer as train
 
     return train
 
@@ -267,7 +268,7 @@ def _module(name: str, function: str = "main") -> Callable[..., int]:
 
 def _checkpoint_of_others(words: list[str]) -> int:
     """The verbs of ``checkpoint`` for folders that other systems write and read."""
-    room = "fmengine" if words[0].endswith("-fmengine") else "dcp"
+    room = "fmengine" if words[0].endswith("-fmengine") else "tools.dcp"
     return _module(f"shardtrain.{room}.command")(words)
 
 
@@ -283,20 +284,20 @@ def _version(_words: list[str]) -> int:
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "verify": lambda words: _module("shardtrain.verify")(words, _train_module),
+    "verify": lambda words: _module("shardtrain.tools.verify")(words, _train_module),
     "config": _config,
-    "data": _module("shardtrain.data_tools.command"),
+    "data": _module("shardtrain.tools.data.command"),
     "checkpoint": lambda words: _module("shardtrain.checkpoint.command")(words, _checkpoint_of_others),
-    "test": lambda words: _module("shardtrain.testing.command")(words, lambda found: _open(found, "test")),
-    "generate": _module("shardtrain.generate.command"),
-    "evaluate": _module("shardtrain.evaluation.command"),
-    "import": _module("shardtrain.hub.command", "import_main"),
-    "export": _module("shardtrain.hub.command", "export_main"),
+    "test": lambda words: _module("shardtrain.tools.test.command")(words, lambda found: _open(found, "test")),
+    "generate": _module("shardtrain.tools.generate.command"),
+    "evaluate": _module("shardtrain.tools.evaluate.command"),
+    "import": _module("shardtrain.hf.command", "import_main"),
+    "export": _module("shardtrain.hf.command", "export_main"),
     "merge": _module("shardtrain.lora.command"),
-    "goodput": _module("shardtrain.goodput.command"),
-    "doctor": _module("shardtrain.doctor"),
+    "goodput": _module("shardtrain.resilience.goodput.command"),
+    "doctor": _module("shardtrain.tools.doctor"),
     "launch": _module("shardtrain.launch.command"),
-    "replay": lambda words: _module("shardtrain.replay")(words, _train_module),
+    "replay": lambda words: _module("shardtrain.tools.replay")(words, _train_module),
     "help": _help,
     "--help": _help,
     "-h": _help,

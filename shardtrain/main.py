@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtrain import cli, process
-from shardtrain.errors import ConfigError, Problem, ShardtrainError
-from shardtrain.masking import visible
+from shardtrain import cli
+from shardtrain.utils import process
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
+from shardtrain.utils.redact import visible
 
 USAGE = """\
 usage: python -m shardtrain.main --params=parameters.yml [--nproc N] [--section.key VALUE ...]
@@ -42,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _read(words: list[str]) -> tuple[str, str, list[str]]:
     """The verb, the file, and what follows them; raises ConfigError."""
-    from shardtrain import migrate
-    from shardtrain.migrate import universal_trainer
+    from shardtrain.tools import migrate
+    from shardtrain.tools.migrate import universal_trainer
 
     rest, path = list(words), None
     for place, word in enumerate(words):

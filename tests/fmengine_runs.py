@@ -14,9 +14,10 @@ from foreign_configs import LLAMA
 from tiny import make_run, whole
 from torch import Tensor
 
-from shardtrain import migrate, train
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.resume import resume
+from shardtrain.tools import migrate
+from shardtrain.train import trainer as train
+from shardtrain.train.resume import resume
 
 VOCABULARY = 512
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "lay", "by", "the", "fire"]

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import torch
 
-import shardtrain.train  # noqa: F401 - so that forks share it
+import shardtrain.train.trainer  # noqa: F401 - so that forks share it
 
 SEED = torch.initial_seed()
 """What a fresh interpreter has."""

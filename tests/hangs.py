@@ -14,14 +14,15 @@ from launched import HELD, TIMEOUT, fork
 from ports import free_port
 from tiny import text_file, tiny_config
 
-from shardtrain import train
-from shardtrain.checkpoint import agree, tensors
+from shardtrain.checkpoint import collectives as agree
+from shardtrain.checkpoint import tensors
 from shardtrain.config import Loaded
 from shardtrain.config.schema import DataLoader
 from shardtrain.data import Stream
 from shardtrain.data.loader import MicroBatches
+from shardtrain.distributed.runner import PlainRunner
 from shardtrain.launch import environment, local
-from shardtrain.parallel.runner import PlainRunner
+from shardtrain.train import trainer as train
 
 LIMIT = max(3, round(patience.seconds(0.5)))
 """comm.hang_timeout_seconds: more than a rank that is well may be silent on a machine as busy as this one is."""

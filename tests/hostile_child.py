@@ -28,9 +28,9 @@ from shardtrain.data import sources
 from shardtrain.data.chat_template import ChatTemplate
 from shardtrain.data.shards import ShardLine
 from shardtrain.data.tokenizer import open_tokenizer
-from shardtrain.errors import ShardtrainError
 from shardtrain.launch import failure, local
 from shardtrain.metrics.sinks.jsonl import JsonlFile
+from shardtrain.utils.errors import ShardtrainError
 
 SECONDS, BYTES = 30, 2 * 2**30
 """Limits of one artefact: time, and growth of the memory of the process."""
@@ -59,7 +59,7 @@ def hook(event: str, args: tuple[Any, ...]) -> None:
         return
     if event == "code.__new__" and str(args[1]) == "<template>":
         return  # Jinja makes a traceback point into the template; nothing of it is run
-    if event == "subprocess.Popen" and list(args[1]) == [sys.executable, "-P", "-m", "shardtrain.confined"]:
+    if event == "subprocess.Popen" and list(args[1]) == [sys.executable, "-P", "-m", "shardtrain.utils.sandbox"]:
         return  # opens it first within limits; what is wrong with it then is told here
     if event in ALWAYS:
         events.append(f"{event} {str(args)[:100]}")
@@ -206,8 +206,8 @@ def main(root: Path) -> None:
     import tokenizers  # noqa: F401
     import torch._dynamo  # noqa: F401 - makes a folder for its cache when it is imported
 
-    import shardtrain.data_tools.show
-    import shardtrain.train  # noqa: F401
+    import shardtrain.tools.data.show
+    import shardtrain.train.trainer  # noqa: F401
 
     found = hostile_files.make(root)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

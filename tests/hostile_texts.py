@@ -16,9 +16,9 @@ from types import MappingProxyType
 import patience
 
 from shardtrain.config import Config, Loaded
-from shardtrain.config.launch_schema import Launch
-from shardtrain.errors import ConfigError
+from shardtrain.config.schema.launch import Launch
 from shardtrain.launch.job import Job, refuse_unsafe, to_job
+from shardtrain.utils.errors import ConfigError
 
 TEXTS = int(os.environ.get("SHARDTRAIN_HOSTILE", "500"))
 FEW = TEXTS if TEXTS > 500 else 50

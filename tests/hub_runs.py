@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.errors import CheckpointError, ConfigError
-from shardtrain.hub.model import recognise
-from shardtrain.resume import resume
+from shardtrain.hf.model import recognise
+from shardtrain.train.resume import resume
+from shardtrain.utils.errors import CheckpointError, ConfigError
 
 MESHES: dict[str, dict[str, int]] = {
     "fsdp=2 tp=2": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},

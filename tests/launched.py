@@ -9,7 +9,7 @@ from pathlib import Path
 import patience
 from tiny import text_file, tiny_config
 
-from shardtrain import stopping
+from shardtrain.resilience import signals as stopping
 
 STEPS, HELD = 6, 3
 """Steps of the run, and the one in which it is held."""

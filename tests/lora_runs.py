@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.hub.model import recognise
-from shardtrain.run_folder import write_resolved_config
+from shardtrain.hf.model import recognise
+from shardtrain.train.run_folder import write_resolved_config
 
 
 def adapter_config(base: Path, folder: Path, **sections: dict[str, Any]) -> Config:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain import verify
-from shardtrain.errors import ConfigError
-from shardtrain.verify import probes, promises, request, workers
+from shardtrain.tools import verify
+from shardtrain.tools.verify import probes, promises, request, workers
+from shardtrain.utils.errors import ConfigError
 
 
 def ask(folder: Path, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:

@@ -10,11 +10,11 @@ from ranks import run_ranks
 from tiny import tiny_config
 
 from shardtrain.config import Loaded
-from shardtrain.doctor import network, storage
-from shardtrain.doctor import rank as doctor
-from shardtrain.doctor.finding import Said
-from shardtrain.doctor.here import Here
-from shardtrain.doctor.line import Line
+from shardtrain.tools.doctor import network, storage
+from shardtrain.tools.doctor import rank as doctor
+from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.result import Said
+from shardtrain.tools.doctor.store_channel import Line
 
 END_SECONDS = 60.0
 ABSENT = "absent"

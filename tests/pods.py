@@ -16,8 +16,8 @@ import patience
 from ports import free_port
 
 from shardtrain import config
-from shardtrain.launch import kubernetes
 from shardtrain.launch.job import to_job
+from shardtrain.launch.platforms import kubernetes
 
 ROOT = Path(__file__).parents[1]
 # what this machine may say to a launcher, and a container would not

@@ -63,12 +63,14 @@ from search_space import (
 from torch import Tensor
 
 from shardtrain import config as configs
-from shardtrain import log, models, train
+from shardtrain import models
 from shardtrain.config import Loaded
-from shardtrain.errors import ConfigError, PeerError, ShardtrainError
-from shardtrain.parallel import LOSS_AXES
-from shardtrain.parallel.world import World
-from shardtrain.shards import to_full
+from shardtrain.distributed import LOSS_AXES
+from shardtrain.distributed.process_group import World
+from shardtrain.ops.dtensor import to_full
+from shardtrain.train import trainer as train
+from shardtrain.utils import log
+from shardtrain.utils.errors import ConfigError, PeerError, ShardtrainError
 
 ROOT = Path(__file__).parents[1]
 IDLE_SECONDS = 60

@@ -23,12 +23,12 @@ from typing import Any
 import patience
 import torch
 
-from shardtrain import train
 from shardtrain.checkpoint import lease
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.errors import ShardtrainError
 from shardtrain.launch import local
+from shardtrain.train import trainer as train
+from shardtrain.utils.errors import ShardtrainError
 
 BY_PATH = ("open", "rename", "replace", "link", "mkdir", "stat", "unlink", "scandir", "listdir", "statvfs", "utime")
 BY_DESCRIPTOR = ("write", "fsync", "preadv", "fstat")

@@ -16,9 +16,9 @@ from tiny import tiny_config
 from shardtrain.checkpoint.best import POINTER, read_pointer
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.data.content import NOTES, Contents, WholeFile
-from shardtrain.errors import CheckpointError
+from shardtrain.data.file_hashes import NOTES, Contents, WholeFile
 from shardtrain.metrics.sinks.jsonl import JsonlFile, read_records
+from shardtrain.utils.errors import CheckpointError
 
 FLIPS = int(os.environ.get("SHARDTRAIN_RUN_FLIPS", "20"))
 """Flipped bits of each case; 167 are 1,000 in all."""

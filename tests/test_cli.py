@@ -17,7 +17,7 @@ import pytest
 
 from shardtrain import __version__, cli
 from shardtrain.config import command_line
-from shardtrain.data_tools import command
+from shardtrain.tools.data import command
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("*.toml"))
@@ -68,7 +68,7 @@ def test_the_verbs_of_data_are_the_modules_with_a_main():
 
 
 def test_a_verb_of_data_gets_the_words_after_it_and_gives_the_status(capsys, monkeypatch):
-    tool = types.ModuleType("shardtrain.data_tools.check")
+    tool = types.ModuleType("shardtrain.tools.data.check")
     tool.main = lambda words: print(words) or 3
     monkeypatch.setitem(sys.modules, tool.__name__, tool)
     assert answer(capsys, "data", "check", "a.toml", "--json") == (3, "['a.toml', '--json']\n", "")

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from tiny import Ended, tiny_config, train_whole
 
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError, DataError
+from shardtrain.utils.errors import ConfigError, DataError
 
 STEPS = 10
 """Of a run that begins again: the data are read to their end after four."""

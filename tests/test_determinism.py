@@ -12,8 +12,8 @@ from ranks import run_ranks
 from tiny import Ended, assert_bitwise, assert_same_numbers, make_run, tiny_config, train_steps, train_whole, whole
 
 from shardtrain import config as configs
-from shardtrain import train
 from shardtrain.config.schema import Config
+from shardtrain.train import trainer as train
 
 LARGE_SEEDS = (17982163893102248868, 2**64 - 1)
 """Seeds above 2**63 have overflowed the generators of other trainers."""

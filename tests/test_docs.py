@@ -69,7 +69,7 @@ SMALLER = {
         "--training.local_batch_size=1 ", ""
     ),
     "python main.py --params=examples/universal_trainer/parameters.yml --job.dump_folder outputs/universal_trainer": "",
-    "./run_tests.sh": "--collect-only -q tests/test_units.py",
+    "./run_tests.sh": "--collect-only -q tests/utils/test_units.py",
     "shardtrain verify": "--mesh dp_shard=2",  # the whole list takes half a minute
     'shardtrain verify configs/debug.toml --mesh tp=2 --mesh "pp=2,dp_shard=2" --mesh cp=2': (
         "--model.overrides.num_layers 2 --training.seq_len 32"
@@ -78,10 +78,10 @@ SMALLER = {
 NOT_RUN = {
     ".ci/run": "it runs these tests",
     "python tests/search.py --seed 0 --count 500": "it takes half an hour; tests/test_search.py runs it in parts",
-    "shardtrain verify my_model.py": "the file is the reader's; tests/verify write some of their own",
+    "shardtrain verify my_model.py": "the file is the reader's; tests/tools/verify write some of their own",
     "pip install -c constraints/cpu.txt -e .": "tests do not change the environment that they run in",
     "shardtrain data download --repo_id meta-llama/Llama-3.1-8B --assets tokenizer": (
-        "it needs the network and a token; tests/data_tools download from a server of their own"
+        "it needs the network and a token; tests/tools/data download from a server of their own"
     ),
     "python scripts/download_hf_assets.py --repo_id meta-llama/Llama-3.1-8B --assets tokenizer": "likewise",
     "sbatch multinode_trainer.slurm --training.steps 1000": "it needs a cluster; tests/launch/test_slurm.py runs it",

@@ -16,9 +16,9 @@ from tiny import Ended, assert_bitwise, make_run, tiny_config, train_whole
 from torch import Tensor, nn
 
 import shardtrain.models
-from shardtrain import train
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError
+from shardtrain.train import trainer as train
+from shardtrain.utils.errors import ConfigError
 
 MODEL_FILE = '''
 """A decoder with dropout after the embedding, in attention's residual and in the feed-forward."""

@@ -16,13 +16,14 @@ from ranks import run_ranks
 from tiny import Ended, text_file, tiny_config, train_whole
 
 from shardtrain import config as configs
-from shardtrain import data, profiling
+from shardtrain import data
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError
-from shardtrain.goodput.account import BINS
-from shardtrain.parallel import world
-from shardtrain.schedule import learning_rate
+from shardtrain.distributed import process_group as world
+from shardtrain.metrics import profiling
+from shardtrain.optim.lr_scheduler import learning_rate
+from shardtrain.resilience.goodput.account import BINS
+from shardtrain.utils.errors import ConfigError
 
 BINS_OF_GOODPUT = ["goodput", *(f"goodput_{name}_seconds" for name in BINS)]
 KEYS = [

@@ -24,9 +24,10 @@ from ranks import run_ranks
 from tiers import cases, chosen
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
-from shardtrain import resume, train
 from shardtrain.config.schema import Config
-from shardtrain.shards import to_full
+from shardtrain.ops.dtensor import to_full
+from shardtrain.train import resume
+from shardtrain.train import trainer as train
 
 STEPS, SAVED = 20, 10
 LOSS_RELATIVE = 1e-6

@@ -17,10 +17,11 @@ import torch
 from tiers import cases
 from tiny import tiny_config
 
-from shardtrain import data, train
+from shardtrain import data
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.parallel.world import World
+from shardtrain.distributed.process_group import World
+from shardtrain.train import trainer as train
 
 STEPS = 60
 TEXT = "".join(random.Random(1).choices("abcdefghij \n", k=STEPS * 4 * 16 - 9))

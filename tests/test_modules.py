@@ -12,9 +12,10 @@ from typing import Any, get_args, get_origin
 import patience
 import pytest
 
-from shardtrain import as_module, cli, config
+from shardtrain import cli, config
 from shardtrain.config.options import options
-from shardtrain.errors import ConfigError
+from shardtrain.utils import as_module
+from shardtrain.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardtrain"
@@ -28,7 +29,7 @@ def is_program(tree: ast.Module) -> bool:
 
 
 def test_each_module_run_by_python_does_something_or_fails(capsys):
-    """Without the refusal `python -m shardtrain.evaluate --from RUN` would define functions and end with status 0."""
+    """Without the refusal `python -m shardtrain.train.validation --from RUN` would define functions and end with status 0."""
     modules = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES}
     refused = 0
     for path, name in modules.items():
@@ -57,7 +58,11 @@ def python(*words: str, **names: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "words",
-    [["-m", "shardtrain.evaluate", "--from", "runs/a"], ["-um", "shardtrain.generate"], ["-mshardtrain.launch.runai"]],
+    [
+        ["-m", "shardtrain.train.validation", "--from", "runs/a"],
+        ["-um", "shardtrain.tools.generate"],
+        ["-mshardtrain.launch.runai"],
+    ],
 )
 def test_python_itself_asks_before_it_runs_a_module(words):
     done = python(*words)

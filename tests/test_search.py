@@ -41,8 +41,9 @@ from search_space import (
 from tiers import cases
 
 from shardtrain import config as configs
-from shardtrain.errors import ConfigError, Problem
-from shardtrain.parallel import pipeline, shard
+from shardtrain.distributed import fsdp as shard
+from shardtrain.distributed import pipeline_parallel as pipeline
+from shardtrain.utils.errors import ConfigError, Problem
 
 SEED = int(os.environ.get("SHARDTRAIN_SEARCH_SEED", "0"))
 COUNT = int(os.environ.get("SHARDTRAIN_SEARCH", "20"))

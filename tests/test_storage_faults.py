@@ -17,9 +17,9 @@ from storage_faults import KINDS, Fault
 from tiers import cases
 from tiny import tiny_config
 
-from shardtrain import train
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
+from shardtrain.train import trainer as train
 
 KILLS = int(os.environ.get("SHARDTRAIN_RUN_KILLS", "2"))
 """Kills of each case; 50 are 300 in all."""

@@ -19,13 +19,15 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
-from shardtrain import data, log, optim, train
+from shardtrain import data, optim
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.errors import PeerError, ShardtrainError
-from shardtrain.parallel import LOSS_AXES
-from shardtrain.parallel.world import World
-from shardtrain.shards import to_full
+from shardtrain.distributed import LOSS_AXES
+from shardtrain.distributed.process_group import World
+from shardtrain.ops.dtensor import to_full
+from shardtrain.train import trainer as train
+from shardtrain.utils import log
+from shardtrain.utils.errors import PeerError, ShardtrainError
 
 # As many as a wrong update, a wrong state of the optimizer and a wrong rate need to show
 STEPS = 4

@@ -11,7 +11,7 @@ from shardtrain.checkpoint import files, retention
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config import task_file
 from shardtrain.config.schema import Config
-from shardtrain.log import logger
+from shardtrain.utils.log import logger
 
 POINTER = "best.json"
 DEFAULT_METRIC = "validation.loss"

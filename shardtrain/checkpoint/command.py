@@ -11,8 +11,8 @@ from typing import Any
 from shardtrain.checkpoint import best, files, interval, manifest, retention, weights_file
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.storage import Place, place
-from shardtrain.errors import CheckpointError, ConfigError, Problem, StorageError
-from shardtrain.units import format_bytes, format_seconds, parse_seconds
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, StorageError
+from shardtrain.utils.units import format_bytes, format_seconds, parse_seconds
 
 USAGE = """\
 usage: shardtrain checkpoint VERB ...
@@ -40,7 +40,7 @@ one. All may be addresses of an object store, such as s3://bucket/run/step-500; 
 
 
 def main(words: Sequence[str], dcp: Callable[..., int] | None = None) -> int:
-    """Run one verb; gives the exit status. ``dcp`` runs those of ``shardtrain.dcp``, which knows models."""
+    """Run one verb; gives the exit status. ``dcp`` runs those of ``shardtrain.tools.dcp``, which knows models."""
     verb, rest = (words[0], words[1:]) if words else ("help", [])
     if verb in ("help", "--help", "-h") or (verb not in _ELSEWHERE and {"--help", "-h"} & {*rest}):
         print(USAGE, end="")
@@ -67,7 +67,7 @@ def _list(folder: Place) -> int:
         print(_line(folder, manifest.read(folder)))
         return 0
     if isinstance(folder, Path) and (folder / "config.json").is_file():
-        from shardtrain.hub import listing
+        from shardtrain.hf import listing
 
         print(listing.line(folder))
         return 0

@@ -12,9 +12,10 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from shardtrain.checkpoint import background, files, retention
-from shardtrain.checkpoint.agree import together
-from shardtrain.checkpoint.background import Writing
+from shardtrain.checkpoint import async_save as background
+from shardtrain.checkpoint import files, retention
+from shardtrain.checkpoint.async_save import Writing
+from shardtrain.checkpoint.collectives import together
 from shardtrain.checkpoint.lease import Lease
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.storage import Place

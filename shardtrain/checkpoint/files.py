@@ -16,9 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from shardtrain import moving, whole_file
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.objects import ObjectPath
+from shardtrain.resilience import progress as moving
+from shardtrain.utils import atomic_io as whole_file
 
 PIECE_BYTES = 2**23
 """Written and hashed at a time: while one thread writes a piece another hashes it."""

@@ -8,15 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from shardtrain.checkpoint import manifest, relay, retention
+from shardtrain.checkpoint import manifest, retention
+from shardtrain.checkpoint import rank0_storage as relay
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.agree import exchange, together
+from shardtrain.checkpoint.collectives import exchange, together
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.save import Saver
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
-from shardtrain.errors import CheckpointError, ConfigError
-from shardtrain.log import logger
+from shardtrain.utils.errors import CheckpointError, ConfigError
+from shardtrain.utils.log import logger
 
 
 class Checkpoints(Saver):

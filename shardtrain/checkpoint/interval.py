@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from shardtrain.config.schema import Checkpoint
-from shardtrain.log import logger
+from shardtrain.utils.log import logger
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 10.0, 4 * 3600.0
 LARGEST_SHARE = 0.1

@@ -20,11 +20,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardtrain import whole_file
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.errors import ConfigError, FolderTaken
-from shardtrain.log import logger
+from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils.errors import ConfigError, FolderTaken
+from shardtrain.utils.log import logger
 
 LEASE = "lease.json"
 BEAT_SECONDS = 10.0

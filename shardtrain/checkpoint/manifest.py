@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardtrain.checkpoint.tiling import check_tiling
-from shardtrain.errors import CheckpointError
+from shardtrain.checkpoint.resharding import check_tiling
+from shardtrain.utils.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardtrain.checkpoint.objects import ObjectPath

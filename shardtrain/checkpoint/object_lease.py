@@ -13,10 +13,18 @@ import time
 from typing import Any
 
 from shardtrain.checkpoint import lease
-from shardtrain.checkpoint.lease import LEASE, Lease, describe, is_seen_from_here, own_fields, parse, why_free
+from shardtrain.checkpoint.lease import (
+    LEASE,
+    Lease,
+    describe,
+    is_seen_from_here,
+    own_fields,
+    parse,
+    why_free,
+)
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.errors import ConfigError, FolderTaken
-from shardtrain.log import logger
+from shardtrain.utils.errors import ConfigError, FolderTaken
+from shardtrain.utils.log import logger
 
 
 class ObjectLease(Lease):

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shardtrain.checkpoint.manifest import StoredFile
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 MARK = "://"
 EXTRA = "object-store"

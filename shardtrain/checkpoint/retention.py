@@ -14,8 +14,8 @@ from pathlib import Path
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest, read
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.errors import CheckpointError
-from shardtrain.log import logger
+from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.log import logger
 
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 HUB = "-hf"

@@ -18,18 +18,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import __version__
-from shardtrain.checkpoint import alike, background, exports, manifest, relay, retention
+from shardtrain.checkpoint import async_save as background
+from shardtrain.checkpoint import exports, manifest, retention
+from shardtrain.checkpoint import rank0_storage as relay
+from shardtrain.checkpoint import replica_comparison as alike
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.agree import exchange, together
-from shardtrain.checkpoint.background import Saving, Staging, Writing
+from shardtrain.checkpoint.async_save import Saving, Staging, Writing
 from shardtrain.checkpoint.best import Best
+from shardtrain.checkpoint.collectives import exchange, together
 from shardtrain.checkpoint.exports import Exporter
 from shardtrain.checkpoint.interval import Interval
 from shardtrain.checkpoint.manifest import Manifest, StoredFile
 from shardtrain.checkpoint.storage import Place, storage_of
 from shardtrain.config.schema import Checkpoint, Config
-from shardtrain.errors import CheckpointError, NumericalError, StorageError
-from shardtrain.log import logger
+from shardtrain.utils.errors import CheckpointError, NumericalError, StorageError
+from shardtrain.utils.log import logger
 
 FAILURES_IN_A_ROW = 2
 """Failed saves with which a run may go on."""

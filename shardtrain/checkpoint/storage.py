@@ -18,8 +18,8 @@ from shardtrain.checkpoint.lease import LEASE, Lease
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.object_lease import ObjectLease
 from shardtrain.checkpoint.objects import MARK, ObjectPath, open_address
-from shardtrain.errors import CheckpointError, StorageError
-from shardtrain.log import logger
+from shardtrain.utils.errors import CheckpointError, StorageError
+from shardtrain.utils.log import logger
 
 Place: TypeAlias = Path | ObjectPath
 """A folder or file of checkpoints, wherever it lies."""

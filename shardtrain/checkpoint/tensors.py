@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardtrain import moving
 from shardtrain.checkpoint import files
-from shardtrain.checkpoint.agree import exchange
+from shardtrain.checkpoint.collectives import exchange
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, StoredFile, StoredTensor
+from shardtrain.checkpoint.resharding import Box, overlap
 from shardtrain.checkpoint.storage import Place
-from shardtrain.checkpoint.tiling import Box, overlap
-from shardtrain.errors import CheckpointError
-from shardtrain.shards import local_slices, local_tensor
+from shardtrain.ops.dtensor import local_slices, local_tensor
+from shardtrain.resilience import progress as moving
+from shardtrain.utils.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest, StoredTensor
 from shardtrain.checkpoint.safetensors_header import header
 from shardtrain.checkpoint.storage import Place
-from shardtrain.errors import CheckpointError
+from shardtrain.utils.errors import CheckpointError
 
 
 def write(checkpoint: Place, output: Path) -> int:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from shardtrain.config import secondary
 from shardtrain.config.availability import unavailable
-from shardtrain.config.check import check, notes
-from shardtrain.config.check_safety import code_of_a_run
 from shardtrain.config.load import Loaded, load, load_settings, read_settings
 from shardtrain.config.machine import is_for_training, machine_notes
 from shardtrain.config.model_file import ModelFacts, model_names, read_model_file, shape
 from shardtrain.config.options import help_text, nearest
+from shardtrain.config.rules import check, notes
+from shardtrain.config.rules.safety import code_of_a_run
 from shardtrain.config.schema import Config
 from shardtrain.config.show import resolved_toml, set_toml, show
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 __all__ = [
     "Config",

@@ -15,7 +15,7 @@ from shardtrain.config.coerce import Unfit, coerce, from_texts
 from shardtrain.config.model_file import read_model_file, shape
 from shardtrain.config.schema import Model
 from shardtrain.config.settings import Setting, Value
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 FLOAT8_CONVERTER = "quantize.linear.float8"
 

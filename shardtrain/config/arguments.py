@@ -11,7 +11,7 @@ from shardtrain.config import nested
 from shardtrain.config.coerce import Unfit
 from shardtrain.config.options import Option, options, sections, suggestion
 from shardtrain.config.settings import COMMAND_LINE, Kind, Setting
-from shardtrain.errors import Problem
+from shardtrain.utils.errors import Problem
 
 CONFIG_FILE = "job.config_file"
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardtrain.config.check_values import problem
 from shardtrain.config.load import Loaded
-from shardtrain.errors import Problem
+from shardtrain.config.rules.values import problem
+from shardtrain.utils.errors import Problem
 
 # (option, whether a value of it asks for something that is not here, what is not here, what to do)
 UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (

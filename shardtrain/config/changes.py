@@ -17,7 +17,7 @@ from shardtrain.config.load import Loaded, value_of
 from shardtrain.config.model_file import read_model_file, shape
 from shardtrain.config.options import default_text, nearest, options
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 Class = Literal["free", "told", "data", "course"]
 """free: the numbers stay the same, to rounding. told: meant to be changed, though it bends the schedule; the log says

@@ -8,7 +8,7 @@ from shardtrain import config
 from shardtrain.config import presets
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.load import Loaded
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 Opener = Callable[[CommandLine], tuple[Loaded, CommandLine]]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import DEFAULT
-from shardtrain.errors import Problem, ShardtrainError
+from shardtrain.utils.errors import Problem, ShardtrainError
 
 NAME = "transformers"
 FROM_FOLDER = "from_folder"
@@ -48,9 +48,9 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
     wanted = not named("model.flavor") and named("model.hf_assets_path") and has
     if not asked and (not wanted or model.name.endswith(".py")):
         return Followed(config)
-    from shardtrain.hub.config_json import in_transformers, read_json
-    from shardtrain.hub.format import OnlyInTransformers
-    from shardtrain.hub.reading import HUBS, describe  # which read model files by what this package has
+    from shardtrain.hf.config_json import in_transformers, read_json
+    from shardtrain.hf.format import OnlyInTransformers
+    from shardtrain.hf.reading import HUBS, describe  # which read model files by what this package has
 
     is_free = not named("model.name")
     if not asked and not is_free and model.name not in HUBS:

@@ -19,7 +19,7 @@ from shardtrain.config.schema import Config
 from shardtrain.config.settings import COMMAND_LINE, DEFAULT, Setting, Value
 from shardtrain.config.toml_file import parse_file
 from shardtrain.config.toml_lines import key_lines
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 MAX_PROBLEMS = 100
 """Looking for mistakes ends when this many are found: a file with more is no configuration of ours."""

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardtrain.config.check_checkpoint import check_pinned
-from shardtrain.config.check_data import datasets
-from shardtrain.config.check_experts import check_experts_of_world
-from shardtrain.config.check_model import model_shape
-from shardtrain.config.check_pipeline import check_microbatches, known_rows
-from shardtrain.config.check_values import any_of, problem
 from shardtrain.config.derived import other_degrees
 from shardtrain.config.load import Loaded
+from shardtrain.config.rules.checkpoint import check_pinned
+from shardtrain.config.rules.data import datasets
+from shardtrain.config.rules.experts import check_experts_of_world
+from shardtrain.config.rules.model import model_shape
+from shardtrain.config.rules.pipeline import check_microbatches, known_rows
+from shardtrain.config.rules.values import any_of, problem
 from shardtrain.config.stages import num_stages
-from shardtrain.errors import Problem
+from shardtrain.utils.errors import Problem
 
 BYTE_TOKENIZER_IDS = 258  # 256 bytes, begin and end of a document
 

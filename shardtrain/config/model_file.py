@@ -15,7 +15,7 @@ from typing import Any
 
 from shardtrain.config.options import nearest
 from shardtrain.config.settings import Value
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 MODELS_FOLDER = Path(__file__).parent.parent / "models"
 _PACKAGE = "shardtrain.models."

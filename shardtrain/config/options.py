@@ -13,10 +13,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from shardtrain.config import data_schema, launch_schema, lora_schema, safety_schema, schema, task_schema, watch_schema
+from shardtrain.config import schema
 from shardtrain.config.schema import Config
+from shardtrain.config.schema import data as data_schema
+from shardtrain.config.schema import launch as launch_schema
+from shardtrain.config.schema import lora as lora_schema
+from shardtrain.config.schema import safety as safety_schema
+from shardtrain.config.schema import task as task_schema
+from shardtrain.config.schema import watch as watch_schema
 from shardtrain.config.settings import Kind, Value
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)

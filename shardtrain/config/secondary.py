@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from shardtrain.errors import Problem
+from shardtrain.utils.errors import Problem
 
 
 def without(unread: Sequence[Problem], found: Iterable[Problem]) -> list[Problem]:

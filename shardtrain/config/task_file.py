@@ -9,7 +9,7 @@ from typing import Any
 
 from shardtrain.config.options import nearest
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 TASKS_FOLDER = Path(__file__).parent.parent / "tasks"
 _PACKAGE = "shardtrain.tasks."

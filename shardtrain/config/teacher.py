@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config import derived
-from shardtrain.config.check_experts import check_experts
-from shardtrain.config.check_model import check_sizes, check_tensor_parallel, model_shape
-from shardtrain.config.check_pipeline import check_context
-from shardtrain.config.check_task import DISTILLATION
-from shardtrain.config.check_transformers import check_transformers
-from shardtrain.config.check_values import problem
 from shardtrain.config.folder_model import NAME, with_folder
 from shardtrain.config.load import Loaded
+from shardtrain.config.rules.experts import check_experts
+from shardtrain.config.rules.model import check_sizes, check_tensor_parallel, model_shape
+from shardtrain.config.rules.pipeline import check_context
+from shardtrain.config.rules.task import DISTILLATION
+from shardtrain.config.rules.transformers import check_transformers
+from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config, Lora, Model
-from shardtrain.config.task_schema import Task
-from shardtrain.errors import Problem
+from shardtrain.config.schema.task import Task
+from shardtrain.utils.errors import Problem
 
 OPTION = "task.teacher_path"
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")

@@ -11,7 +11,7 @@ from typing import Any
 from shardtrain.config import presets
 from shardtrain.config.arguments import CONFIG_FILE
 from shardtrain.config.options import nearest
-from shardtrain.errors import Problem
+from shardtrain.utils.errors import Problem
 
 MAX_FILE_BYTES = 2**20
 """A larger file is refused before it is parsed."""

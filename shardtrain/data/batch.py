@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shardtrain.attention import documents
-from shardtrain.targets import FILLER_DOCUMENT, IGNORE
+from shardtrain.ops import document_mask as documents
+from shardtrain.ops.targets import FILLER_DOCUMENT, IGNORE
 
 
 @dataclass(frozen=True)

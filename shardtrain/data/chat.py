@@ -22,7 +22,7 @@ from shardtrain.data.chat_template import ChatTemplate, Span
 from shardtrain.data.columns import Unusable
 from shardtrain.data.document import Document
 from shardtrain.data.tokenizer import Ids, Spans, Tokenizer
-from shardtrain.log import logger
+from shardtrain.utils.log import logger
 
 _STAND_IN = "shardtrain-stands-in-for-a-turn"
 _UNSURE = (

@@ -11,8 +11,8 @@ from typing import Any
 
 from shardtrain.data.chat_sandbox import MAX_CHARACTERS, Work, bounded, deep_size, sandbox
 from shardtrain.data.columns import Unusable
-from shardtrain.errors import ConfigError, Problem
-from shardtrain.log import logger
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
 
 Message = dict[str, Any]
 Span = tuple[int, int]

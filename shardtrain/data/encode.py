@@ -20,8 +20,8 @@ from shardtrain.data.ends import Ends, ends_of
 from shardtrain.data.row_template import TemplatedEncoder, template_of
 from shardtrain.data.sources import BadRow
 from shardtrain.data.tokenizer import Ids, Tokenizer
-from shardtrain.data.tokenizers.beside import read_text
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.data.tokenizers.tokenizer_config import read_text
+from shardtrain.utils.errors import ConfigError, Problem
 
 T = TypeVar("T")
 _VERSION = 1

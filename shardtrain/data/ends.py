@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardtrain.config.schema import Data
 from shardtrain.data.tokenizer import Tokenizer
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)

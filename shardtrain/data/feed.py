@@ -10,14 +10,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.content import WholeFile
+from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.fitted import pack
-from shardtrain.data.line import Line
 from shardtrain.data.order import sample_at
-from shardtrain.data.pack import Packing, Sequences
+from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.shards import ShardLine
+from shardtrain.data.token_buffer import Line
 from shardtrain.data.watch import Watch
-from shardtrain.errors import DataError, Problem
+from shardtrain.utils.errors import DataError, Problem
 
 Cursor = tuple[int, int, int]
 """Where a reader of a stream stands; see ``stream``."""

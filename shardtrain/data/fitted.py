@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardtrain.data.first_fit import first_fit
-from shardtrain.data.line import Line, Tokens
-from shardtrain.data.pack import ConcatRows, Packing, Rows, Sequences
+from shardtrain.data.packing import ConcatRows, Packing, Rows, Sequences
+from shardtrain.data.token_buffer import Line, Tokens
 
 BLOCK_DOCUMENTS = 8192
 """Documents that are fitted together; rows of a prepared dataset hang on it, so it never changes."""

@@ -17,14 +17,14 @@ import torch
 
 from shardtrain.config.schema import Config, DataLoader, Training, Validation
 from shardtrain.data.batch import Batch
+from shardtrain.data.build_dataset import Opened, open_data
+from shardtrain.data.checksum import hash_rows
 from shardtrain.data.feed import Moved, digest
-from shardtrain.data.opening import Opened, open_data
-from shardtrain.data.order_hash import hash_rows
-from shardtrain.data.pack import Sequences
-from shardtrain.data.places import Places
-from shardtrain.data.shared_work import say_shared_work
+from shardtrain.data.packing import Sequences
+from shardtrain.data.reader_cursors import Places
+from shardtrain.data.tokenization_work import say_shared_work
 from shardtrain.data.workers import death_of_worker, in_order
-from shardtrain.errors import ConfigError, Problem, ShardtrainError
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from shardtrain.config.schema import DataLoader
-from shardtrain.data import order_hash
+from shardtrain.data import checksum as order_hash
 from shardtrain.data.feed import digest
 from shardtrain.data.loader import Made, Share, Stream
 from shardtrain.data.mix import Mixture, Stage
 from shardtrain.data.order import sample_at
-from shardtrain.data.places import Places
+from shardtrain.data.reader_cursors import Places
 from shardtrain.data.workers import in_order
-from shardtrain.errors import ConfigError, Problem, ShardtrainError
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 Rows = Sequence[Any]
 """Rows by number. Attributes ``fingerprint`` (of their content, hex) and ``files`` (name -> fingerprint) are used where

@@ -19,7 +19,7 @@ from shardtrain.data.chat_sandbox import MAX_CHARACTERS, Work, sandbox
 from shardtrain.data.columns import Unusable, check_text, kind
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.sources import BadRow
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 ROLES = ("system", "user", "assistant")
 _MOST_NAMES = 12

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain import whole_file
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils.errors import ConfigError, Problem
 
 VERSION = 1
 INDEX = "index.json"

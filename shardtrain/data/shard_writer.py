@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain import __version__
-from shardtrain.data.line import Mask
 from shardtrain.data.shard_index import (
     DTYPES,
     INDEX,
@@ -32,8 +31,9 @@ from shardtrain.data.shard_index import (
     learned_name,
     tokens_name,
 )
-from shardtrain.errors import ConfigError, DataError, StorageError
-from shardtrain.units import format_bytes
+from shardtrain.data.token_buffer import Mask
+from shardtrain.utils.errors import ConfigError, DataError, StorageError
+from shardtrain.utils.units import format_bytes
 
 SHARD_BYTES = 512 * 10**6
 """Most bytes of a shard's tokens unless another number of tokens is asked for."""

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.content import WholeFile
-from shardtrain.data.line import Mask, Tokens
+from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.shard_index import DTYPES, INDEX, STARTS, Index, StoredFile, read_index
+from shardtrain.data.token_buffer import Mask, Tokens
 from shardtrain.data.tokenizer import Tokenizer
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 _MAX_OPEN_FILES = 64
 _BLOCK_BYTES = 16 * 2**20

@@ -19,17 +19,17 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.content import WholeFile
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.feed import Cursor, Moved, digest
+from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.order import sample_at
-from shardtrain.data.pack import Packing, Sequences
-from shardtrain.data.reading import BadRows
+from shardtrain.data.packing import Packing, Sequences
+from shardtrain.data.read_documents import BadRows
 from shardtrain.data.sources import BadRow, Row, Shards, Table
 from shardtrain.data.sources._files import FileSource
 from shardtrain.data.stream_pack import FRUITLESS_PASSES, Place, packer
 from shardtrain.data.watch import Watch
-from shardtrain.errors import DataError
+from shardtrain.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import numpy as np
 from shardtrain.data.document import Document
 from shardtrain.data.feed import Cursor
 from shardtrain.data.fitted import pack
-from shardtrain.data.line import MemoryLine
-from shardtrain.data.pack import Packing, Rows, Sequences, write_window
+from shardtrain.data.packing import Packing, Rows, Sequences, write_window
+from shardtrain.data.token_buffer import MemoryLine
 
 logger = logging.getLogger(__name__)
 

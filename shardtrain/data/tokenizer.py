@@ -10,10 +10,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain import confined
 from shardtrain.data.tokenizers import json_file, sentencepiece_model, tiktoken_model
 from shardtrain.data.tokenizers.byte import ByteTokenizer
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils import sandbox as confined
+from shardtrain.utils.errors import ConfigError, Problem
 
 __all__ = ["ByteTokenizer", "Ids", "Spans", "Tokenizer", "open_tokenizer"]
 

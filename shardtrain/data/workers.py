@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from shardtrain.config.schema import DataLoader
-from shardtrain.errors import DataError
+from shardtrain.utils.errors import DataError
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from shardtrain import cli
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

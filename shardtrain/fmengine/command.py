@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardtrain.arguments import Arguments
 from shardtrain.checkpoint import manifest
-from shardtrain.errors import CheckpointError, ConfigError, Problem
-from shardtrain.hub.opening import is_hub_folder
+from shardtrain.hf.opening import is_hub_folder
+from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
 
 def main(words: Sequence[str]) -> int:
@@ -43,7 +43,7 @@ def from_fmengine(words: Sequence[str]) -> int:
     if found.adapter or found.lora_alpha is not None:
         return _adapters(found.folder, found.output, found.step, found.lora_alpha, found.adapter)
     from shardtrain.fmengine import folders
-    from shardtrain.hub import importing
+    from shardtrain.hf import importing
 
     with folders.staged(found.folder, found.base_model, found.step, found.output) as folder:
         model = importing.to_checkpoint(folder, found.output)
@@ -75,7 +75,7 @@ def to_fmengine(words: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         folder = found.checkpoint
         if not is_hub_folder(folder) or (folder / manifest.MANIFEST).is_file():
-            from shardtrain.hub.command import export_main
+            from shardtrain.hf.command import export_main
 
             found.output.absolute().parent.mkdir(parents=True, exist_ok=True)
             beside = {"dir": found.output.absolute().parent, "prefix": f"{found.output.name}.tmp-"}
@@ -170,7 +170,7 @@ def _adapters(folder: Path, output: Path, step: str, alpha: float | None, asked:
 
 
 def _export(checkpoint: Path, output: Path, tokenizer: Path | None, adapters: bool) -> int:
-    from shardtrain.hub.command import export_main
+    from shardtrain.hf.command import export_main
 
     named = [f"--tokenizer={tokenizer}"] if tokenizer and not adapters else []
     return export_main([str(checkpoint), f"--to={output}", *(["--adapter"] if adapters else []), *named])

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from shardtrain import models
 from shardtrain.checkpoint import files
-from shardtrain.dcp.torch_file import Stored, TorchFile
-from shardtrain.errors import CheckpointError, ConfigError, Problem, StorageError
-from shardtrain.hub import layer_files, mapping, source
-from shardtrain.hub.block_fp8 import open_weights
-from shardtrain.hub.config_json import CONFIG, read_json
-from shardtrain.hub.layer_files import LATEST, LayerWeights, family_of
-from shardtrain.hub.model import recognise, translation_of
+from shardtrain.checkpoint.torch_file import Stored, TorchFile
+from shardtrain.hf import layer_files, mapping, source
+from shardtrain.hf.block_fp8 import open_weights
+from shardtrain.hf.config_json import CONFIG, read_json
+from shardtrain.hf.layer_files import LATEST, LayerWeights, family_of
+from shardtrain.hf.model import recognise, translation_of
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, StorageError
 
 _STEP = "global_step001"
 _MAX_SHARDS = 256

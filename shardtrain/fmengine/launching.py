@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtrain import cli, config, migrate
-from shardtrain.errors import ConfigError, Problem, StorageError
-from shardtrain.migrate.fmengine import FLAG
+from shardtrain import cli, config
+from shardtrain.tools import migrate
+from shardtrain.tools.migrate.fmengine import FLAG
+from shardtrain.utils.errors import ConfigError, Problem, StorageError
 
 HOSTFILE = "/job/hostfile"
 """What DeepSpeed takes where no --hostfile is given."""
@@ -153,7 +154,8 @@ def _hosts(options: dict[str, str]) -> list[str]:
 
 def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -> int:
     """Write the configuration that the flags ask for where all hosts see it, and start it on them by ssh."""
-    from shardtrain.launch import command, hosts
+    from shardtrain.launch import command
+    from shardtrain.launch import hostfile as hosts
 
     named: dict[str, str] = {"hostfile": words[1]}
     named.update({name: options[name] for name in ("include", "exclude") if name in options})

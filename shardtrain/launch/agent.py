@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 from shardtrain import __version__
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError, PeerError, Problem
 from shardtrain.launch import addresses, environment
 from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED
 from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes
 from shardtrain.launch.nodes import find as nodes_of_platform
 from shardtrain.launch.restart import RESTARTABLE
+from shardtrain.utils.errors import ConfigError, PeerError, Problem
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent

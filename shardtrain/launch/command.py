@@ -13,11 +13,14 @@ from pathlib import PurePosixPath
 from shardtrain import config
 from shardtrain.config import presets
 from shardtrain.config.command_line import split
-from shardtrain.config.launch_schema import Launch
 from shardtrain.config.machine import mesh_notes
-from shardtrain.errors import ConfigError, Problem
-from shardtrain.launch import connections, hosts, jobs, kubectl, kubernetes, runai, slurm, slurm_queue, ssh
+from shardtrain.config.schema.launch import Launch
+from shardtrain.launch import hostfile as hosts
+from shardtrain.launch import job_status as jobs
 from shardtrain.launch.job import Job, to_job, to_mount, without
+from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, slurm_queue, ssh
+from shardtrain.launch.platforms import ssh_connections as connections
+from shardtrain.utils.errors import ConfigError, Problem
 
 HELP = """\
 usage: shardtrain launch {local,ssh,slurm,kubernetes,runai} [CONFIG.toml] [--dry-run] [--doctor]

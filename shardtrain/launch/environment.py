@@ -16,9 +16,9 @@ from pathlib import Path
 
 from shardtrain.config.derived import other_degrees
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError, Problem
-from shardtrain.goodput import ledger
-from shardtrain.process import STORE
+from shardtrain.resilience.goodput import ledger
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.process import STORE
 
 LOCAL_ADDRESS = "127.0.0.1"
 PORTS_FROM_JOB_ID = 10_000

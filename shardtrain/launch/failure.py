@@ -18,10 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shardtrain import whole_file
 from shardtrain.checkpoint.storage import Place
-from shardtrain.errors import ConfigError, FolderTaken, ShardtrainError
-from shardtrain.masking import redact, visible
+from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils.errors import ConfigError, FolderTaken, ShardtrainError
+from shardtrain.utils.redact import redact, visible
 
 GENERAL, PEER, OUT_OF_MEMORY, PREEMPTED, NOT_SAVED = 1, 6, 7, 75, 76
 MEANINGS = frozenset({0, 2, 3, 4, 5, PEER, OUT_OF_MEMORY, 8, PREEMPTED, NOT_SAVED, 93})

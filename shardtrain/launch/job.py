@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from shardtrain import __version__
 from shardtrain.config import Loaded, presets
-from shardtrain.errors import ConfigError, Problem
-from shardtrain.masking import redact
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.redact import redact
 
 NOTICE_SECONDS = 10
 """Added to ``checkpoint.grace_seconds``: from the last moment of the trainer's own end to that of the platform."""

@@ -22,14 +22,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardtrain import stopping, whole_file
 from shardtrain.checkpoint.storage import Place, folder_of
-from shardtrain.errors import StorageError
-from shardtrain.goodput import ledger
-from shardtrain.launch import environment, failure, last_words
+from shardtrain.launch import environment, failure
+from shardtrain.launch import exit_report as last_words
 from shardtrain.launch.output import logs_specs
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
+from shardtrain.resilience import signals as stopping
+from shardtrain.resilience.goodput import ledger
+from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils.errors import StorageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from shardtrain.config.command_line import CommandLine
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError, Problem
 from shardtrain.launch import environment
 from shardtrain.launch.environment import ProcessCount
+from shardtrain.utils.errors import ConfigError, Problem
 
 DEFAULT_PORT = 29500
 JOIN_SECONDS = 600

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtrain import log
+from shardtrain.utils import log
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardtrain.arguments import Arguments
-from shardtrain.errors import ConfigError
+from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardtrain.config import Config
@@ -31,8 +31,8 @@ def main(words: Sequence[str]) -> int:
     if peft.is_folder(found.adapters):
         _merge_peft(found)
     else:
-        from shardtrain.hub.command import step_of
-        from shardtrain.hub.opening import is_hub_folder
+        from shardtrain.hf.command import step_of
+        from shardtrain.hf.opening import is_hub_folder
 
         if is_hub_folder(found.adapters):
             raise ConfigError(f"{found.adapters} is a whole model and no adapters; use it as it is")
@@ -44,9 +44,9 @@ def main(words: Sequence[str]) -> int:
 
 def _merge(found: Any) -> None:
     from shardtrain import models
-    from shardtrain.generate.finding import load_config
-    from shardtrain.hub import origin
+    from shardtrain.hf import origin
     from shardtrain.lora import frozen, merging
+    from shardtrain.tools.generate.locate_checkpoint import load_config
 
     adapters = merging.Adapters(found.adapters)
     config = load_config(found.adapters, found.config).config
@@ -62,12 +62,12 @@ def _merge(found: Any) -> None:
 def _merge_peft(found: Any) -> None:
     """A folder of PEFT does not say which bytes it was trained beside: the user does, with --base."""
     from shardtrain import models
-    from shardtrain.generate.finding import load_config
-    from shardtrain.hub import origin
-    from shardtrain.hub.model import recognise
+    from shardtrain.hf import origin
+    from shardtrain.hf.model import recognise
     from shardtrain.lora import merging
     from shardtrain.lora.frozen import Frozen
     from shardtrain.lora.peft import PeftFolder
+    from shardtrain.tools.generate.locate_checkpoint import load_config
 
     if found.base is None:
         raise ConfigError(f"{found.adapters} does not say where its weights are; name them with --base")

@@ -13,12 +13,12 @@ import torch
 
 from shardtrain import models
 from shardtrain.checkpoint import files
-from shardtrain.errors import CheckpointError, ConfigError, StorageError
 from shardtrain.lora import peft
 from shardtrain.lora.merging import Adapters
 from shardtrain.lora.spec import CLASSIFIES
 from shardtrain.lora.targets import linears_of, their_names
-from shardtrain.tied import tied_names
+from shardtrain.ops.tied import tied_names
+from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
 
 
 def export(

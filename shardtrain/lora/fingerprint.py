@@ -13,9 +13,9 @@ from pathlib import Path
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
-from shardtrain.errors import CheckpointError
-from shardtrain.hub import layer_files
-from shardtrain.hub.config_json import CONFIG
+from shardtrain.hf import layer_files
+from shardtrain.hf.config_json import CONFIG
+from shardtrain.utils.errors import CheckpointError
 
 
 def random_fingerprint(config: Config, device_type: str) -> str:

@@ -11,21 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtrain import init, models
-from shardtrain.checkpoint import agree, files, manifest
+from shardtrain import models
+from shardtrain.checkpoint import collectives as agree
+from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.errors import CheckpointError, ConfigError, Problem
-from shardtrain.hub import as_is, importing, mapping
-from shardtrain.hub.block_fp8 import open_weights
-from shardtrain.hub.model import check_same, recognise, translation_of
-from shardtrain.hub.source import dtypes_of
-from shardtrain.lora import base, lowbit, spec, stacks
+from shardtrain.hf import as_is, importing, mapping
+from shardtrain.hf.block_fp8 import open_weights
+from shardtrain.hf.model import check_same, recognise, translation_of
+from shardtrain.hf.source import dtypes_of
+from shardtrain.lora import base_weights as base
+from shardtrain.lora import quantize as lowbit
+from shardtrain.lora import spec, stacks
 from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import is_transposed
-from shardtrain.shards import local_slices, local_tensor
+from shardtrain.ops import init_weights as init
+from shardtrain.ops.dtensor import local_slices, local_tensor
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
 
 class Frozen:

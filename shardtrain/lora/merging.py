@@ -12,17 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
-from shardtrain.checkpoint import files, manifest, whole
+from shardtrain.checkpoint import files, manifest
+from shardtrain.checkpoint import single_process_writer as whole
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
-from shardtrain.errors import CheckpointError
-from shardtrain.hub import source as sources
-from shardtrain.hub.source import Source
+from shardtrain.hf import source as sources
+from shardtrain.hf.source import Source
 from shardtrain.lora import stacks
 from shardtrain.lora.frozen import Frozen
 from shardtrain.lora.linear import is_adapter, merged
 from shardtrain.lora.spec import Spec, read_facts
-from shardtrain.state import TrainState
+from shardtrain.train.state import TrainState
+from shardtrain.utils.errors import CheckpointError
 
 
 class Adapters:

@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from shardtrain import models, tasks
-from shardtrain.checkpoint.agree import together
-from shardtrain.errors import CheckpointError, ConfigError
-from shardtrain.hub import as_is
-from shardtrain.hub.config_json import read_json
-from shardtrain.hub.format import Stacked
-from shardtrain.log import logger
+from shardtrain.checkpoint.collectives import together
+from shardtrain.hf import as_is
+from shardtrain.hf.config_json import read_json
+from shardtrain.hf.format import Stacked
 from shardtrain.lora import stacks
 from shardtrain.lora.linear import NAMES, FrozenLinear, is_transposed
 from shardtrain.lora.spec import CLASSIFIES, Spec
 from shardtrain.lora.targets import SCORE, linears_of, stack_name, their_names
-from shardtrain.shards import local_slices, local_tensor
-from shardtrain.tied import tied_names
+from shardtrain.ops.dtensor import local_slices, local_tensor
+from shardtrain.ops.tied import tied_names
+from shardtrain.utils.errors import CheckpointError, ConfigError
+from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
-    from shardtrain.run import Run
+    from shardtrain.train.run import Run
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardtrain.errors import CheckpointError, ConfigError, Problem
 from shardtrain.layout import Draw
-from shardtrain.log import logger
 from shardtrain.lora import stacks, targets
 from shardtrain.lora.linear import NAMES, LoraLinear, adapted, is_adapter, is_linear
-from shardtrain.shards import local_slices, local_tensor, to_full
+from shardtrain.ops.dtensor import local_slices, local_tensor, to_full
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
+from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
-    from shardtrain.config.lora_schema import Lora
+    from shardtrain.config.schema.lora import Lora
 
 FACT = "lora"
 """Name of what a checkpoint says of its adapters, among its facts."""

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from shardtrain.config.options import nearest
-from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.lora import stacks
 from shardtrain.lora.linear import is_linear
 from shardtrain.lora.stacks import Stack
-from shardtrain.tied import tied_names
+from shardtrain.ops.tied import tied_names
+from shardtrain.utils.errors import ConfigError, Problem
 
 OPTION, PARAMETERS, SAVED = "lora.target_modules", "lora.target_parameters", "lora.modules_to_save"
 SCORE = "score"

@@ -14,10 +14,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from shardtrain.config.schema import Config
-from shardtrain.errors import Problem
-from shardtrain.hardware import peak_flops
-from shardtrain.log import logger
-from shardtrain.masking import redact_all
 from shardtrain.metrics.memory import read_peak
 from shardtrain.metrics.meters import Window, WindowMeans
 from shardtrain.metrics.progress import Progress, progress_allowed
@@ -26,7 +22,11 @@ from shardtrain.metrics.sinks import console
 from shardtrain.metrics.sinks.jsonl import JsonlFile
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink, missing_package
 from shardtrain.metrics.sinks.wandb import WandbSink
-from shardtrain.units import format_count, format_seconds
+from shardtrain.utils.errors import Problem
+from shardtrain.utils.hardware import peak_flops
+from shardtrain.utils.log import logger
+from shardtrain.utils.redact import redact_all
+from shardtrain.utils.units import format_count, format_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor

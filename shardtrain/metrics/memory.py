@@ -6,7 +6,7 @@ import resource
 import sys
 from dataclasses import dataclass
 
-from shardtrain.units import gib
+from shardtrain.utils.units import gib
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from shardtrain.log import color_allowed
 from shardtrain.metrics.record import Record
-from shardtrain.units import format_seconds
+from shardtrain.utils.log import color_allowed
+from shardtrain.utils.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardtrain import layout as layouts
-from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
+from shardtrain.utils.errors import ConfigError, Problem
 
 _PARTS = ("Config", "Model", "LAYOUT", "FLAVORS", "initial")
 

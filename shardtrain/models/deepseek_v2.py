@@ -6,7 +6,7 @@ which their file format has no place.
 
 from __future__ import annotations
 
-from shardtrain.hub.deepseek_v2 import HUB
+from shardtrain.hf.deepseek_v2 import HUB
 from shardtrain.models.deepseek_v3 import LAYOUT, Config, Model, initial
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]

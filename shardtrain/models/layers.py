@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.attention import documents, scores
+from shardtrain.ops import attention_scores as scores
+from shardtrain.ops import document_mask as documents
 
 
 def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:

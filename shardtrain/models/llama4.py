@@ -13,9 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.hub.llama4 import HUB
+from shardtrain.hf.llama4 import HUB
 from shardtrain.layout import Depth, Draw, Layout
-from shardtrain.models.layers import AttentionCore, Decoder, FeedForward, RotaryAngles, build_norm, rotate_pairs
+from shardtrain.models.layers import (
+    AttentionCore,
+    Decoder,
+    FeedForward,
+    RotaryAngles,
+    build_norm,
+    rotate_pairs,
+)
 from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]

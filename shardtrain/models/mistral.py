@@ -5,7 +5,7 @@ Later versions and Nemo have no window. ``sliding_window`` counts the tokens tha
 
 from __future__ import annotations
 
-from shardtrain.hub.mistral import HUB
+from shardtrain.hf.mistral import HUB
 from shardtrain.models.llama import LAYOUT, Config, Model, initial
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]

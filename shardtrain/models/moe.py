@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from shardtrain.layout import Depth, Draw
 from shardtrain.models.layers import FeedForward
-from shardtrain.rows import inverse_of, permute, repeat_and_permute
-from shardtrain.targets import FILLER_DOCUMENT
+from shardtrain.ops.row_order import inverse_of, permute, repeat_and_permute
+from shardtrain.ops.targets import FILLER_DOCUMENT
 
 
 @dataclass(frozen=True)

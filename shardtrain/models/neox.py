@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.errors import ConfigError, Problem
-from shardtrain.hub.neox import HUB
+from shardtrain.hf.neox import HUB
 from shardtrain.layout import Draw, Layout
 from shardtrain.models.layers import AttentionCore, Decoder, RotaryAngles, rotate
+from shardtrain.utils.errors import ConfigError, Problem
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 

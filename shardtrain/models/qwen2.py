@@ -6,7 +6,7 @@ uses the sliding window that their file format has room for.
 
 from __future__ import annotations
 
-from shardtrain.hub.qwen2 import HUB
+from shardtrain.hf.qwen2 import HUB
 from shardtrain.models.llama import LAYOUT, Config, Model, initial
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]

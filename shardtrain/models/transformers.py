@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain.errors import ConfigError, Problem
-from shardtrain.hub import architecture as architectures
+from shardtrain.hf import architecture as architectures
 from shardtrain.layout import Draw, Layout
-from shardtrain.targets import IGNORE
-from shardtrain.tied import tied_names
+from shardtrain.ops.targets import IGNORE
+from shardtrain.ops.tied import tied_names
+from shardtrain.utils.errors import ConfigError, Problem
 
 AS_IS = True
 """Its layout is found and not promised, and weights keep the names that they have in ``transformers``."""

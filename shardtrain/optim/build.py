@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardtrain.config.schema import Optimizer
-from shardtrain.errors import ConfigError, Problem
 from shardtrain.optim.adamw import CLASSES, adam, adam_zero_state
-from shardtrain.optim.groups import parameter_groups
 from shardtrain.optim.muon import Muon, muon_groups
+from shardtrain.optim.param_groups import parameter_groups
+from shardtrain.utils.errors import ConfigError, Problem
 
 
 def build(

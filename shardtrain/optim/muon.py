@@ -19,11 +19,11 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from shardtrain.config.schema import Optimizer
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.ops.dtensor import local_tensor, squared_norm
 from shardtrain.optim.adamw import adam_zero_state
-from shardtrain.optim.groups import parameter_groups
-from shardtrain.optim.whole import Bucket, plan
-from shardtrain.shards import local_tensor, squared_norm
+from shardtrain.optim.gather_matrices import Bucket, plan
+from shardtrain.optim.param_groups import parameter_groups
+from shardtrain.utils.errors import ConfigError, Problem
 
 MUON, ADAMW = "muon", "adamw"
 """What the key "algorithm" of a parameter group says."""

@@ -17,9 +17,9 @@ from types import ModuleType
 
 from shardtrain.config.schema import Config
 from shardtrain.config.task_file import task_names
-from shardtrain.errors import ConfigError, Problem
 from shardtrain.tasks.language_model import LanguageModel
 from shardtrain.tasks.task import RowTask
+from shardtrain.utils.errors import ConfigError, Problem
 
 __all__ = ["LanguageModel", "RowTask", "find", "open_task"]
 

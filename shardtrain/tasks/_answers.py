@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain import first_weights
 from shardtrain.config.schema import Config
 from shardtrain.data import preferences
 from shardtrain.data.batch import filler_documents
@@ -31,13 +30,14 @@ from shardtrain.data.feed import digest
 from shardtrain.data.loader import Stream
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
-from shardtrain.errors import ConfigError, Problem
-from shardtrain.log import logger
+from shardtrain.hf import initial_weights as first_weights
 from shardtrain.models.moe import has_experts
-from shardtrain.targets import IGNORE
+from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks.task import Shown
 from shardtrain.tasks.text_task import TextTask
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
 
 
 class Side(NamedTuple):

@@ -7,12 +7,12 @@ from typing import Generic, TypeVar
 
 from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sources
-from shardtrain.data.opening import Named, request_for
-from shardtrain.data.reading import BadRows, Tally, chunks
+from shardtrain.data.build_dataset import Named, request_for
+from shardtrain.data.read_documents import BadRows, Tally, chunks
 from shardtrain.data.row_template import completed, template_of
 from shardtrain.data.sources import BadRow, Row, Shards, Table, every_row, place_of
-from shardtrain.errors import DataError
-from shardtrain.log import logger
+from shardtrain.utils.errors import DataError
+from shardtrain.utils.log import logger
 
 T = TypeVar("T")
 Make = Callable[[Sequence[Row | BadRow]], Iterable[T | BadRow]]

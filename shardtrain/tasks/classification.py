@@ -22,13 +22,13 @@ from shardtrain.data.batch import filler_documents
 from shardtrain.data.columns import Unusable
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow, every_row
-from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
-from shardtrain.loss import cross_entropy_sum
 from shardtrain.models.moe import has_experts
-from shardtrain.targets import IGNORE
+from shardtrain.ops.cross_entropy import cross_entropy_sum
+from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks.text_task import Example, ExampleTask
+from shardtrain.utils.errors import ConfigError, Problem
 
 METRICS = {"accuracy": "max", "macro_f1": "max"}
 DEGREES = ("tensor_parallel_degree",)

@@ -12,14 +12,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardtrain import data, first_weights, models
+from shardtrain import data, models
 from shardtrain.config.schema import Config
 from shardtrain.config.teacher import OPTION, teacher_config
 from shardtrain.data.feed import digest
-from shardtrain.distillation_loss import Mix
-from shardtrain.errors import ConfigError, Problem
-from shardtrain.log import logger
+from shardtrain.hf import initial_weights as first_weights
+from shardtrain.ops.distillation_loss import Mix
 from shardtrain.tasks.language_model import LanguageModel
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
 
 METRICS = {"loss": "min", "perplexity": "min"}
 DEGREES = ("tensor_parallel_degree", "context_parallel_degree")

@@ -29,11 +29,11 @@ from shardtrain.data.feed import digest
 from shardtrain.data.order import sample_at
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
-from shardtrain.log import logger
-from shardtrain.targets import IGNORE
+from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks._answers import AnswerTask, Side, log_probabilities, side_of
 from shardtrain.tasks.task import Shown
+from shardtrain.utils.log import logger
 
 METRICS = {"reward_accuracy": "max", "reward_margin": "max"}
 DEGREES = ("tensor_parallel_degree",)

@@ -12,9 +12,9 @@ from torch import nn
 
 from shardtrain import data, models
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
 from shardtrain.tasks.task import check_kind, check_vocabulary
+from shardtrain.utils.errors import ConfigError, Problem
 
 METRICS = {"loss": "min", "perplexity": "min"}
 DEGREES = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")

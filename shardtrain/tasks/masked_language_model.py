@@ -26,11 +26,11 @@ from shardtrain.data.feed import digest
 from shardtrain.data.loader import Stream
 from shardtrain.data.row_stream import RowBatch, RowFeed, Rows
 from shardtrain.data.sources import BadRow
-from shardtrain.errors import ConfigError, Problem
-from shardtrain.loss import cross_entropy_sum
-from shardtrain.seeding import seed_of
-from shardtrain.targets import IGNORE
+from shardtrain.ops.cross_entropy import cross_entropy_sum
+from shardtrain.ops.seeding import seed_of
+from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks.text_task import Example, ExampleTask
+from shardtrain.utils.errors import ConfigError, Problem
 
 METRICS = {"accuracy": "max"}
 DEGREES = ()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardtrain.data.row_stream import RowBatch
-from shardtrain.targets import IGNORE
+from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks._answers import PairTask, token_losses
 
 METRICS = {"reward_accuracy": "max", "reward_margin": "max"}

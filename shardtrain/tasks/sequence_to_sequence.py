@@ -19,11 +19,11 @@ from shardtrain.data import columns
 from shardtrain.data.columns import Unusable
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
-from shardtrain.errors import ConfigError, Problem
 from shardtrain.layout import Layout
-from shardtrain.loss import cross_entropy_sum
-from shardtrain.targets import IGNORE
+from shardtrain.ops.cross_entropy import cross_entropy_sum
+from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks.text_task import Example, ExampleTask
+from shardtrain.utils.errors import ConfigError, Problem
 
 METRICS = {"accuracy": "max"}
 DEGREES = ()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from shardtrain.config.schema import Config, Training, Validation
 from shardtrain.data.loader import Share, Stream
 from shardtrain.data.row_stream import RowBatch, RowFeed, Rows, RowStream
-from shardtrain.errors import ConfigError, DataError, Problem
 from shardtrain.layout import Layout
+from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 
 @dataclass(frozen=True)

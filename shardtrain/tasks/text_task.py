@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.data.ends import Ends, described, ends_of
 from shardtrain.data.feed import digest
-from shardtrain.data.opening import tokenizer_of
 from shardtrain.data.sources import BadRow
-from shardtrain.log import logger
-from shardtrain.targets import IGNORE
+from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks.task import RowTask, Shown
+from shardtrain.utils.log import logger
 
 
 class TextTask(RowTask):

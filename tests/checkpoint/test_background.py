@@ -20,14 +20,15 @@ from ranks import run_ranks
 from small_checkpoint import assert_is_of_its_step, checkpoints, facts, rest, save, weights, world_of_one
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
-from shardtrain import ending
-from shardtrain.checkpoint import background, files, manifest
+from shardtrain.checkpoint import async_save as background
+from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint import save as saves
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config
-from shardtrain.errors import ConfigError, NotSaved, Preempted, StorageError
-from shardtrain.phases import Phases
-from shardtrain.stopping import Stop
+from shardtrain.resilience.phases import Phases
+from shardtrain.resilience.signals import Stop
+from shardtrain.train import shutdown as ending
+from shardtrain.utils.errors import ConfigError, NotSaved, Preempted, StorageError
 
 WAIT_SECONDS = 60.0
 

@@ -19,8 +19,8 @@ from shardtrain.checkpoint import command, files, manifest
 from shardtrain.checkpoint.best import Best, read_pointer
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config, Job, Validation
-from shardtrain.errors import ConfigError
-from shardtrain.evaluate import Evaluation, Validator
+from shardtrain.train.validation import Evaluation, Validator
+from shardtrain.utils.errors import ConfigError
 
 NAN, INF = math.nan, math.inf
 

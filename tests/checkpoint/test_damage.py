@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from small_checkpoint import assert_is_of_its_step, checkpoints, save, world_of_one
 
-from shardtrain.errors import CheckpointError
+from shardtrain.utils.errors import CheckpointError
 
 FLIPS = int(os.environ.get("SHARDTRAIN_FLIPS", "1000"))
 

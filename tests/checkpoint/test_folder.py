@@ -17,7 +17,7 @@ from torch import Tensor
 from shardtrain.checkpoint import files, manifest, weights_file
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config, Job
-from shardtrain.errors import CheckpointError, StorageError
+from shardtrain.utils.errors import CheckpointError, StorageError
 
 FACTS: dict[str, Any] = {"state": {"step": 3}, "data_fingerprint": "ab"}
 

@@ -21,7 +21,7 @@ from shardtrain.checkpoint.interval import (
     useful_share,
 )
 from shardtrain.config.schema import Checkpoint
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 
 class Clock:

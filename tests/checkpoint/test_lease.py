@@ -20,7 +20,7 @@ from small_checkpoint import checkpoints, save, world_of_one
 
 from shardtrain.checkpoint import lease, retention
 from shardtrain.checkpoint.lease import Lease
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 
 @pytest.fixture

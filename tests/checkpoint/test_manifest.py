@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor
-from shardtrain.checkpoint.tiling import check_tiling, overlap
-from shardtrain.errors import CheckpointError
+from shardtrain.checkpoint.resharding import check_tiling, overlap
+from shardtrain.utils.errors import CheckpointError
 
 HASH = "0" * 64
 PATH = Path("step-3")

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
-from shardtrain.checkpoint import files, relay
+from shardtrain.checkpoint import files
+from shardtrain.checkpoint import rank0_storage as relay
 from shardtrain.config.schema import Config
-from shardtrain.errors import CheckpointError, StorageError
+from shardtrain.utils.errors import CheckpointError, StorageError
 
 STEPS, SAVED = 4, 2
 

@@ -19,15 +19,15 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from small_checkpoint import checkpoints, facts, rest, save, weights, world_of_one
 
-from shardtrain import stopping
 from shardtrain.checkpoint import command, lease, objects
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.checkpoint.storage import place
 from shardtrain.config import Loaded
-from shardtrain.config.check import check
+from shardtrain.config.rules import check
 from shardtrain.config.schema import Checkpoint, Config
-from shardtrain.errors import CheckpointError, ConfigError, StorageError
+from shardtrain.resilience import signals as stopping
+from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
 
 FOLDER = "memory://bucket/run"
 

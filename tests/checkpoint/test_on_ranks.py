@@ -16,8 +16,8 @@ from tiny import Ended, text_file, tiny_config, train_whole
 
 from shardtrain.checkpoint import manifest, weights_file
 from shardtrain.config.schema import LRScheduler, Optimizer
-from shardtrain.errors import CheckpointError, ConfigError
-from shardtrain.schedule import learning_rate
+from shardtrain.optim.lr_scheduler import learning_rate
+from shardtrain.utils.errors import CheckpointError, ConfigError
 
 
 def run(rank: int, folder: Path, checkpoint: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Ended:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from small_checkpoint import assert_is_of_its_step, checkpoints, save, world_of_one
 
-from shardtrain.errors import CheckpointError
+from shardtrain.utils.errors import CheckpointError
 
 
 @dataclass

@@ -23,7 +23,7 @@ from shardtrain.checkpoint import save as saves
 from shardtrain.checkpoint.best import read_pointer
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.retention import is_whole, to_delete
-from shardtrain.errors import StorageError
+from shardtrain.utils.errors import StorageError
 
 RUNS = int(os.environ.get("SHARDTRAIN_RETENTION_RUNS", "20"))
 if RUNS > 20:

@@ -18,7 +18,7 @@ from small_checkpoint import assert_is_of_its_step, checkpoints, save, world_of_
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.errors import StorageError
+from shardtrain.utils.errors import StorageError
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "close", "link", "statvfs")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EACCES)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config import Loaded, check, load, load_settings, notes, read_model_file, resolved_toml, shape
+from shardtrain.config import Loaded, load, load_settings, notes, read_model_file, resolved_toml, shape
+from shardtrain.config import rules as check
 from shardtrain.config.aliases import ALIASES
 from shardtrain.config.options import options
-from shardtrain.errors import ConfigError
-from shardtrain.migrate import migrate
+from shardtrain.tools.migrate import migrate
+from shardtrain.utils.errors import ConfigError
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "configs"
 FILES = sorted(FIXTURES.rglob("*.toml"))

@@ -9,10 +9,10 @@ from typing import Any, get_args
 import pytest
 
 from shardtrain.config import Loaded, changes
-from shardtrain.config.check import check
 from shardtrain.config.load import value_of
 from shardtrain.config.model_file import read_model_file, shape
 from shardtrain.config.options import options
+from shardtrain.config.rules import check
 from shardtrain.config.schema import Config, LRScheduler, Model, Training
 
 COMPARED = [name for name in options() if changes.class_of(name) != "free"]

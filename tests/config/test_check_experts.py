@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from shardtrain.config import Loaded
-from shardtrain.config.check import check
 from shardtrain.config.load import load
 from shardtrain.config.machine import machine_notes
+from shardtrain.config.rules import check
 
 MIXTRAL = '[model]\nname = "mixtral"\n'
 DEEPSEEK = '[model]\nname = "deepseek_v3"\n'

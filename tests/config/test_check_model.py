@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardtrain.config import check, load
+from shardtrain.config import load
+from shardtrain.config import rules as check
 
 LLAMA = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 128}
 LATENT = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardtrain.config import load
-from shardtrain.config.check import check, notes
 from shardtrain.config.machine import machine_notes
+from shardtrain.config.rules import check, notes
 
 ON = "[checkpoint]\nenable = true\n"
 VALIDATION = '[validation]\nenable = true\ndataset = "text"\ndataset_path = "x"\n'

@@ -9,19 +9,9 @@ from pathlib import Path
 import patience
 import pytest
 
-from shardtrain.config import (
-    Config,
-    ConfigError,
-    Loaded,
-    check,
-    help_text,
-    load,
-    machine_notes,
-    notes,
-    resolved_toml,
-    show,
-)
-from shardtrain.config.data_schema import Data, DataSource, DataStage
+from shardtrain.config import Config, ConfigError, Loaded, help_text, load, machine_notes, notes, resolved_toml, show
+from shardtrain.config import rules as check
+from shardtrain.config.schema.data import Data, DataSource, DataStage
 from shardtrain.config.toml_lines import key_lines
 
 TEXT = """\

@@ -11,8 +11,9 @@ from typing import Any
 import patience
 import pytest
 
-from shardtrain.config import check, load
-from shardtrain.errors import ConfigError
+from shardtrain.config import load
+from shardtrain.config import rules as check
+from shardtrain.utils.errors import ConfigError
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,

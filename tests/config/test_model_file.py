@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config import ConfigError, check, load, model_file, model_names, read_model_file, shape
+from shardtrain.config import ConfigError, load, model_file, model_names, read_model_file, shape
+from shardtrain.config import rules as check
 
 BASE = '''
 """A model."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config import check, load
+from shardtrain.config import load
+from shardtrain.config import rules as check
 
 
 def problems(tmp_path: Path, text: str) -> list[str]:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from shardtrain.config import Config, ConfigError, check, help_text, load, notes, resolved_toml, show
+from shardtrain.config import Config, ConfigError, help_text, load, notes, resolved_toml, show
+from shardtrain.config import rules as check
 from shardtrain.config.options import options, sections
 from shardtrain.config.options_page import options_page
 from shardtrain.config.show import toml_value

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from shardtrain import config as configs
-from shardtrain import verify
 from shardtrain.config import task_file
-from shardtrain.config.check import check
-from shardtrain.errors import ConfigError
-from shardtrain.verify.request import read
+from shardtrain.config.rules import check
+from shardtrain.tools import verify
+from shardtrain.tools.verify.request import read
+from shardtrain.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 CLASSIFICATION = '[task]\nname = "classification"\n'

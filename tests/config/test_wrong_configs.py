@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config import ConfigError, Loaded, check, load
+from shardtrain.config import ConfigError, Loaded, load
+from shardtrain.config import rules as check
 
 # (name, lines of the file, arguments, fragments of the one expected problem)
 READING = [

@@ -11,8 +11,8 @@ import pytest
 
 from shardtrain.config.schema import Config, Data, DataLoader, Training
 from shardtrain.data import open_stream
-from shardtrain.data_tools import prepare
-from shardtrain.errors import ConfigError
+from shardtrain.tools.data import prepare
+from shardtrain.utils.errors import ConfigError
 
 TEXTS = [f"{number} bottles on the wall, " * 8 for number in range(200)]
 

@@ -16,7 +16,7 @@ from shardtrain.data.document import Document
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.sources import BadRow
 from shardtrain.data.tokenizer import open_tokenizer
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("jinja2")
 

@@ -14,12 +14,12 @@ from ranks import run_ranks
 from tiers import cases
 from tiny import tiny_config, train_whole
 
-from shardtrain import train
 from shardtrain.config.schema import Config
-from shardtrain.data import content
-from shardtrain.data.content import Contents, WholeFile
-from shardtrain.data_tools import prepare
-from shardtrain.errors import ConfigError
+from shardtrain.data import file_hashes as content
+from shardtrain.data.file_hashes import Contents, WholeFile
+from shardtrain.tools.data import prepare
+from shardtrain.train import trainer as train
+from shardtrain.utils.errors import ConfigError
 
 ROWS, LENGTH = 24_000, 100
 """2.6 MB: more than the samples of 1 MiB."""

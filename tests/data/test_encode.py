@@ -14,7 +14,7 @@ from shardtrain.data.document import Document
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.sources import BadRow
 from shardtrain.data.tokenizer import open_tokenizer
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 BYTES = open_tokenizer("bytes")
 BOS, EOS = 256, 257

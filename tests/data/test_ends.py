@@ -14,7 +14,7 @@ from shardtrain.config.schema import Data
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.ends import described, ends_of
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 STYLES = [None, "gpt2", "llama3", "bert"]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}

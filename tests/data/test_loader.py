@@ -12,7 +12,7 @@ import torch
 from shardtrain.config.schema import Config, Data, DataLoader, DataSource, Debug, Model, Training, Validation
 from shardtrain.data import IGNORE, Batch, death_of_worker, open_stream
 from shardtrain.data.order import sample_at
-from shardtrain.errors import ConfigError, DataError
+from shardtrain.utils.errors import ConfigError, DataError
 
 SEQ_LEN, GLOBAL_BATCH, NUM_SAMPLES = 4, 8, 23
 

@@ -15,7 +15,7 @@ from tiers import cases
 
 from shardtrain.config.schema import Config, Data, DataLoader, DataSource, DataStage, Debug, Training
 from shardtrain.data import IGNORE, open_stream
-from shardtrain.data_tools import prepare
+from shardtrain.tools.data import prepare
 
 GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 32, 9
 TEXTS = ["".join(random.Random(i).choices("abcdefgh \n", k=20 + 37 * i % 160)) for i in range(150)]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from shardtrain.data.document import Document
 from shardtrain.data.first_fit import first_fit
 from shardtrain.data.fitted import pack
-from shardtrain.data.line import MemoryLine
-from shardtrain.data.pack import Packing, Sequences
-from shardtrain.loss import IGNORE
+from shardtrain.data.packing import Packing, Sequences
+from shardtrain.data.token_buffer import MemoryLine
+from shardtrain.ops.cross_entropy import IGNORE
 
 KINDS = ("concat", "first_fit", "padded")
 

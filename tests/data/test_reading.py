@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from shardtrain.config.schema import Data
-from shardtrain.data import reading
+from shardtrain.data import read_documents as reading
 from shardtrain.data.document import Document
-from shardtrain.data.reading import BadRows, Tally, chunks, read_documents
+from shardtrain.data.read_documents import BadRows, Tally, chunks, read_documents
 from shardtrain.data.sources import BadRow
-from shardtrain.errors import DataError
+from shardtrain.utils.errors import DataError
 
 
 class Rows:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from shardtrain import data
-from shardtrain.config import Loaded, check, load
+from shardtrain.config import Loaded, load
+from shardtrain.config import rules as check
 from shardtrain.config.schema import Data, DataSource
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.sources import BadRow, alpaca
 from shardtrain.data.tokenizer import open_tokenizer
-from shardtrain.errors import ConfigError
 from shardtrain.tasks.classification import Classification
+from shardtrain.utils.errors import ConfigError
 
 BYTES = open_tokenizer("bytes")
 QUESTION = {"question": "2+2?", "answer": {"text": "4"}, "year": 1999, "hint": None, "tags": ["a"]}

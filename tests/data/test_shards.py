@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.data.document import Document
-from shardtrain.data.line import Line, MemoryLine
 from shardtrain.data.shard_index import INDEX
 from shardtrain.data.shard_writer import ShardWriter, default_shard_tokens
 from shardtrain.data.shards import ShardLine, check_tokenizer, check_vocabulary, verify
 from shardtrain.data.sources import Request, tokens
+from shardtrain.data.token_buffer import Line, MemoryLine
 from shardtrain.data.tokenizer import ByteTokenizer
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 
 def write(folder: Path, documents: list[Document], vocab_size: int = 300, shard_tokens: int = 7) -> Path:

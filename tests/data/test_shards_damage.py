@@ -14,7 +14,7 @@ import pytest
 from shardtrain.data.shard_index import INDEX, UNFINISHED
 from shardtrain.data.shard_writer import ShardWriter
 from shardtrain.data.shards import ShardLine, verify
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 
 @pytest.fixture

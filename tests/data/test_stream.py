@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.data.document import Document
-from shardtrain.data.pack import Packing, Sequences
+from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.sources import BadRow
 from shardtrain.data.stream import StreamFeed, rows_of_reader
-from shardtrain.errors import ConfigError, DataError
-from shardtrain.loss import IGNORE
+from shardtrain.ops.cross_entropy import IGNORE
+from shardtrain.utils.errors import ConfigError, DataError
 
 
 class Letters:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.data.tokenizer import ByteTokenizer, open_tokenizer
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 TEXT = "the cat sat on the mat"
 

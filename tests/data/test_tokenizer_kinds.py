@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import bpe_folder, sentencepiece_bytes, tiktoken_bytes
 
 from shardtrain.data.tokenizer import open_tokenizer
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 SAMPLES = ["the cat", " the  cat\n\nHello", "naïve café 🦜", "", "\t\n ", "東京 a\u0301", "<|eot_id|> and </s>", "a\0b"]
 KINDS = ["bpe", "unigram", "tiktoken", "json", "bytes"]

@@ -13,7 +13,7 @@ import patience
 import pytest
 import yaml
 
-from shardtrain.launch import runai
+from shardtrain.launch.platforms import runai
 
 ROOT = Path(__file__).parents[2]
 CANARIES = {"HF_TOKEN": "hf_canary0123456789abcdef", "WANDB_API_KEY": "wandb-canary-9876543210"}

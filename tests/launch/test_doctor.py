@@ -15,8 +15,8 @@ import yaml
 from ports import free_port
 
 from shardtrain import config
-from shardtrain.launch import kubernetes
 from shardtrain.launch.job import to_job
+from shardtrain.launch.platforms import kubernetes
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,7 +79,7 @@ def test_a_sweep_is_left_to_the_training():
 
 @pytest.mark.nightly(
     "two ranks of this machine make one report",
-    by="tests/doctor/test_command.py::test_the_doctor_looks_at_two_ranks_and_leaves_nothing",
+    by="tests/tools/doctor/test_command.py::test_the_doctor_looks_at_two_ranks_and_leaves_nothing",
 )
 @pytest.mark.slow
 @pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "sshd")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardtrain.config.schema import Config, Parallelism, Training
-from shardtrain.errors import ConfigError
 from shardtrain.launch import environment
+from shardtrain.utils.errors import ConfigError
 
 SRUN = {
     "SLURM_JOB_ID": "1234",

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain import whole_file
-from shardtrain.errors import (
+from shardtrain.launch import failure
+from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils.errors import (
     CheckpointError,
     ConfigError,
     DataError,
@@ -21,7 +22,6 @@ from shardtrain.errors import (
     Problem,
     StorageError,
 )
-from shardtrain.launch import failure
 
 GLOO = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
 

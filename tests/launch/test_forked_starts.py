@@ -19,8 +19,8 @@ from tiers import cases
 
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config, Job
+from shardtrain.distributed import private_store
 from shardtrain.launch import local
-from shardtrain.parallel import private_store
 
 STARTS = int(os.environ.get("SHARDTRAIN_FORKED_STARTS", "5"))
 """In a row, of each number of ranks; 667 are 2,000 in all."""

@@ -20,12 +20,13 @@ from hostile_texts import ARGV, EACH, FEW, TEXTS, Recorder, batches, is_safe, jo
 
 from shardtrain import config
 from shardtrain.cli import main
-from shardtrain.config.check_launch import FORMS, SECRET, VARIABLE
-from shardtrain.config.launch_schema import Launch, LaunchKubernetes, LaunchSlurm
-from shardtrain.errors import ConfigError
-from shardtrain.launch import jobs, kubernetes, runai, slurm, ssh
-from shardtrain.launch.hosts import Host, read_hostfile
+from shardtrain.config.rules.launch import FORMS, SECRET, VARIABLE
+from shardtrain.config.schema.launch import Launch, LaunchKubernetes, LaunchSlurm
+from shardtrain.launch import job_status as jobs
+from shardtrain.launch.hostfile import Host, read_hostfile
 from shardtrain.launch.job import Mount, to_job, to_mount
+from shardtrain.launch.platforms import kubernetes, runai, slurm, ssh
+from shardtrain.utils.errors import ConfigError
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="env -0 is GNU's"), pytest.mark.timeout(3600)]
 
@@ -103,7 +104,7 @@ def test_a_folder_of_any_name_is_entered_by_slurm_and_ssh(folders):
         same([[folder, "-c", slurm.LOOK, folder, ""] for folder, *_ in expected], calls[::2])
         same(expected, calls[1::2])
         record.run(["sh"], f"cd {at}\nexport CDPATH=/:/usr\n" + "\n".join(remote))
-        same([[folder, "-m", "shardtrain.launch.host"] for folder, *_ in expected], each(record))
+        same([[folder, "-m", "shardtrain.launch.remote_agent"] for folder, *_ in expected], each(record))
 
 
 def each(record: Recorder) -> list[list[str]]:

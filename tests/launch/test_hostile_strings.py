@@ -22,10 +22,11 @@ from hostile_texts import ARGV, CREATED, FEW, PIECES, TIMEOUT, Recorder, batches
 from pods import containers, expanded
 
 from shardtrain.config import Config, Loaded
-from shardtrain.config.launch_schema import Launch, LaunchKubernetes, LaunchRunai, LaunchSlurm
-from shardtrain.errors import ConfigError
-from shardtrain.launch import command, kubectl, kubernetes, runai, slurm, ssh
-from shardtrain.launch.hosts import Host
+from shardtrain.config.schema.launch import Launch, LaunchKubernetes, LaunchRunai, LaunchSlurm
+from shardtrain.launch import command
+from shardtrain.launch.hostfile import Host
+from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, ssh
+from shardtrain.utils.errors import ConfigError
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="env -0 is GNU's"), pytest.mark.timeout(3600)]
 
@@ -86,9 +87,9 @@ def test_a_host_starts_the_command_with_exactly_these_texts(tmp_path):
         job = job_of(many)
         plans = ssh.render(job, Launch(), [Host("a"), Host("b", user="me", port=1)], "a", "id")
         for plan in plans:
-            assert plan.ssh[-1] == "exec python3 -m shardtrain.launch.host"
+            assert plan.ssh[-1] == "exec python3 -m shardtrain.launch.remote_agent"
             assert plan.message({}).count(b"\n") == 1
-        host = [sys.executable, "-m", "shardtrain.launch.host"]
+        host = [sys.executable, "-m", "shardtrain.launch.remote_agent"]
         with subprocess.Popen(host, stdin=-1, stdout=-1, cwd=record.inside, env=record.names()) as process:
             assert process.stdin and process.stdout
             process.stdin.write(plans[1].message({}))

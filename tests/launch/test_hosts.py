@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardtrain.config.launch_schema import Launch, LaunchSSH
-from shardtrain.errors import ConfigError
-from shardtrain.launch import addresses, jobs, pdsh, ssh
-from shardtrain.launch.hosts import Host, chosen, read_hostfile, select
+from shardtrain.config.schema.launch import Launch, LaunchSSH
+from shardtrain.launch import addresses
+from shardtrain.launch import job_status as jobs
+from shardtrain.launch.hostfile import Host, chosen, read_hostfile, select
 from shardtrain.launch.job import Job
+from shardtrain.launch.platforms import pdsh, ssh
+from shardtrain.utils.errors import ConfigError
 
 FOUR = [Host("a", slots=4), Host("b", slots=4), Host("c", slots=4)]
 JOB = Job("job", ("python3", "-m", "shardtrain", "train"))
@@ -134,7 +136,7 @@ def test_slots_are_the_ranks_and_chosen_devices_are_the_visible_ones():
 def test_one_host_is_no_node_of_several():
     (plan,) = ssh.render(JOB, Launch(), [Host("a", "me", 22)], "a", "id")
     assert not [name for name in plan.environment if name.startswith("SHARDTRAIN_")]
-    assert plan.ssh[-5:] == ("-p", "22", "--", "me@a", "exec python3 -m shardtrain.launch.host")
+    assert plan.ssh[-5:] == ("-p", "22", "--", "me@a", "exec python3 -m shardtrain.launch.remote_agent")
 
 
 def test_an_elastic_run_is_refused():

@@ -9,8 +9,8 @@ import pods
 import pytest
 import yaml
 
-from shardtrain.errors import ConfigError
-from shardtrain.launch import kubectl
+from shardtrain.launch.platforms import kubectl
+from shardtrain.utils.errors import ConfigError
 
 PROGRAM = f"""#!{sys.executable}
 import json, pathlib, sys
@@ -96,7 +96,7 @@ def test_logs_follow_the_pods_of_the_job_and_wait_for_none(tmp_path, asked):
 
 @pytest.mark.parametrize("name", ["kubernetes/team/deployment/run", "kubernetes/team/pytorchjob"])
 def test_an_id_of_another_kind_is_refused(name):
-    from shardtrain.launch import jobs
+    from shardtrain.launch import job_status as jobs
 
     with pytest.raises(ConfigError, match="id"):
         jobs.status(name)

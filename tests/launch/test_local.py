@@ -225,8 +225,8 @@ def test_a_signal_to_a_run_of_one_process_is_told_and_recorded(tmp_path):
 
 
 def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
-    from shardtrain.errors import StorageError
     from shardtrain.launch import local
+    from shardtrain.utils.errors import StorageError
 
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"job\.dump_folder=.*cannot be written"):

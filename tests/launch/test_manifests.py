@@ -14,8 +14,8 @@ import yaml
 from kube_schemas import ELASTIC_POLICY, PYTORCHJOB, RUN_POLICY
 
 from shardtrain import config
-from shardtrain.launch import kubernetes
 from shardtrain.launch.job import to_job
+from shardtrain.launch.platforms import kubernetes
 
 pytest.importorskip("kubeflow_trainer_api", reason="kubeflow-trainer-api (the dev extra) has the published models")
 

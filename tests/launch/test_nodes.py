@@ -9,9 +9,9 @@ from ports import free_port
 
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config, Parallelism
-from shardtrain.errors import ConfigError, PeerError
 from shardtrain.launch import agent, environment, nodes
 from shardtrain.launch.agent import status_of
+from shardtrain.utils.errors import ConfigError, PeerError
 
 PYTORCHJOB = {
     "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2",

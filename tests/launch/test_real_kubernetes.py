@@ -20,7 +20,7 @@ import pytest
 import yaml
 from kube_schemas import ELASTIC_POLICY, PYTORCHJOB, RUN_POLICY
 
-from shardtrain.launch.kubectl import RESOURCES
+from shardtrain.launch.platforms.kubectl import RESOURCES
 
 ROOT = Path(__file__).parents[2]
 ANSWER_SECONDS = 10

@@ -22,17 +22,18 @@ from ports import free_port
 from tiers import cases
 from tiny import text_file
 
-from shardtrain import evaluate, train
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.config.schema import DataLoader
 from shardtrain.data import Stream
 from shardtrain.data.loader import MicroBatches
-from shardtrain.goodput import events
-from shardtrain.goodput.account import account, attempts_of
 from shardtrain.launch import environment, local
-from shardtrain.stopping import ONE_REQUEST_SECONDS
-from shardtrain.verdict import judge, machine
+from shardtrain.resilience.goodput import events
+from shardtrain.resilience.goodput.account import account, attempts_of
+from shardtrain.resilience.signals import ONE_REQUEST_SECONDS
+from shardtrain.train import trainer as train
+from shardtrain.train import validation as evaluate
+from shardtrain.train.preflight import judge, machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
 

@@ -10,13 +10,13 @@ import pytest
 from launched import STEPS, config, end, fork, losses, no_orphans, record
 from tiers import cases
 
-from shardtrain import train
 from shardtrain.config import Loaded
-from shardtrain.goodput import events
-from shardtrain.goodput.account import account, attempts_of
 from shardtrain.launch import environment, local
 from shardtrain.launch.failure import Failure
 from shardtrain.launch.restart import CRASH_LOOP, FRUITLESS, Restarts
+from shardtrain.resilience.goodput import events
+from shardtrain.resilience.goodput.account import account, attempts_of
+from shardtrain.train import trainer as train
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
 

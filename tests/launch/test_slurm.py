@@ -17,9 +17,10 @@ from tiers import cases
 
 from shardtrain import config
 from shardtrain.config.command_line import split
-from shardtrain.errors import ConfigError
-from shardtrain.launch import nodes, slurm
+from shardtrain.launch import nodes
 from shardtrain.launch.job import to_job
+from shardtrain.launch.platforms import slurm
+from shardtrain.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

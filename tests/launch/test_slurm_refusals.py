@@ -11,7 +11,7 @@ import patience
 import pytest
 from slurm_cluster import PATH, launch, munged
 
-from shardtrain.launch.slurm_queue import Record, meaning
+from shardtrain.launch.platforms.slurm_queue import Record, meaning
 
 LIMIT_SECONDS = 10
 
@@ -160,7 +160,7 @@ def test_reasons_that_last_are_told_from_those_that_pass(reason, lasts):
 
 def test_the_answers_name_options_that_there_are():
     from shardtrain.config.options import options
-    from shardtrain.launch.slurm_queue import REASONS, REFUSALS
+    from shardtrain.launch.platforms.slurm_queue import REASONS, REFUSALS
 
     named = re.findall(r"launch\.[a-z_.]+", " ".join([*REFUSALS.values(), *(words for words, _ in REASONS.values())]))
     assert named and set(named) <= set(options())

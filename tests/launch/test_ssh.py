@@ -173,7 +173,7 @@ def test_a_host_that_cannot_start_is_named_in_one_line_and_no_other_starts(
 def test_a_host_whose_interpreter_has_no_torch_is_told_before_anything_starts(tmp_path, ssh_config, via):
     python = tmp_path / "python"
     hide = "find = PathFinder.find_spec; PathFinder.find_spec = lambda n, *a: None if n == 'torch' else find(n, *a)"
-    main = "import sys, runpy; runpy.run_module('shardtrain.launch.host', run_name='__main__')"
+    main = "import sys, runpy; runpy.run_module('shardtrain.launch.remote_agent', run_name='__main__')"
     program = f"from importlib.machinery import PathFinder; {hide}; {main}"
     python.write_text(f"#!/bin/sh\nexec {sys.executable} -c {shlex.quote(program)}\n")
     python.chmod(0o755)

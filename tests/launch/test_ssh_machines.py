@@ -22,7 +22,7 @@ from tiers import cases
 from tiny import text_file
 
 from shardtrain import __version__
-from shardtrain.launch.host import SILENCE_SECONDS
+from shardtrain.launch.remote_agent import SILENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 TELLS_SECONDS, ALIVE_SECONDS = 10.0, 15.0
@@ -302,7 +302,7 @@ def _is_refused(done: subprocess.CompletedProcess[str], folder: Path, told: list
 
 def _is_ours(pid: int) -> bool:
     words = _words(pid)
-    return b"shardtrain" in words or b"shardtrain.launch.host" in words
+    return b"shardtrain" in words or b"shardtrain.launch.remote_agent" in words
 
 
 def _words(pid: int) -> list[bytes]:

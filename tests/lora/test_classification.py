@@ -15,18 +15,19 @@ from ranks import run_ranks
 from reviews import config as reviews_config
 from tiny import Ended, make_run, train_whole
 
-from shardtrain import cli, parallel
-from shardtrain.building import build_model
+from shardtrain import cli
+from shardtrain import distributed as parallel
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.hub.model import recognise
+from shardtrain.distributed.process_group import World
+from shardtrain.hf.model import recognise
 from shardtrain.lora.linear import is_adapter
-from shardtrain.parallel.world import World
-from shardtrain.resume import resume
-from shardtrain.run_folder import write_resolved_config
-from shardtrain.testing import run as testing
+from shardtrain.tools.test import run as testing
+from shardtrain.train.build import build_model
+from shardtrain.train.resume import resume
+from shardtrain.train.run_folder import write_resolved_config
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="PEFT is the reference of adapters")

@@ -12,8 +12,8 @@ from lora_runs import adapter_config, logits, tokens, train
 from tiers import cases
 
 from shardtrain import cli
-from shardtrain.generate.opening import open_model
 from shardtrain.lora.linear import is_adapter
+from shardtrain.tools.generate.opening import open_model
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="PEFT is the reference of adapters")

@@ -13,17 +13,18 @@ from ranks import run_ranks
 from tiny import Ended, assert_bitwise, deep_config, make_run, tiny_config, train_whole
 from torch import nn
 
-from shardtrain import dry_run, init
-from shardtrain.config.lora_schema import Lora
-from shardtrain.errors import NumericalError
+from shardtrain.config.schema.lora import Lora
+from shardtrain.distributed import fake_backend as fake
 from shardtrain.lora import spec
 from shardtrain.lora.linear import LoraLinear, merged
 from shardtrain.lora.spec import Spec
 from shardtrain.metrics.flops import count_model, flops_per_token
 from shardtrain.models import build, llama3, mixtral, shape_of
-from shardtrain.parallel import fake
-from shardtrain.shards import local_tensor
-from shardtrain.train import step
+from shardtrain.ops import init_weights as init
+from shardtrain.ops.dtensor import local_tensor
+from shardtrain.train import dry_run
+from shardtrain.train.trainer import step
+from shardtrain.utils.errors import NumericalError
 
 ON = {"enable": True, "random_base": True, "rank": 4, "alpha": 8.0}
 

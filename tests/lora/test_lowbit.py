@@ -9,13 +9,15 @@ from lora_runs import adapter_config, logits, train
 from ranks import run_ranks
 from tiny import make_run, tiny_config
 
-from shardtrain import cli, resume
+from shardtrain import cli
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.config import Loaded, check
-from shardtrain.generate.opening import open_model
+from shardtrain.config import Loaded
+from shardtrain.config import rules as check
 from shardtrain.lora.linear import FrozenLinear
-from shardtrain.shards import to_full
-from shardtrain.train import step
+from shardtrain.ops.dtensor import to_full
+from shardtrain.tools.generate.opening import open_model
+from shardtrain.train import resume
+from shardtrain.train.trainer import step
 
 pytest.importorskip("torchao", reason="low bits are torchao's: install the qlora extra")
 

@@ -15,11 +15,12 @@ from tiny import tiny_config
 
 from shardtrain import cli
 from shardtrain.checkpoint import manifest
-from shardtrain.config import Loaded, check
+from shardtrain.config import Loaded
+from shardtrain.config import rules as check
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError
-from shardtrain.generate.opening import open_model
 from shardtrain.lora.linear import is_adapter
+from shardtrain.tools.generate.opening import open_model
+from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="PEFT is the reference of adapters")

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from tiny import make_run, tiny_config
 
 from shardtrain import cli
-from shardtrain.config import Loaded, check
-from shardtrain.errors import CheckpointError, ConfigError, ShardtrainError
+from shardtrain.config import Loaded
+from shardtrain.config import rules as check
 from shardtrain.lora.peft import PeftFolder
 from shardtrain.models import llama3
+from shardtrain.utils.errors import CheckpointError, ConfigError, ShardtrainError
 
 ON = {"enable": True, "random_base": True}
 
@@ -184,7 +185,7 @@ def test_what_a_folder_of_peft_asks_for_and_is_not_known_stops_it(run, tmp_path,
 
 
 def shape_of(run):
-    from shardtrain.hub.model import recognise
+    from shardtrain.hf.model import recognise
 
     return recognise(run / "base").config
 

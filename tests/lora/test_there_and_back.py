@@ -14,14 +14,15 @@ from ranks import run_ranks
 from tiers import cases
 from tiny import make_run
 
-from shardtrain import cli, resume
+from shardtrain import cli
 from shardtrain.checkpoint import manifest, tensors
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.generate.opening import open_model
+from shardtrain.distributed.process_group import World
 from shardtrain.lora.linear import is_adapter
-from shardtrain.parallel.world import World
-from shardtrain.shards import to_full
-from shardtrain.train import step
+from shardtrain.ops.dtensor import to_full
+from shardtrain.tools.generate.opening import open_model
+from shardtrain.train import resume
+from shardtrain.train.trainer import step
 
 pytest.importorskip("transformers")
 TOLERANCE = 1e-5

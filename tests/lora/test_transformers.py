@@ -20,9 +20,9 @@ from torch import Tensor
 from shardtrain import cli
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.generate.opening import open_model
 from shardtrain.lora.linear import is_adapter
-from shardtrain.run_folder import write_resolved_config
+from shardtrain.tools.generate.opening import open_model
+from shardtrain.train.run_folder import write_resolved_config
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="PEFT is the reference of adapters")

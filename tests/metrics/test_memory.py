@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from shardtrain.metrics import memory
-from shardtrain.units import gib
+from shardtrain.utils.units import gib
 
 
 def test_the_host_peak_is_in_gib_and_never_falls():

@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from shardtrain import log
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.progress import progress_allowed
+from shardtrain.utils import log
 
 
 class Terminal(io.StringIO):

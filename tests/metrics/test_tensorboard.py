@@ -6,11 +6,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardtrain.errors import ConfigError
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.memory import CudaMemory
 from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink
+from shardtrain.utils.errors import ConfigError
 
 TAGS = {
     "loss_metrics/global_avg_loss",

@@ -5,9 +5,9 @@ from types import ModuleType, SimpleNamespace
 import patience
 import pytest
 
-from shardtrain.errors import ConfigError
 from shardtrain.metrics import Metrics, metrics_problems
 from shardtrain.metrics.sinks.wandb import WandbSink, run_options
+from shardtrain.utils.errors import ConfigError
 
 ON = {"enable_wandb": True}
 

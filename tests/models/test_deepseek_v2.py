@@ -10,8 +10,8 @@ import torch
 from hub_folders import build as build_theirs
 from hub_folders import save
 
-from shardtrain.hub import importing
-from shardtrain.hub.model import recognise
+from shardtrain.hf import importing
+from shardtrain.hf.model import recognise
 from shardtrain.models import build, find, shape_of
 
 SIZES = {"debugmodel": 33_014_016, "16B": 15_706_484_224, "236B": 235_741_434_880}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hf_models import assert_same_logits_and_gradients
 
-from shardtrain import init
-from shardtrain.errors import ConfigError
 from shardtrain.metrics.flops import count_model
 from shardtrain.models import build, find, shape_of
+from shardtrain.ops import init_weights as init
+from shardtrain.utils.errors import ConfigError
 
 TINY = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 4, "head_dim": 8, "ffn_dim": 48}
 GROUPED = {**TINY, "num_kv_heads": 2}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tiny import assert_same_numbers, run_tiny, tiny_config
 
-from shardtrain.errors import ConfigError
 from shardtrain.models import build, find, shape_of
+from shardtrain.utils.errors import ConfigError
 
 MODEL_FILE = '''
 """A decoder unlike Llama: gelu feed-forward with biases, layer norms."""

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shardtrain.cli import main
-from shardtrain.errors import CheckpointError
-from shardtrain.hub import importing, mapping
-from shardtrain.hub.block_fp8 import open_weights
-from shardtrain.hub.model import recognise, translation_of
+from shardtrain.hf import importing, mapping
+from shardtrain.hf.block_fp8 import open_weights
+from shardtrain.hf.model import recognise, translation_of
 from shardtrain.models import build, find, shape_of
+from shardtrain.utils.errors import CheckpointError
 
 SIZES = {"debugmodel": 8_033_120, "20b": 20_914_757_184, "120b": 116_829_156_672}
 """Of the published weights; the debug model by hand."""

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardtrain.models.moe import MoE, Routing, _grouped, _one_by_one
-from shardtrain.rows import inverse_of, permute, repeat_and_permute
-from shardtrain.targets import FILLER_DOCUMENT
+from shardtrain.ops.row_order import inverse_of, permute, repeat_and_permute
+from shardtrain.ops.targets import FILLER_DOCUMENT
 
 DIM, FFN, EXPERTS = 16, 12, 8
 ROUTINGS = {

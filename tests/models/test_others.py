@@ -21,7 +21,7 @@ from tiny import Result, run_tiny, tiny_config, train_steps
 from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "others"
 FILES = sorted(path.stem for path in FOLDER.glob("*.py"))

@@ -17,13 +17,15 @@ from tiny import assert_bitwise, make_run, train_steps, train_whole, whole
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardtrain import documents_apart, models, train
+from shardtrain import models
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.errors import CheckpointError, ConfigError
-from shardtrain.parallel.foreign_tensor import WORDS
-from shardtrain.resume import resume
-from shardtrain.shards import to_full
+from shardtrain.distributed.hf_tensor_parallel import WORDS
+from shardtrain.ops.dtensor import to_full
+from shardtrain.train import document_isolation as documents_apart
+from shardtrain.train import trainer as train
+from shardtrain.train.resume import resume
+from shardtrain.utils.errors import CheckpointError, ConfigError
 
 pytest.importorskip("transformers")
 

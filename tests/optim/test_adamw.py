@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardtrain.config.schema import Optimizer
-from shardtrain.errors import ConfigError
 from shardtrain.optim import build, set_learning_rate, state_tensors
+from shardtrain.utils.errors import ConfigError
 
 IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]
 

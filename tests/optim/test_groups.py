@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from shardtrain.errors import ConfigError
 from shardtrain.optim import parameter_groups
+from shardtrain.utils.errors import ConfigError
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardtrain.config.schema import Optimizer
-from shardtrain.errors import ConfigError
+from shardtrain.ops.dtensor import to_full
 from shardtrain.optim import build, set_learning_rate, state_tensors
 from shardtrain.optim.muon import orthogonalize
-from shardtrain.shards import to_full
+from shardtrain.utils.errors import ConfigError
 
 SHAPES = {
     "embed.weight": (11, 6),

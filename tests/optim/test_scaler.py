@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.optim import LossScaler
-from shardtrain.optim.scaler import LARGEST, SMALLEST
+from shardtrain.optim.grad_scaler import LARGEST, SMALLEST
+from shardtrain.utils.errors import CheckpointError, ConfigError
 
 
 def test_an_overflow_skips_the_update_and_halves_the_scale():

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardtrain.optim.whole import matrix_axes, plan
-from shardtrain.shards import local_slices, local_tensor
+from shardtrain.ops.dtensor import local_slices, local_tensor
+from shardtrain.optim.gather_matrices import matrix_axes, plan
 
 
 def whole_function(matrix):

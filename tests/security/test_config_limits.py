@@ -13,7 +13,7 @@ import pytest
 from shardtrain import config
 from shardtrain.config.load import MAX_PROBLEMS
 from shardtrain.config.toml_file import MAX_FILE_BYTES
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 HALF = MAX_FILE_BYTES // 2 - 50
 FILES = {

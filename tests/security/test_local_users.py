@@ -15,10 +15,10 @@ import pytest
 import torch.distributed as dist
 from tiers import cases
 
-from shardtrain.errors import StorageError
-from shardtrain.masking import visible
-from shardtrain.parallel import private_store
-from shardtrain.process import STORE
+from shardtrain.distributed import private_store
+from shardtrain.utils.errors import StorageError
+from shardtrain.utils.process import STORE
+from shardtrain.utils.redact import visible
 
 NOBODY = 65534
 

@@ -26,16 +26,16 @@ METHODS = {
 }  # fmt: skip
 
 ALLOWED = {
-    ("shardtrain/models/__init__.py", "exec_module"): "model.name of the user's own configuration names a file of his",
-    ("shardtrain/tasks/__init__.py", "exec_module"): "task.name names a file of the user's, likewise",
-    ("shardtrain/data/sources/__init__.py", "exec_module"): "training.dataset names a file of the user's, likewise",
-    ("shardtrain/hub/legacy_child.py", "torch.load"): "import --legacy_bin alone, with names of tensors and no others",
-    ("shardtrain/hub/legacy_child.py", "weights_only"): "likewise: it is what restricts the names",
+    ("shardtrain/models.py", "exec_module"): "model.name of the user's own configuration names a file of his",
+    ("shardtrain/tasks.py", "exec_module"): "task.name names a file of the user's, likewise",
+    ("shardtrain/data/sources.py", "exec_module"): "training.dataset names a file of the user's, likewise",
+    ("shardtrain/hf/legacy_child.py", "torch.load"): "import --legacy_bin alone, with names of tensors and no others",
+    ("shardtrain/hf/legacy_child.py", "weights_only"): "likewise: it is what restricts the names",
     ("benchmarks/checkpoint_safety.py", "dcp.load"): "measures plain DCP beside ours, on files that it just wrote",
     ("tests/checkpoint/test_folder.py", "torch.load"): "reads what it wrote, as users of exported weights do",
-    ("tests/hub/test_layer_files.py", "torch.load"): "reads what the export wrote, as FMEngine does",
-    ("tests/migrate/test_torchtitan_runs.py", "torch.load"): "reads what dcp_to_torch wrote, as its users do",
-    ("tests/test_init.py", "all_gather_object"): "compares what its own ranks drew",
+    ("tests/hf/test_layer_files.py", "torch.load"): "reads what the export wrote, as FMEngine does",
+    ("tests/tools/migrate/test_torchtitan_runs.py", "torch.load"): "reads what dcp_to_torch wrote, as its users do",
+    ("tests/ops/test_init_weights.py", "all_gather_object"): "compares what its own ranks drew",
     ("tests/hostile_files.py", "pickle"): "writes the attacks",
     ("tests/dcp_folders.py", "dcp.load"): "PyTorch's own load is the reference, of files that the tests have written",
     ("tests/forked.py", "runpy.run_path"): "runs programs of the tests' own, as an interpreter that is given one",
@@ -86,13 +86,13 @@ def test_the_list_of_exceptions_holds_no_more_than_there_is() -> None:
 def test_checkpoints_of_other_programs_have_one_reader_that_no_load_reaches() -> None:
     """Old weights are read by a command of its own, with no way back to it from a load that failed."""
     texts = {name_of(path): path.read_text(encoding="utf-8") for path in PACKAGE}
-    child = "shardtrain/hub/legacy_child.py"
-    assert [name for name in texts if "legacy_child" in texts[name] and name != child] == ["shardtrain/hub/legacy.py"]
-    assert [name for name in texts if "legacy.as_safetensors" in texts[name]] == ["shardtrain/hub/command.py"]
+    child = "shardtrain/hf/legacy_child.py"
+    assert [name for name in texts if "legacy_child" in texts[name] and name != child] == ["shardtrain/hf/legacy.py"]
+    assert [name for name in texts if "legacy.as_safetensors" in texts[name]] == ["shardtrain/hf/command.py"]
     text = "".join(text for name, text in texts.items() if name != child)
     assert "weights_only=" not in text and "FileSystemReader" not in text
     # PyTorch's writer is used, and never its reader: what torch.distributed.checkpoint wrote is read as data
-    writer = ast.parse(texts["shardtrain/dcp/writing.py"])
+    writer = ast.parse(texts["shardtrain/tools/dcp/writing.py"])
     imported = [ast.unparse(node) for node in ast.walk(writer) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert [line for line in imported if "distributed.checkpoint" in line] == [
         "import torch.distributed.checkpoint as dcp",
@@ -106,4 +106,4 @@ def test_checkpoints_of_other_programs_have_one_reader_that_no_load_reaches() ->
         "dcp.api",
     }
     others = [name for name, text in texts.items() if "import torch.distributed.checkpoint" in text]
-    assert others == ["shardtrain/dcp/writing.py"]
+    assert others == ["shardtrain/tools/dcp/writing.py"]

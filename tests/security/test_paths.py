@@ -14,11 +14,12 @@ import pytest
 from small_checkpoint import checkpoints, save, world_of_one
 from tiny import text_file
 
-from shardtrain import config, whole_file
+from shardtrain import config
 from shardtrain.checkpoint import retention
-from shardtrain.config.check_safety import ALSO_ELSEWHERE, BELOW_DUMP_FOLDER, ONE_NAME
 from shardtrain.config.options import options
-from shardtrain.errors import ConfigError
+from shardtrain.config.rules.safety import ALSO_ELSEWHERE, BELOW_DUMP_FOLDER, ONE_NAME
+from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils.errors import ConfigError
 
 ESCAPES = [
     "..", "../x", "a/../../x", "/x", "//x", "~/x", "x\\..\\y", "a\0b", "a\nb", "a\x1b[2J", "x" * 300, "a/b/../../../x"

@@ -12,7 +12,7 @@ import patience
 import pytest
 from canaries import CANARIES, CRASHES, assert_silent, options
 
-from shardtrain.masking import redact, redact_all
+from shardtrain.utils.redact import redact, redact_all
 
 ROOT = Path(__file__).resolve().parents[2]
 WANDB = """

@@ -15,11 +15,11 @@ from tiers import cases
 from tiny import assert_same_numbers, run_tiny, tiny_config, train_whole
 
 from shardtrain.config import Loaded
-from shardtrain.config.check import check
+from shardtrain.config.rules import check
 from shardtrain.config.schema import Config, Model, Task
-from shardtrain.data_tools import show
-from shardtrain.errors import DataError
 from shardtrain.tasks.kto import KTO, _groups
+from shardtrain.tools.data import show
+from shardtrain.utils.errors import DataError
 
 TASKS = {
     "simpo": {"beta": 2.0},

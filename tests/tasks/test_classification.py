@@ -17,11 +17,12 @@ from tiers import cases
 from tiny import Result, assert_same_numbers, make_run, run_tiny, train_whole
 from torch.nn import functional as F
 
-from shardtrain import evaluate, tasks
+from shardtrain import tasks
 from shardtrain.config.schema import Config
-from shardtrain.errors import DataError
-from shardtrain.targets import IGNORE
+from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks.classification import Classification, Example
+from shardtrain.train import validation as evaluate
+from shardtrain.utils.errors import DataError
 
 DECODER = {"name": "llama3", "overrides": {key: value for key, value in SHAPE.items() if key != "dropout"}}
 MESHES = {

@@ -13,10 +13,12 @@ from ranks import run_ranks
 from tiny import Result, assert_same_numbers, make_run, run_tiny, train_steps
 
 from shardtrain import config as configs
-from shardtrain import evaluate, tasks, train
+from shardtrain import tasks
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError
 from shardtrain.tasks import RowTask
+from shardtrain.train import trainer as train
+from shardtrain.train import validation as evaluate
+from shardtrain.utils.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_task"
 EPS = ("--optimizer.eps", "1e-3")  # see tiny.py

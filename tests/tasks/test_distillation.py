@@ -18,10 +18,10 @@ from tiny import Ended, assert_bitwise, assert_same_numbers, run_tiny, tiny_conf
 from tiny_tokenizers import bpe_folder
 
 from shardtrain.config import Loaded
-from shardtrain.config.check import check
+from shardtrain.config.rules import check
 from shardtrain.config.schema import Config, Parallelism, Task
-from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.tasks.distillation import Distillation
+from shardtrain.utils.errors import CheckpointError, ConfigError
 
 pytest.importorskip("transformers")
 

@@ -11,11 +11,12 @@ import torch
 from reviews import config
 from tiny import assert_same_numbers, run_tiny
 
-from shardtrain.config import Loaded, check
+from shardtrain.config import Loaded
+from shardtrain.config import rules as check
 from shardtrain.config.schema import DataLoader
 from shardtrain.data.loader import Share
 from shardtrain.data.row_stream import RowFeed, RowStream
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 
 def stream(

@@ -15,10 +15,10 @@ from tiny import Ended, assert_bitwise, assert_same_numbers, run_tiny, tiny_conf
 
 from shardtrain import models
 from shardtrain.config import Loaded
-from shardtrain.config.check import check
+from shardtrain.config.rules import check
 from shardtrain.config.schema import Config, Parallelism, Task
-from shardtrain.errors import CheckpointError, ConfigError, DataError
 from shardtrain.tasks.preference import Preference
+from shardtrain.utils.errors import CheckpointError, ConfigError, DataError
 
 BETA, SEQ_LEN, PAIRS = 0.3, 48, 16
 WORDS = ["mesh", "shard", "rank", "norm", "step", "loss", "é"]

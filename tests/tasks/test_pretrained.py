@@ -15,8 +15,8 @@ from tiny import make_run
 
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.hub.model import recognise
-from shardtrain.resume import resume
+from shardtrain.hf.model import recognise
+from shardtrain.train.resume import resume
 
 pytest.importorskip("transformers")
 

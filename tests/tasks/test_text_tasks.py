@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from shardtrain import data, tasks
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.errors import ConfigError
-from shardtrain.resume import resume
-from shardtrain.targets import IGNORE
+from shardtrain.ops.targets import IGNORE
+from shardtrain.train.resume import resume
+from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("transformers")
 

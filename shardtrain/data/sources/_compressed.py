@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from shardtrain.data.sources._files import File
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 BLOCK_BYTES = 256 * 1024
 """Bytes that readers ask for at once; hundreds of files may be open at a time."""

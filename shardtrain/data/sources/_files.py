@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from shardtrain.data.content import WholeFile
+from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.sources import Request
-from shardtrain.errors import ConfigError, DataError, Problem
+from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 COMPRESSIONS: Mapping[str, tuple[bytes, ...]] = {
     ".gz": (b"\x1f\x8b",),

@@ -13,7 +13,7 @@ from shardtrain.data.sources import Request, Row, Shards, Table
 from shardtrain.data.sources._files import File, FileSource
 from shardtrain.data.sources._hub_errors import one_line, refusal
 from shardtrain.data.sources.parquet import rows_of_batch
-from shardtrain.errors import ConfigError, DataError, Problem
+from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 _SAMPLES = 64
 _ROWS_AT_ONCE = 64

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardtrain.data.sources import Request
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 _LONGEST = 300
 

@@ -12,7 +12,7 @@ from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, open_strea
 from shardtrain.data.sources._files import File
 from shardtrain.data.sources._index import BYTE_ORDER_MARK, too_long
 from shardtrain.data.sources._json import parse_text
-from shardtrain.errors import DataError
+from shardtrain.utils.errors import DataError
 
 MAX_BYTES = 256 * 2**20
 """A larger array is refused: one object a line needs no such bound."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardtrain.data.sources import Request, Shards, Table, huggingface
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 PLACES = ("tests/assets/c4_test", "test/assets/c4_test")
 """Where torchtitan reads it, from the folder of the run: since February 2025, and before."""

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from shardtrain.data.sources import Request, Shards, Table, _hub, jsonl, parquet, text, tsv
 from shardtrain.data.sources._files import File, list_files
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardtrain.data.sources import Request, Row, Table
 from shardtrain.data.sources._files import File, FileSource
-from shardtrain.errors import ConfigError, DataError, Problem
+from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 MAX_BYTES = 16 * 2**20
 """Files are taken in order until they would exceed this many bytes; CPython 3.11 has about 11 MiB."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardtrain.data.sources import Request, Row, Table
 from shardtrain.data.sources.python_stdlib import Library, open_folder
-from shardtrain.errors import ConfigError, DataError, Problem
+from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 PACKAGES = ("asyncio", "email", "multiprocessing", "unittest", "xml")
 """Labels, as [task] names them."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shardtrain.data.line import Line
 from shardtrain.data.shards import ShardLine, check_tokenizer
 from shardtrain.data.sources import Request
+from shardtrain.data.token_buffer import Line
 from shardtrain.data.tokenizer import Tokenizer
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem
 
 
 def open_line(request: Request, tokenizer: Tokenizer) -> Line:

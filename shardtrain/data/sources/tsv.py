@@ -13,7 +13,7 @@ from shardtrain.data.sources._index import Index, Reader
 from shardtrain.data.sources._json import not_utf8
 from shardtrain.data.sources._records import records
 from shardtrain.data.sources._rows import FileShards, FileTable, RecordsPart
-from shardtrain.errors import DataError
+from shardtrain.utils.errors import DataError
 
 ENDINGS = (".tsv", ".csv")
 

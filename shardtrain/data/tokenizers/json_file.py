@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.tokenizers.beside import ends_facts, read_beside
-from shardtrain.errors import ConfigError, Problem
-from shardtrain.log import logger
+from shardtrain.data.tokenizers.tokenizer_config import ends_facts, read_beside
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
     import tokenizers

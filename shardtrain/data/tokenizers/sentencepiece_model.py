@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.tokenizers.beside import Beside, ends_facts, read_beside
 from shardtrain.data.tokenizers.spans import to_characters
 from shardtrain.data.tokenizers.split import Splitter
 from shardtrain.data.tokenizers.threads import threads
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.data.tokenizers.tokenizer_config import Beside, ends_facts, read_beside
+from shardtrain.utils.errors import ConfigError, Problem
 
 # ModelProto.normalizer_spec (field 3) { add_dummy_prefix (field 3): false }. A message that occurs twice in a protobuf
 # is merged and the later value counts, so that these bytes at the end of a model change this one setting.

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.tokenizers.beside import Beside, ends_facts, read_beside
 from shardtrain.data.tokenizers.spans import character_spans
 from shardtrain.data.tokenizers.split import Splitter
 from shardtrain.data.tokenizers.threads import threads
-from shardtrain.errors import ConfigError, Problem
+from shardtrain.data.tokenizers.tokenizer_config import Beside, ends_facts, read_beside
+from shardtrain.utils.errors import ConfigError, Problem
 
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

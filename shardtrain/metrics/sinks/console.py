@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardtrain.log import logger
 from shardtrain.metrics.record import Record
-from shardtrain.units import format_seconds
+from shardtrain.utils.log import logger
+from shardtrain.utils.units import format_seconds
 
 _CYAN, _GREEN, _YELLOW, _BLUE, _MAGENTA, _RED, _RESET = (f"\x1b[{code}m" for code in (36, 32, 33, 34, 35, 31, 0))
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain import whole_file
-from shardtrain.log import logger
 from shardtrain.metrics.record import finite_or_none
+from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils.log import logger
 
 
 class JsonlFile:

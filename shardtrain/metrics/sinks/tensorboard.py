@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.errors import ConfigError, Problem
-from shardtrain.log import logger
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
 
 
 class TensorBoardSink:

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardtrain.errors import ConfigError
-from shardtrain.log import logger, redact
 from shardtrain.metrics.sinks.tensorboard import missing_package
+from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.log import logger, redact
 
 QUEUE_RECORDS = 10_000
 """Records that wait for the service; later ones are dropped and counted."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shardtrain.config import check, load
+from shardtrain.config import load
+from shardtrain.config import rules as check
 from shardtrain.config.schema import Config, Training
 from shardtrain.data import open_stream, sources
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 OWN = """
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ import zstandard
 from shardtrain.data.sources import Request, every_row, jsonl
 from shardtrain.data.sources._files import list_files
 from shardtrain.data.sources._index import Reader
-from shardtrain.errors import ConfigError, DataError
+from shardtrain.utils.errors import ConfigError, DataError
 
 
 def write(root, *names, content="{}\n"):

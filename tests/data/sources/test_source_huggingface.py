@@ -19,7 +19,7 @@ import torch
 
 from shardtrain.data import sources
 from shardtrain.data.sources import Request, Shards, Table, every_row, huggingface, place_of
-from shardtrain.errors import ConfigError, DataError
+from shardtrain.utils.errors import ConfigError, DataError
 
 ROWS = [{"text": f"row {n}", "meta": {"tags": ["a"] * (n % 3), "score": None}} for n in range(150)]
 SECRET = "hf_thisIsTheSecretOfTheTest"

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardtrain.data.sources import BadRow, Request, Shards, Table, _index, _records, every_row, jsonl, place_of
-from shardtrain.errors import DataError
+from shardtrain.utils.errors import DataError
 
 COMPRESS = {
     ".gz": gzip.compress,

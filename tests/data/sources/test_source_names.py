@@ -6,7 +6,7 @@ import pytest
 
 from shardtrain.data import sources
 from shardtrain.data.sources import BadRow, jsonl
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 
 def test_a_dataset_is_found_by_the_name_of_its_file():

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardtrain.data.sources import BadRow, Request, Shards, every_row, parquet, place_of
-from shardtrain.errors import ConfigError, DataError
+from shardtrain.utils.errors import ConfigError, DataError
 
 ROWS = [
     {"text": f"row {n}" if n % 5 else None, "n": n, "messages": [{"role": "user", "content": str(n)}] * (n % 3)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardtrain.data.sources import Request, Table, every_row, python_stdlib
-from shardtrain.errors import ConfigError, DataError
+from shardtrain.utils.errors import ConfigError, DataError
 
 
 def texts(source):

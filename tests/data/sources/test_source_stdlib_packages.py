@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardtrain.data.sources import Request, stdlib_packages
-from shardtrain.errors import ConfigError
+from shardtrain.utils.errors import ConfigError
 
 
 def rows(split: str) -> list[tuple[str, str]]:

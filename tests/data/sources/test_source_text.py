@@ -8,7 +8,7 @@ import lzma
 import pytest
 
 from shardtrain.data.sources import BadRow, Request, Table, every_row, text
-from shardtrain.errors import ConfigError, DataError
+from shardtrain.utils.errors import ConfigError, DataError
 
 
 def opened(path, **options):

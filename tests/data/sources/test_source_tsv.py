@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardtrain.data.sources import BadRow, Request, Shards, Table, _index, _records, every_row, place_of, tsv
-from shardtrain.errors import DataError
+from shardtrain.utils.errors import DataError
 
 
 def opened(path, **options):

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from shardtrain import stopping
 from shardtrain.config.schema import Checkpoint, Config, Job, Metrics
-from shardtrain.errors import ConfigError, DataError, Preempted, Problem
 from shardtrain.launch import environment, local
+from shardtrain.resilience import signals as stopping
+from shardtrain.utils.errors import ConfigError, DataError, Preempted, Problem
 
 
 def loaded(folder):
@@ -24,7 +24,7 @@ def meeting():
     """The store in which the ranks meet."""
     from datetime import timedelta
 
-    from shardtrain.parallel.rendezvous import store_of_attempt
+    from shardtrain.distributed.rendezvous import store_of_attempt
 
     with store_of_attempt(os.environ, timedelta(seconds=300)) as store:
         return store

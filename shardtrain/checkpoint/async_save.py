@@ -1,0 +1,217 @@
+"""A save that goes on while training does: one thread per rank writes, and the first rank's commits for all.
+
+Threads use no collective: theirs and the trainer's would meet in another order on each rank. A rank that has written
+leaves a word beside its file, ``rank-00001.done``; the first rank's thread waits for all of them. What came of it the
+ranks tell each other in the sum that begins every step (``Saving.tell``), so that all know at the same step.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain.checkpoint import files
+from shardtrain.checkpoint.collectives import exchange
+from shardtrain.checkpoint.manifest import StoredFile
+from shardtrain.checkpoint.objects import ObjectPath
+from shardtrain.checkpoint.storage import Place
+from shardtrain.ops.dtensor import local_tensor
+from shardtrain.utils.errors import StorageError
+
+LOOK_SECONDS = 0.5
+"""How long the first rank's thread waits between two looks for the words of the others, at most."""
+NOTHING = [0.0, 0.0, 0.0]
+
+
+class GivenUp(Exception):
+    """Another rank could not write: what this one writes is of no use any more."""
+
+
+class Writing:
+    """One save on its way; ``action`` runs in a thread and is given a function that raises when all is given up."""
+
+    def __init__(self, step: int, action: Callable[[Callable[[], None]], None], is_export: bool = False) -> None:
+        self.step, self.is_export = step, is_export
+        self.seconds = 0.0
+        """From the beginning to the end of the action."""
+        self._action = action
+        self._error: BaseException | None = None
+        self._given_up, self._ended = threading.Event(), threading.Event()
+        self._begun = time.monotonic()
+        threading.Thread(target=self._run, name="checkpoint-write", daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has nothing more to do, well or not."""
+        return self._ended.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended with an error."""
+        return self.ended and self._error is not None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end; gives ``ended``."""
+        return self._ended.wait(max(0.0, seconds))
+
+    def give_up(self) -> None:
+        """Ask the thread to end soon."""
+        self._given_up.set()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it has ended because it was asked to."""
+        return isinstance(self._error, GivenUp)
+
+    def result(self) -> None:
+        """Raise the error that ended the thread, unless it was told to give up."""
+        if self._error is not None and not isinstance(self._error, GivenUp):
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._action(self._go_on)
+        except BaseException as error:  # told to the trainer: a thread has nobody to raise it to
+            self._error = error
+        self.seconds = time.monotonic() - self._begun
+        self._ended.set()
+
+    def _go_on(self) -> None:
+        if self._given_up.is_set():
+            raise GivenUp
+
+
+def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
+    """Wait until the threads of all ranks have ended, or one has failed; False, on all, past a limit (a collective)."""
+    deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
+    while True:
+        # in short turns: no rank waits in a collective for as long as another writes
+        writing.wait(1.0 if deadline is None else min(1.0, deadline - time.monotonic()))
+        late = deadline is not None and time.monotonic() >= deadline
+        said = exchange([writing.ended, writing.failed, late])
+        if all(ended for ended, _, _ in said):
+            return True
+        if any(failed for _, failed, _ in said):
+            writing.give_up()
+            deadline = None
+        elif any(late for _, _, late in said):
+            return False
+
+
+class Saving:
+    """What ranks tell each other of saves in the sum that begins a step: three numbers, which are added up."""
+
+    def __init__(self) -> None:
+        self.writing: Writing | None = None
+        self.is_time: Callable[[], bool] = lambda: False
+        """Whether the clock of the first rank says that a save is due; False on all others."""
+        self._heard = list(NOTHING)
+
+    def tell(self) -> list[float]:
+        """This rank's part: its thread has ended, its thread has failed, it is time for a save."""
+        writing = self.writing
+        if writing is None:
+            return [0.0, 0.0, float(self.is_time())]
+        # failed before ended: it may end between the two
+        failed = writing.failed
+        return [float(writing.ended), float(failed), float(self.is_time())]
+
+    def hear(self, sums: list[float]) -> None:
+        """The sums over all ranks."""
+        self._heard = list(sums)
+
+    def forget(self) -> None:
+        """What was heard is about a save that has been dealt with."""
+        self._heard = list(NOTHING)
+
+    def has_ended(self, world_size: int) -> bool:
+        """Whether the save in flight has ended on all ranks, or has failed on one: equal on all ranks."""
+        ended, failed, _ = self._heard
+        return self.writing is not None and (ended >= world_size or failed > 0)
+
+    @property
+    def due(self) -> bool:
+        """Whether the first rank's clock said that it is time: equal on all ranks."""
+        return self._heard[2] > 0
+
+
+class Staging:
+    """Host memory that holds a copy of what a rank writes; made once, used again, larger when more is to be held."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._buffer: Tensor | None = None
+
+    def copy(self, tensors: Iterable[Tensor], num_bytes: int) -> memoryview:
+        """The bytes of this rank's part of tensors, one after the other; when this returns they may change again."""
+        if self._buffer is None or self._buffer.numel() < num_bytes:
+            self._buffer = None  # free it first: two at once may be too much
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        begin, devices = 0, set()
+        for tensor in tensors:
+            source = local_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+            self._buffer[begin : begin + source.numel()].copy_(source, non_blocking=self._pinned)
+            begin += source.numel()
+            devices.add(source.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        return memoryview(self._buffer.numpy().data)[:begin]
+
+
+def pieces(data: memoryview, go_on: Callable[[], None]) -> Iterator[memoryview]:
+    """Bytes in pieces, as long as it is of use to write them."""
+    for begin in range(0, len(data), files.PIECE_BYTES):
+        go_on()
+        yield data[begin : begin + files.PIECE_BYTES]
+
+
+def leave_word(folder: Place, rank: int, token: str, file: StoredFile) -> None:
+    """Tell the first rank's thread that this rank's file is on disk; ``token`` names this save and no other."""
+    path, text = _word_of(folder, rank), json.dumps([token, file.name, file.bytes, file.sha256])
+    if isinstance(path, ObjectPath):
+        path.put(text.encode(), new=False)
+        return
+    part = path.with_suffix(".part")
+    # no fsync: a word is read by the run that is alive, and goes before the commit
+    with files.naming(path):
+        part.write_text(text)
+        os.rename(part, path)
+
+
+def await_word(folder: Place, rank: int, token: str, go_on: Callable[[], None]) -> StoredFile:
+    """The file that a rank has written, once it says so; raises what ``go_on`` raises while it waits."""
+    path, pause = _word_of(folder, rank), 0.005
+    while True:
+        go_on()
+        try:
+            return _read_word(path, token)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):  # not there yet, or seen while it changed
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, LOOK_SECONDS)
+
+
+def _read_word(path: Place, token: str) -> StoredFile:
+    text = files.read_small(path)
+    try:
+        said: list[Any] = json.loads(text)
+        if said[0] == token:
+            path.unlink()
+            return StoredFile(str(said[1]), int(said[2]), str(said[3]))
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise StorageError(f"cannot write checkpoint {path}: it holds no word of a rank; start again") from error
+    raise FileNotFoundError(errno.ENOENT, "is of an attempt before this one")
+
+
+def _word_of(folder: Place, rank: int) -> Place:
+    return folder / f"rank-{rank:05d}.done"

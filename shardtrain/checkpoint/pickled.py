@@ -1,0 +1,181 @@
+"""Pickles as data: what the bytes describe is built from plain values, and no object is ever made of a name in them.
+
+A pickle is a program for a small stack machine, whose steps Python's ``pickletools`` lists without taking them. Those
+that build numbers, texts, tuples, lists and dicts are followed here. A class or function is kept as its ``Name``, and
+must be one of those that the caller expects; what the pickle would do with it is kept as a ``Made``: the name, the
+arguments, and the state that would be set on it. So nothing that the bytes name is imported, called or looked up.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardtrain.utils.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A class or function that a pickle names."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False, slots=True)
+class Made:
+    """What a pickle would make: ``name(*arguments)``, and ``state`` set on it; ``items`` is what it would put in."""
+
+    name: Name
+    arguments: tuple[Any, ...]
+    state: Any = None
+    items: list[Any] = field(default_factory=list)
+
+
+class _Mark:
+    pass
+
+
+_CONSTANTS: dict[str, Any] = {
+    "NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (),
+}  # fmt: skip
+_VALUES = {
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG", "BINFLOAT", "FLOAT", "BINUNICODE",
+    "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+}  # fmt: skip
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+def parse(
+    data: bytes, names: Set[str], where: str, persistent: Callable[[Any], Any] | None = None, max_steps: int = 10_000
+) -> Any:
+    """The value that a pickle describes.
+
+    ``names`` are those of classes and functions that may occur, as "module.name". ``persistent`` gives the value of a
+    persistent id; without it a pickle has none. ``max_steps`` bounds time and memory: a step takes a microsecond and at
+    most some hundred bytes. Values may share parts, so what walks through one needs a bound of its own.
+
+    Raises:
+        CheckpointError: for other names, steps that plain data do not need, and bytes that are no pickle; it begins
+            with ``where``.
+    """
+    machine = _Machine(names, persistent)
+    try:
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            if opcode.name == "STOP":
+                return machine.pop()
+            if count >= max_steps:
+                raise _Refused(f"has more than {max_steps} steps, and needs fewer to describe what is there")
+            machine.step(opcode.name, argument)
+        raise ValueError("it has no end")
+    except _Refused as error:
+        raise CheckpointError(f"{where} {error}; nothing in it was run: do not trust this file") from None
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeError, RecursionError) as error:
+        raise CheckpointError(f"{where} is damaged: {' '.join(str(error).split())[:200]}; use another one") from None
+
+
+class _Refused(Exception):
+    pass
+
+
+class _Machine:
+    def __init__(self, names: Set[str], persistent: Callable[[Any], Any] | None) -> None:
+        self._names, self._persistent = names, persistent
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def pop(self) -> Any:
+        value = self._stack.pop()
+        if isinstance(value, _Mark):
+            raise ValueError("a mark stands where a value is needed")
+        return value
+
+    def step(self, name: str, argument: Any) -> None:
+        push = self._stack.append
+        if name in _VALUES:
+            push(argument)
+        elif name in _CONSTANTS:
+            push(_CONSTANTS[name])
+        elif name == "MARK":
+            push(_Mark())
+        elif name == "EMPTY_LIST":
+            push([])
+        elif name == "EMPTY_DICT":
+            push({})
+        elif name in _TUPLES:
+            push(tuple(reversed([self.pop() for _ in range(_TUPLES[name])])))
+        elif name == "TUPLE":
+            push(tuple(self._since_mark()))
+        elif name == "LIST":
+            push(self._since_mark())
+        elif name == "DICT":
+            push(_table(self._since_mark()))
+        elif name in ("APPEND", "APPENDS"):
+            values = [self.pop()] if name == "APPEND" else self._since_mark()
+            self._container(list).extend(values)
+        elif name in ("SETITEM", "SETITEMS"):
+            values = [*reversed([self.pop(), self.pop()])] if name == "SETITEM" else self._since_mark()
+            into = self._stack[-1]
+            if isinstance(into, Made):  # an OrderedDict, which is made before it is filled
+                into.items.extend(values)
+            else:
+                self._container(dict).update(_table(values))
+        elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"):
+            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = self._stack[-1]
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            push(self._memo[argument])
+        elif name in ("GLOBAL", "STACK_GLOBAL"):
+            self._push_name(name, argument)
+        elif name in ("REDUCE", "NEWOBJ"):
+            arguments, made = self.pop(), self.pop()
+            if not isinstance(made, Name) or not isinstance(arguments, tuple):
+                raise _Refused("calls what is no name")
+            push(Made(made, arguments))
+        elif name == "BUILD":
+            state, made = self.pop(), self._stack[-1]
+            if not isinstance(made, Made):
+                raise _Refused("sets the state of plain data")
+            made.state = state
+        elif name == "BINPERSID" and self._persistent is not None:
+            push(self._persistent(self.pop()))
+        elif name == "POP":
+            self._stack.pop()
+        elif name not in ("PROTO", "FRAME"):
+            raise _Refused(f"takes the step {name}, which data do not need")
+
+    def _push_name(self, kind: str, argument: Any) -> None:
+        if kind == "STACK_GLOBAL":
+            name, module = self.pop(), self.pop()
+        else:
+            module, _, name = str(argument).partition(" ")
+        found = Name(module, name) if isinstance(module, str) and isinstance(name, str) else None
+        if found is None or str(found) not in self._names:
+            said = "".join(c if c.isprintable() else "?" for c in str(found))[:100]
+            raise _Refused(f"names {said}, which is no part of a checkpoint")
+        self._stack.append(found)
+
+    def _since_mark(self) -> list[Any]:
+        found: list[Any] = []
+        while not isinstance(value := self._stack.pop(), _Mark):
+            found.append(value)
+        return found[::-1]
+
+    def _container(self, kind: type) -> Any:
+        value = self._stack[-1]
+        if type(value) is not kind:
+            raise _Refused(f"fills a {type(value).__name__} as if it were a {kind.__name__}")
+        return value
+
+
+def _table(values: list[Any]) -> dict[Any, Any]:
+    if len(values) % 2:
+        raise ValueError("a table has a key without a value")
+    # a Made is told apart by what it is, not by what it says; to hash a tuple may take for ever, as parts are shared
+    if not all(isinstance(key, str | int | Made) for key in values[::2]):
+        raise _Refused("has a table whose keys are no names")
+    return dict(zip(values[::2], values[1::2], strict=True))

@@ -1,0 +1,181 @@
+"""All rules that need neither torch nor this machine; every problem is found, not the first alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from shardtrain.config import stages
+from shardtrain.config.changes import check_accepted
+from shardtrain.config.load import MAX_PROBLEMS, Loaded
+from shardtrain.config.options import options
+from shardtrain.config.rules.checkpoint import check_checkpoint, checkpoint_notes
+from shardtrain.config.rules.data import (
+    check_data_ranges,
+    check_dataset,
+    check_kinds,
+    check_sources,
+    check_stages,
+    check_templates,
+    check_validation,
+    data_notes,
+)
+from shardtrain.config.rules.experts import check_experts, experts_notes
+from shardtrain.config.rules.launch import check_launch
+from shardtrain.config.rules.lora import check_lora
+from shardtrain.config.rules.model import (
+    check_batch,
+    check_layers,
+    check_model,
+    check_sequence,
+    check_sizes,
+    check_tensor_parallel,
+    rotary_notes,
+)
+from shardtrain.config.rules.numbers import check_numbers, numbers_notes
+from shardtrain.config.rules.option_pairs import check_pairs, check_schedule, check_without_effect
+from shardtrain.config.rules.pipeline import check_context, check_pipeline
+from shardtrain.config.rules.safety import check_paths, check_secrets
+from shardtrain.config.rules.storage import check_storage
+from shardtrain.config.rules.task import check_task
+from shardtrain.config.rules.text_tasks import check_text_tasks
+from shardtrain.config.rules.transformers import check_transformers
+from shardtrain.config.rules.values import check_forms, check_ranges, check_steps, check_words
+from shardtrain.config.schema import Config
+from shardtrain.config.teacher import check_distillation
+from shardtrain.utils.errors import Problem
+
+CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
+    check_steps,
+    check_ranges,
+    check_words,
+    check_accepted,
+    check_storage,
+    check_forms,
+    check_numbers,
+    check_paths,
+    check_secrets,
+    check_launch,
+    check_model,
+    check_sizes,
+    check_dataset,
+    check_data_ranges,
+    check_sources,
+    check_stages,
+    check_kinds,
+    check_templates,
+    check_validation,
+    check_task,
+    check_distillation,
+    check_tensor_parallel,
+    check_sequence,
+    check_layers,
+    check_transformers,
+    check_text_tasks,
+    check_experts,
+    check_batch,
+    check_pipeline,
+    check_context,
+    check_pairs,
+    check_without_effect,
+    check_schedule,
+    check_checkpoint,
+    check_lora,
+)
+
+
+def check(loaded: Loaded) -> list[Problem]:
+    """Return every problem, up to a hundred, that can be known without torch and without the machine of the run."""
+    return list(islice((problem for rule in CHECKS for problem in rule(loaded)), MAX_PROBLEMS))
+
+
+# A feature that is off, and the options that wait for it: (when it is off, the options' start, what would turn it on).
+_SWITCHES: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
+    (lambda c: not c.checkpoint.enable, "checkpoint.", "checkpoint.enable"),
+    (lambda c: not c.validation.enable, "validation.", "validation.enable"),
+    (lambda c: not c.lora.enable, "lora.", "lora.enable"),
+    (lambda c: not c.fault_tolerance.enable, "fault_tolerance.", "fault_tolerance.enable"),
+    (lambda c: not c.memory_estimation.enable, "memory_estimation.", "memory_estimation.enable"),
+    (lambda c: not c.compile.enable, "compile.", "compile.enable"),
+    (lambda c: not c.profiling.enable_profiling, "profiling.profile", "profiling.enable_profiling"),
+    (lambda c: not c.profiling.enable_profiling, "profiling.save_traces", "profiling.enable_profiling"),
+    (lambda c: not c.profiling.enable_memory_snapshot, "profiling.save_memory", "profiling.enable_memory_snapshot"),
+    (lambda c: not c.metrics.enable_tensorboard, "metrics.save_tb_folder", "metrics.enable_tensorboard"),
+    *(
+        (lambda c, name=name: name not in c.model.converters, f"{name}.", f'"{name}" in model.converters')  # type: ignore[misc]
+        for name in (
+            "quantize.linear.float8",
+            "quantize.linear.mx",
+            "quantize.grouped_mm.float8",
+            "quantize.grouped_mm.mx",
+        )
+    ),
+    (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.pipeline_", "pipeline_parallel_degree > 1"),
+    (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.module_fqns", "pipeline_parallel_degree > 1"),
+    (lambda c: c.parallelism.context_parallel_degree == 1, "parallelism.context_", "context_parallel_degree > 1"),
+    (lambda c: c.parallelism.tensor_parallel_degree == 1, "parallelism.enable_async", "tensor_parallel_degree > 1"),
+    (
+        lambda c: c.parallelism.context_parallel_method == "ulysses",
+        "parallelism.context_parallel_rotate",
+        'context_parallel_method = "ring"',
+    ),
+    (
+        lambda c: c.parallelism.context_parallel_method == "ulysses",
+        "parallelism.context_parallel_load",
+        'context_parallel_method = "ring"',
+    ),
+)
+
+
+def notes(loaded: Loaded) -> list[str]:
+    """Return what is no error and still worth a line: options of features that are off, and lengths that get cut."""
+    found = []
+    for is_off, start, switch in _SWITCHES:
+        if not is_off(loaded.config):
+            continue
+        waiting = [
+            name
+            for name, option in options().items()
+            if name.startswith(start) and loaded.is_set(name) and loaded.value(name) != option.default
+        ]
+        if waiting:
+            found.append(f"{', '.join(waiting)}: without effect, which needs {switch}")
+    schedule, steps = loaded.config.lr_scheduler, loaded.config.training.steps
+    if loaded.config.training.epochs is None and "warmup_steps" not in _unused(schedule.name):
+        if schedule.warmup_steps > steps >= 1:
+            found.append(
+                f"lr_scheduler.warmup_steps={schedule.warmup_steps} is more than the {steps} steps: "
+                "the run ends before the peak rate"
+            )
+        elif schedule.decay_ratio is not None and schedule.warmup_steps + schedule.decay_ratio * steps > steps >= 1:
+            found.append(
+                "lr_scheduler.warmup_steps and decay_ratio together take more than all steps: "
+                "the decay begins right after the warmup"
+            )
+    if schedule.total_steps is not None and loaded.config.training.epochs is None and schedule.total_steps < steps:
+        found.append(
+            f"lr_scheduler.total_steps={schedule.total_steps} is below {steps} steps: the rest keeps the last rate"
+        )
+    compiled, p = loaded.config.compile, loaded.config.parallelism
+    split_logits = p.tensor_parallel_degree > 1 and not p.disable_loss_parallel
+    if compiled.enable and "loss" in compiled.components and split_logits:
+        found.append("compile.components: the loss on logits split by tensor parallelism is not compiled")
+    schedule_name = stages.schedule_name(p.pipeline_parallel_schedule)
+    recompute = loaded.config.activation_checkpoint.mode
+    if p.pipeline_parallel_degree > 1 and schedule_name in stages.SPLIT_BACKWARD and recompute in ("full", "selective"):
+        found.append(
+            f"activation_checkpoint.mode={recompute}: {schedule_name} recomputes a layer for the gradient of its input "
+            "and again for each group of its weights, some ten times where 1F1B does so once"
+        )
+    overlap = "parallelism.pipeline_parallel_expert_parallel_overlap"
+    if loaded.is_set(overlap):
+        found.append(f"{overlap}: without effect, experts' exchanges are not overlapped with compute")
+    if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
+        found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
+    found += experts_notes(loaded) + rotary_notes(loaded)
+    return found + checkpoint_notes(loaded) + numbers_notes(loaded) + data_notes(loaded)
+
+
+def _unused(schedule: str) -> tuple[str, ...]:
+    """Return the options that a schedule does not read, as far as the notes above need them."""
+    return ("warmup_steps",) if schedule == "linear_by_proportion" else ()

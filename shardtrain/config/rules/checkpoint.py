@@ -1,0 +1,122 @@
+"""Rules about checkpoints: which are kept, when they are saved, and on which device a copy can be pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardtrain.config.folder_model import NAME as TRANSFORMERS
+from shardtrain.config.load import Loaded
+from shardtrain.config.options import nearest
+from shardtrain.config.rules.values import any_of, problem
+from shardtrain.config.task_file import read_task_file
+from shardtrain.utils.errors import ConfigError, Problem
+
+
+def _metrics(loaded: Loaded) -> list[str]:
+    """What a validation measures, as ``checkpoint.keep_best`` names it; the task itself may be wrong, and says so."""
+    try:
+        names = read_task_file(loaded.config.task.name).metrics
+    except ConfigError:
+        return [loaded.config.checkpoint.keep_best]
+    return [f"validation.{name}" for name in names]
+
+
+def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
+    """Options of checkpoints that contradict others, or that would have no effect."""
+    options, validation = loaded.config.checkpoint, loaded.config.validation
+    metrics = _metrics(loaded) if options.keep_best else []
+    if options.keep_best and options.keep_best not in metrics:
+        near = nearest(options.keep_best, metrics)
+        fix = f'did you mean "{near}"?' if near else f'use "{metrics[0]}"'
+        yield problem(loaded, "checkpoint.keep_best", f"must be {any_of(metrics)}, or empty", fix)
+    elif options.keep_best and options.enable and not validation.enable:
+        rule = "needs a validation, and there is none"
+        yield problem(loaded, "checkpoint.keep_best", rule, "set validation.enable = true, or remove it")
+    if options.create_seed_checkpoint and options.load_only:
+        rule = "saves, and checkpoint.load_only forbids it"
+        yield problem(loaded, "checkpoint.create_seed_checkpoint", rule, "remove one of them")
+    if options.enable:
+        yield from _check_hub(loaded)
+    elif options.initial_load_path and not loaded.is_set("checkpoint.enable"):
+        # whoever wrote down that checkpoints are off, as torchtitan's files do, gets a note
+        rule = "loads nothing while checkpoints are off"
+        yield problem(loaded, "checkpoint.initial_load_path", rule, "set checkpoint.enable = true, or remove it")
+    if options.interval_type == "automatic" and options.enable and loaded.is_set("checkpoint.interval"):
+        rule = 'is not used with checkpoint.interval_type = "automatic"'
+        yield problem(loaded, "checkpoint.interval", rule, "remove it")
+
+
+def _check_hub(loaded: Loaded) -> Iterator[Problem]:
+    """Hugging Face weights: in at the start, out beside the checkpoints."""
+    options, model = loaded.config.checkpoint, loaded.config.model
+    begins = "checkpoint.initial_load_in_hf"
+    if options.initial_load_in_hf and not options.initial_load_model_only:
+        rule = "starts from weights, and checkpoint.initial_load_model_only=false asks for more than a folder has"
+        yield problem(loaded, begins, rule, "set checkpoint.initial_load_model_only = true")
+    if options.initial_load_in_hf and options.initial_load_path is None and model.hf_assets_path == "bytes":
+        rule = "needs a folder, and neither checkpoint.initial_load_path nor model.hf_assets_path names one"
+        yield problem(loaded, begins, rule, "set checkpoint.initial_load_path")
+    if options.initial_load_resize_embeddings:
+        yield from _check_resized(loaded)
+    if options.initial_load_legacy_bin and not options.initial_load_in_hf:
+        rule = "has no effect without checkpoint.initial_load_in_hf"
+        yield problem(loaded, "checkpoint.initial_load_legacy_bin", rule, f"set {begins} = true, or remove it")
+    if options.initial_load_legacy_bin and options.initial_load_in_hf_quantized:
+        rule = "is for weights that are not quantised"
+        yield problem(loaded, "checkpoint.initial_load_legacy_bin", rule, "remove one of them")
+    if options.initial_load_in_hf_quantized and not options.initial_load_in_hf:
+        rule = "has no effect without checkpoint.initial_load_in_hf"
+        yield problem(loaded, "checkpoint.initial_load_in_hf_quantized", rule, f"set {begins} = true, or remove it")
+    for option, is_set in (("last_save_in_hf", options.last_save_in_hf), ("hf_interval", options.hf_interval > 0)):
+        if is_set and options.load_only:
+            rule = "saves, and checkpoint.load_only forbids it"
+            yield problem(loaded, f"checkpoint.{option}", rule, "remove one of them")
+        if is_set and "://" in options.folder:
+            rule = "writes a folder that is renamed into place, and checkpoint.folder is a store, which cannot rename"
+            yield problem(loaded, f"checkpoint.{option}", rule, "remove it, and export afterwards")
+
+
+def check_pinned(loaded: Loaded, device: str | None) -> Iterator[Problem]:
+    """Pinned memory is CUDA's."""
+    options = loaded.config.checkpoint
+    if options.enable and options.async_mode == "async_with_pinned_mem" and device == "cpu":
+        rule = "pins memory for copies from CUDA, and training runs on the CPU"
+        yield problem(loaded, "checkpoint.async_mode", rule, 'use "async"')
+
+
+def checkpoint_notes(loaded: Loaded) -> list[str]:
+    """Options of checkpoints that wait for others; no errors, since files for other trainers set them."""
+    options = loaded.config.checkpoint
+    waits = {
+        "checkpoint.max_stall_seconds": (options.async_mode == "disabled", "an async_mode"),
+        "checkpoint.mean_time_to_failure_hours": (options.interval_type != "automatic", 'interval_type = "automatic"'),
+        "checkpoint.best_mode": (
+            not options.keep_best and not loaded.config.validation.patience,
+            "keep_best or validation.patience",
+        ),
+    }
+    return [
+        f"{name}: without effect, which needs {switch}"
+        for name, (is_off, switch) in waits.items()
+        if options.enable and is_off and loaded.is_set(name)
+    ]
+
+
+def _check_resized(loaded: Loaded) -> Iterator[Problem]:
+    """New rows are said to be wanted, can be read, and are trained."""
+    c, option = loaded.config, "checkpoint.initial_load_resize_embeddings"
+    if not c.checkpoint.initial_load_in_hf:
+        rule = "is for the weights of a Hugging Face folder"
+        yield problem(loaded, option, rule, "set checkpoint.initial_load_in_hf = true, or remove it")
+    if c.model.name == TRANSFORMERS:
+        rule = f"does not resize a network of model.name={TRANSFORMERS}, whose sizes are those of its folder"
+        fix = "save the folder with resize_token_embeddings of transformers, or use a model file of this package"
+        yield problem(loaded, option, rule, fix)
+    elif "vocab_size" not in c.model.overrides:
+        rule = "needs the number of rows that the model is to have"
+        yield problem(loaded, option, rule, "set model.overrides.vocab_size to the tokenizer's number of ids")
+    saved = {name.rpartition(".")[2] for name in c.lora.modules_to_save}
+    if c.lora.enable and not saved & {"embed", "embed_tokens", "head", "lm_head"}:
+        rule = "adds rows that nothing would train: adapters leave the embedding as it is"
+        fix = 'set lora.modules_to_save = ["embed_tokens", "lm_head"], as PEFT asks for them'
+        yield problem(loaded, option, rule, fix)

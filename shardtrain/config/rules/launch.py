@@ -1,0 +1,105 @@
+"""Rules of ``[launch]``: names that every platform takes, and values that can stand in a script or a manifest."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+from shardtrain.config.load import Loaded
+from shardtrain.config.options import options
+from shardtrain.config.rules.values import problem
+from shardtrain.utils.errors import Problem
+from shardtrain.utils.redact import MASK, names_a_secret
+
+NAME = r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?"
+VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+HOST = r"([A-Za-z_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*(:[0-9]{1,5})?"
+_LABEL = r"([A-Za-z0-9][-A-Za-z0-9.]*/)?[A-Za-z0-9][-A-Za-z0-9._]*"
+_VALUE = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_WORD = r"[A-Za-z0-9][A-Za-z0-9._,:/@+-]*"
+_DNS = r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
+
+FORMS: dict[str, tuple[str, str]] = {
+    "launch.name": (NAME, "small letters, digits and dashes, a letter first, at most 48 characters"),
+    "launch.image": (r"[A-Za-z0-9./_][A-Za-z0-9./_:@+-]*", "a reference or a path without blanks"),
+    "launch.python": (r"[^-].*", "a command or a path that begins with no dash"),
+    "launch.device_resource": (_LABEL, 'a resource of Kubernetes, as "nvidia.com/gpu"'),
+    "launch.forward_env": (VARIABLE, "names of variables"),
+    "launch.mounts": (r"[A-Za-z0-9./_][^:,]*:/[^:,]*(:ro)?", 'like "SOURCE:/PATH", without commas'),
+    "launch.ssh.hosts": (HOST, 'like "node1" or "user@node1:2222"'),
+    "launch.ssh.rendezvous_host": (r"[A-Za-z0-9][A-Za-z0-9._-]*|\[?[0-9A-Fa-f:.]+\]?", "a name or an address"),
+    "launch.slurm.partition": (_WORD, "one word"),
+    "launch.slurm.account": (_WORD, "one word"),
+    "launch.slurm.qos": (_WORD, "one word"),
+    "launch.slurm.host_suffix": (r"[A-Za-z0-9.-]*", "letters, digits, dots and dashes"),
+    "launch.slurm.directives": (r"--[a-z][a-z-]*(=[A-Za-z0-9._,:/@+*&|\[\]-]+)?", 'like "--exclusive" or "--mem=64G"'),
+    "launch.kubernetes.namespace": (r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "small letters, digits and dashes"),
+    "launch.kubernetes.queue": (_DNS, "a name of Kubernetes"),
+    "launch.kubernetes.service_account": (_DNS, "a name of Kubernetes"),
+    "launch.kubernetes.image_pull_secret": (_DNS, "a name of Kubernetes"),
+    "launch.kubernetes.priority_class": (_DNS, "a name of Kubernetes"),
+    "launch.kubernetes.node_selector": (rf"{_LABEL}=({_VALUE})?", 'like "LABEL=VALUE"'),
+    "launch.runai.project": (_WORD, "one word"),
+    "launch.runai.node_pools": (_WORD.replace(",", ""), "names of node pools"),
+}
+"""Option, the form of its value or of each of its values, and the form in words."""
+
+SECRET = rf"{_DNS}/[-._A-Za-z0-9]+"
+
+
+def check_launch(loaded: Loaded) -> Iterator[Problem]:
+    """Values of [launch] that no platform could take, and characters that no script should hold."""
+    for name in (name for name in options() if name.startswith("launch.") and loaded.is_set(name)):
+        value = loaded.value(name)
+        texts = list(value) if isinstance(value, list) else [value]
+        texts += [text for pair in value.items() for text in pair] if isinstance(value, dict) else []
+        odd = [text for text in texts if isinstance(text, str) and not text.isprintable()]
+        form, words = FORMS.get(name, (".*", ""))
+        if odd:
+            shown = "".join(c if c.isprintable() else "?" for c in odd[0])
+            fix = "use printable ones, on one line"
+            yield Problem(name, shown, "has a character that cannot be printed", fix, loaded.where(name))
+        elif any(isinstance(text, str) and not re.fullmatch(form, text) for text in texts):
+            yield problem(loaded, name, "cannot stand there", f"write {words}")
+    launch = loaded.config.launch
+    if launch.min_nodes is not None and launch.min_nodes > launch.nodes:
+        yield problem(loaded, "launch.min_nodes", f"is above launch.nodes={launch.nodes}", "raise launch.nodes")
+    yield from _check_twice(loaded, "launch.mounts", [text.split(":")[1] for text in launch.mounts if ":" in text])
+    keys = [text.partition("=")[0] for text in launch.kubernetes.node_selector]
+    yield from _check_twice(loaded, "launch.kubernetes.node_selector", keys)
+    for table in ("launch.env", "launch.secrets"):
+        for name in loaded.value(table):
+            if not re.fullmatch(VARIABLE, name):
+                yield problem(loaded, table, f"names {name!r}, which is no variable", "use letters, digits and _")
+    for name in filter(names_a_secret, launch.env):
+        fix = f'take it from there: launch.forward_env = ["{name}"] (ssh, slurm) or launch.secrets (kubernetes, runai)'
+        yield Problem("launch.env", MASK, f"holds {name}, and secrets stay in the environment", fix)
+    for name, text in launch.secrets.items():
+        if not re.fullmatch(SECRET, text):
+            yield problem(loaded, "launch.secrets", f"does not say where {name} is", f'write {name} = "SECRET/KEY"')
+    if launch.ssh.hosts and launch.ssh.hostfile:
+        yield problem(loaded, "launch.ssh.hostfile", "and launch.ssh.hosts both name hosts", "keep one")
+    for name in ("include", "exclude"):
+        if loaded.value(f"launch.ssh.{name}") and not launch.ssh.hostfile:
+            yield problem(loaded, f"launch.ssh.{name}", "chooses from a hostfile, and there is none", "set hostfile")
+    if launch.slurm.sweep_at_once is not None and not launch.slurm.sweep:
+        yield problem(loaded, "launch.slurm.sweep_at_once", "limits a sweep, and there is none", "set sweep")
+    yield from _check_sweep(loaded)
+
+
+def _check_twice(loaded: Loaded, name: str, keys: list[str]) -> Iterator[Problem]:
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        yield problem(loaded, name, f"has {twice[0]} twice, and only one can hold", "keep one")
+
+
+def _check_sweep(loaded: Loaded) -> Iterator[Problem]:
+    for entry in loaded.config.launch.slurm.sweep:
+        try:
+            words = shlex.split(entry)
+        except ValueError:
+            words = []
+        if not words or not words[0].startswith("--"):
+            fix = 'write each like "--optimizer.lr 1e-4"'
+            yield problem(loaded, "launch.slurm.sweep", f"has {entry!r}, which is no override", fix)

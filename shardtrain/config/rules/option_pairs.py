@@ -1,0 +1,244 @@
+"""Rules that join options: those that exclude each other, and those that need another to take effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from shardtrain.config.load import Loaded
+from shardtrain.config.rules.values import problem
+from shardtrain.config.schema import Config
+from shardtrain.utils.errors import Problem
+
+Rule = tuple[str, Callable[[Config], bool], str, str]
+
+
+def _compiles_model(c: Config) -> bool:
+    return c.compile.enable and "model" in c.compile.components
+
+
+# (option to name, when it is wrong, the rule it breaks, the fix)
+PAIRS: tuple[Rule, ...] = (
+    (
+        "training.mixed_precision_param",
+        lambda c: c.training.mixed_precision_param == "float16" and c.training.dtype == "bfloat16",
+        "cannot compute in float16 what training.dtype stores in bfloat16",
+        'set training.dtype = "float32", or mixed_precision_param = "bfloat16"',
+    ),
+    (
+        "parallelism.shard_optimizer_states",
+        lambda c: c.parallelism.shard_optimizer_states and c.parallelism.data_parallel_replicate_degree == 1,
+        "needs copies of the model to share the state between",
+        "set data_parallel_replicate_degree above 1, or remove it: FSDP shards the state anyway",
+    ),
+    (
+        "parallelism.shard_optimizer_states",
+        lambda c: c.parallelism.shard_optimizer_states and c.training.enable_cpu_offload,
+        "does not go with training.enable_cpu_offload",
+        "set one of the two to false",
+    ),
+    (
+        "activation_checkpoint.mode",
+        lambda c: c.activation_checkpoint.mode == "memory_budget" and not _compiles_model(c),
+        "is a decision of the compiler",
+        'set compile.enable = true with "model" in compile.components, or use another mode',
+    ),
+    (
+        "activation_checkpoint.visualize_memory_budget_pareto",
+        lambda c: (
+            c.activation_checkpoint.visualize_memory_budget_pareto and c.activation_checkpoint.mode != "memory_budget"
+        ),
+        "draws the trade-off of memory_budget alone",
+        'set activation_checkpoint.mode = "memory_budget", or remove it',
+    ),
+    (
+        "activation_checkpoint.cpu_offload",
+        lambda c: c.activation_checkpoint.cpu_offload and c.activation_checkpoint.mode in ("none", "memory_budget"),
+        "moves the inputs of recomputed layers, and this mode keeps none",
+        'set activation_checkpoint.mode = "full" or "selective"',
+    ),
+    (
+        "parallelism.enable_async_tensor_parallel",
+        lambda c: (
+            c.parallelism.enable_async_tensor_parallel
+            and c.parallelism.tensor_parallel_degree > 1
+            and not _compiles_model(c)
+        ),
+        "is a pass of the compiler",
+        'set compile.enable = true with "model" in compile.components, or remove it',
+    ),
+    (
+        "parallelism.pipeline_parallel_microbatch_size",
+        lambda c: (
+            c.parallelism.pipeline_parallel_degree > 1
+            and c.parallelism.pipeline_parallel_microbatch_size > 0
+            and c.training.local_batch_size % c.parallelism.pipeline_parallel_microbatch_size != 0
+        ),
+        "does not divide training.local_batch_size",
+        "use a divisor of the local batch size",
+    ),
+    (
+        "debug.deterministic_warn_only",
+        lambda c: c.debug.deterministic_warn_only and not c.debug.deterministic,
+        "softens debug.deterministic, which is off",
+        "set debug.deterministic = true too, or remove it",
+    ),
+    (
+        "checkpoint.create_seed_checkpoint",
+        lambda c: c.checkpoint.create_seed_checkpoint and not c.checkpoint.enable,
+        "needs checkpoints",
+        "set checkpoint.enable = true, or remove it",
+    ),
+    (
+        "checkpoint.load_only",
+        lambda c: c.checkpoint.load_only and not c.checkpoint.enable,
+        "loads nothing while checkpoints are off",
+        "set checkpoint.enable = true, or remove it",
+    ),
+    (
+        "checkpoint.load_step",
+        lambda c: c.checkpoint.load_step >= 0 and not c.checkpoint.enable,
+        "loads nothing while checkpoints are off",
+        "set checkpoint.enable = true, or remove it",
+    ),
+    (
+        "compile.components",
+        lambda c: c.compile.enable and not c.compile.components,
+        "leaves nothing to compile",
+        'name "model", "loss" or both, or set compile.enable = false',
+    ),
+    (
+        "profiling.profile_freq",
+        lambda c: (
+            c.profiling.enable_profiling
+            and 0 < c.profiling.profile_freq < c.profiling.profiler_warmup + c.profiling.profiler_active
+        ),
+        "is less than profiler_warmup plus profiler_active",
+        "raise it, or lower those",
+    ),
+    (
+        "training.dataloader.persistent_workers",
+        lambda c: c.training.dataloader.persistent_workers and c.training.dataloader.num_workers == 0,
+        "needs workers",
+        "set training.dataloader.num_workers above 0, or remove it",
+    ),
+    (
+        "training.dataloader.prefetch_factor",
+        lambda c: c.training.dataloader.prefetch_factor is not None and c.training.dataloader.num_workers == 0,
+        "needs workers",
+        "set training.dataloader.num_workers above 0, or remove it",
+    ),
+    (
+        "validation.dataloader.persistent_workers",
+        lambda c: c.validation.dataloader.persistent_workers and c.validation.dataloader.num_workers == 0,
+        "needs workers",
+        "set validation.dataloader.num_workers above 0, or remove it",
+    ),
+    (
+        "validation.dataloader.prefetch_factor",
+        lambda c: c.validation.dataloader.prefetch_factor is not None and c.validation.dataloader.num_workers == 0,
+        "needs workers",
+        "set validation.dataloader.num_workers above 0, or remove it",
+    ),
+)
+
+# Options that were written down and cannot take effect: (option, when it has none, why, the fix).
+WITHOUT_EFFECT: tuple[Rule, ...] = (
+    (
+        "training.steps",
+        lambda c: c.training.epochs is not None,
+        "is set beside training.epochs, which decides the number of steps",
+        "keep one of the two",
+    ),
+    (
+        "training.on_data_end",
+        lambda c: c.training.epochs is not None,
+        "has no effect beside training.epochs, which ends the run with the data",
+        "keep one of the two",
+    ),
+    (
+        "training.mixed_precision_param",
+        lambda c: c.training.dtype == "bfloat16" and c.training.mixed_precision_param == "float32",
+        'has no effect with training.dtype = "bfloat16", which computes in bfloat16',
+        'set training.dtype = "float32", or remove it',
+    ),
+    (
+        "model.hf_assets_path",
+        lambda c: c.model.tokenizer_path not in (None, c.model.hf_assets_path),
+        "has no effect beside model.tokenizer_path",
+        "keep one of the two",
+    ),
+    *(
+        (
+            f"training.{name}",
+            lambda c: c.training.mixed_precision_param != "float16",
+            "has no effect without float16, which alone needs loss scaling",
+            'set training.mixed_precision_param = "float16", or remove it',
+        )
+        for name in ("initial_loss_scale", "loss_scale_growth_interval")
+    ),
+    *(
+        (
+            f"optimizer.muon_{name}",
+            lambda c: c.optimizer.name != "Muon",
+            "has no effect on another optimizer",
+            'set optimizer.name = "Muon", or remove it',
+        )
+        for name in ("adamw_patterns", "momentum", "nesterov", "steps", "update_rms", "dtype")
+    ),
+    (
+        "training.nonfinite_max_skips",
+        lambda c: c.training.nonfinite_policy != "skip",
+        "has no effect while nonfinite_policy stops the run",
+        'set training.nonfinite_policy = "skip", or remove it',
+    ),
+    (
+        "activation_checkpoint.memory_budget",
+        lambda c: c.activation_checkpoint.mode != "memory_budget",
+        "has no effect in this mode",
+        'set activation_checkpoint.mode = "memory_budget", or remove it',
+    ),
+)
+
+_SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "warmup_stable_decay": ("warmup_steps", "total_steps", "decay_ratio", "decay_type", "min_lr_factor"),
+    "linear_linear": ("warmup_steps", "total_steps"),
+    "linear_by_proportion": ("warmup_proportion", "total_steps"),
+    "transformers": ("warmup_steps", "warmup_proportion", "total_steps", "decay_type", "min_lr_factor"),
+    **dict.fromkeys(
+        ("deepspeed_warmup", "deepspeed_warmup_decay", "deepspeed_warmup_cosine"),
+        ("warmup_steps", "warmup_type", "total_steps", "min_lr_factor"),
+    ),
+}
+
+
+def check_pairs(loaded: Loaded) -> Iterator[Problem]:
+    """Options that exclude each other or lack what they need."""
+    for option, wrong, rule, fix in PAIRS:
+        if wrong(loaded.config):
+            yield problem(loaded, option, rule, fix)
+
+
+def check_without_effect(loaded: Loaded) -> Iterator[Problem]:
+    """Options that somebody wrote down and that could not take effect; a value equal to the default does no harm."""
+    for option, wrong, rule, fix in WITHOUT_EFFECT:
+        if loaded.is_set(option) and not _is_default(loaded, option) and wrong(loaded.config):
+            yield problem(loaded, option, rule, fix)
+
+
+def check_schedule(loaded: Loaded) -> Iterator[Problem]:
+    """Options of a learning-rate schedule other than the one in use; a value equal to the default does no harm."""
+    name = loaded.config.lr_scheduler.name
+    for key in dict.fromkeys(key for keys in _SCHEDULE_OPTIONS.values() for key in keys):
+        option = f"lr_scheduler.{key}"
+        if key in _SCHEDULE_OPTIONS[name] or not loaded.is_set(option) or _is_default(loaded, option):
+            continue
+        users = [other for other, keys in _SCHEDULE_OPTIONS.items() if key in keys]
+        yield problem(loaded, option, f"has no effect with lr_scheduler.name = {name}", f"use {users[0]}, or remove it")
+
+
+def _is_default(loaded: Loaded, option: str) -> bool:
+    value: Any = Config()
+    for part in option.split("."):
+        value = getattr(value, part)
+    return bool(loaded.value(option) == value)

@@ -1,0 +1,318 @@
+"""From the options to feeds: which datasets, read how, packed how, and mixed how."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from shardtrain.config import derived
+from shardtrain.config.schema import Config, DataSource, Training, Validation
+from shardtrain.data import sources
+from shardtrain.data.document import Encoder
+from shardtrain.data.encode import open_encoder
+from shardtrain.data.ends import described
+from shardtrain.data.feed import Feed, IndexedFeed
+from shardtrain.data.mix import Mixture, Stage
+from shardtrain.data.packing import Packing
+from shardtrain.data.read_documents import BadRows, Tally, read_documents
+from shardtrain.data.row_template import TemplatedEncoder
+from shardtrain.data.shard_index import read_index
+from shardtrain.data.shards import ShardLine
+from shardtrain.data.sources import BadRow, Request, Shards, Table, every_row
+from shardtrain.data.stream import StreamFeed
+from shardtrain.data.token_buffer import Line, MemoryLine
+from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
+from shardtrain.utils import sandbox as confined
+from shardtrain.utils.errors import ConfigError, Problem
+
+logger = logging.getLogger(__name__)
+
+_FIRST_ROWS = 8
+"""Rows that a template is tried on before all are read."""
+MEMORY_BYTES = 64 * 2**20
+"""Bytes of input up to which data.mode="auto" reads the whole dataset at start."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Everything that a stream of batches is made of.
+
+    end: position of the order at which the data end; None where they repeat, or where only reading tells.
+    """
+
+    feeds: list[Feed]
+    mixture: Mixture
+    packing: Packing
+    tokenizer: Tokenizer
+    end: int | None
+    names: list[str]
+
+
+class Counted(Protocol):
+    """What the shares of a mixture need of a feed: its targets of a row, on average."""
+
+    mean_targets: float
+
+
+@dataclass(frozen=True)
+class Named:
+    """A source with the options that errors about it name."""
+
+    name: str
+    source: DataSource
+    dataset_option: str
+    path_option: str
+
+
+def _bound(config: Config) -> None:
+    confined.set_limits(confined.Limits(config.data.artefact_memory_bytes, config.data.artefact_seconds))
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer that the config names."""
+    _bound(config)
+    if config.model.tokenizer_path is not None:
+        return open_tokenizer(config.model.tokenizer_path, option="model.tokenizer_path")
+    return open_tokenizer(config.model.hf_assets_path)
+
+
+def named_sources(config: Config, section: Training | Validation) -> list[Named]:
+    """The sources of training or validation: [data.sources], or the one that the section names."""
+    if isinstance(section, Training) and config.data.sources:
+        return [
+            Named(name, source, f"data.sources.{name}.dataset", f"data.sources.{name}.dataset_path")
+            for name, source in config.data.sources.items()
+        ]
+    word = "validation" if isinstance(section, Validation) else "training"
+    split = section.split if isinstance(section, Validation) else None
+    source = DataSource(dataset=section.dataset, dataset_path=section.dataset_path, split=split)
+    return [Named(section.dataset, source, f"{word}.dataset", f"{word}.dataset_path")]
+
+
+def is_local(path: str) -> bool:
+    """Whether a dataset's path leads to files here, and is no name on the hub."""
+    return Path(path).expanduser().exists()
+
+
+def request_for(config: Config, named: Named) -> Request:
+    """What the source's module is asked to open."""
+    _bound(config)
+    text_field = named.source.text_field or config.data.text_field
+    return Request(
+        path=named.source.dataset_path,
+        option=named.path_option,
+        split=named.source.split or config.data.split,
+        subset=named.source.subset or config.data.subset,
+        streaming=config.data.streaming,
+        max_row_bytes=config.data.max_row_bytes,
+        header=not text_field.isdecimal(),
+    )
+
+
+def packing_of(config: Config, section: Training | Validation, tokenizer: Tokenizer, named: Named) -> Packing:
+    """How the rows of a source are made; what it does with long documents may be its own.
+
+    Documents are packed alike and masked in all sources or in none, as the rows of a batch share one kernel.
+    """
+    options = config.data
+    formats = {_format(config, one) for one in named_sources(config, section)}
+    kind = derived.packing_kind(options, formats)
+    masked = options.document_mask == "on"
+    if options.document_mask == "auto":
+        masked = kind != "concat" or formats != {"text"}
+    long = derived.long_documents(options, _format(config, named))
+    pad = next((token for token in (tokenizer.pad_id, tokenizer.eos_id) if token is not None), 0)
+    # "concat" has no use for it, and fingerprints of such data hold what it always was
+    return Packing(section.seq_len, kind, masked, long if kind != "concat" else "split", pad)  # type: ignore[arg-type]
+
+
+def _format(config: Config, named: Named) -> str:
+    """What a row is; prepared shards remember what theirs were."""
+    if named.source.dataset == "tokens" and named.source.dataset_path is not None:
+        return read_index(Path(named.source.dataset_path), named.path_option).format
+    return named.source.format or config.data.format
+
+
+def open_data(config: Config, section: Training | Validation, *, shuffle: bool, loop: bool | None) -> Opened:
+    """Open all sources of a section; ``loop`` None does as training.epochs and training.on_data_end say.
+
+    Raises:
+        ConfigError: when a dataset or the tokenizer is unknown or cannot be opened.
+        DataError: when rows are bad, or none is usable.
+    """
+    tokenizer = tokenizer_of(config)
+    every = named_sources(config, section)
+    packings = [packing_of(config, section, tokenizer, named) for named in every]
+    several = len(every) > 1
+    if any(named.source.dataset != "tokens" and _format(config, named) != "chat" for named in every):
+        logger.info(described(tokenizer, config.data))
+    passes = [_passes(config, section, loop, named.source, several) for named in every]
+    feeds = [
+        _open_feed(
+            config,
+            section,
+            named,
+            tokenizer,
+            packing,
+            _seed(config.debug.seed, named, several) if shuffle else None,
+            times,
+        )
+        for named, packing, times in zip(every, packings, passes, strict=True)
+    ]
+    mixture = Mixture(stages_of(config, feeds) if several else [Stage((1.0,))])
+    for stage, index in mixture.unread:
+        text = "dataset %s is not read in stage %d: its weight is not 1 in 65,536 of all"
+        logger.warning(text, every[index].name, stage + 1)
+    ends = [
+        mixture.first_position_beyond(index, times * feed.num_rows)
+        for index, (feed, times) in enumerate(zip(feeds, passes, strict=True))
+        if times is not None and feed.num_rows is not None
+    ]
+    end = min((end for end in ends if end is not None), default=None)
+    return Opened(feeds, mixture, packings[0], tokenizer, end, [named.name for named in every])
+
+
+def _passes(
+    config: Config, section: Training | Validation, loop: bool | None, source: DataSource, several: bool
+) -> int | None:
+    """Passes over a source after which the data end; None repeats. In a mixture the source alone decides."""
+    if loop is not None:
+        return None if loop else 1
+    if source.epochs is not None or several:
+        return source.epochs
+    if isinstance(section, Validation):
+        return 1
+    if section.epochs is not None:
+        return section.epochs
+    return None if section.on_data_end == "repeat" else 1
+
+
+def _open_feed(
+    config: Config,
+    section: Training | Validation,
+    named: Named,
+    tokenizer: Tokenizer,
+    packing: Packing,
+    seed: int | None,
+    passes: int | None,
+) -> Feed:
+    module = sources.find(named.source.dataset, option=named.dataset_option)
+    request = request_for(config, named)
+    started = time.perf_counter()
+    if hasattr(module, "open_line"):
+        shards: ShardLine = module.open_line(request, tokenizer)
+        return _indexed(shards, packing, seed, passes, named, shards.files, started)
+    source: Table | Shards = module.open_source(request)
+    encoder = open_encoder(tokenizer, config.data, named.source)
+    check_template(source, encoder, named)
+    if _streams(config, section, named, source, passes):
+        feed = StreamFeed(
+            source,
+            encoder,
+            packing,
+            readers=config.data.readers,
+            seed=seed,
+            passes=passes,
+            vocab_size=tokenizer.vocab_size,
+        )
+        logger.info("dataset %s is read as training goes on, by %d virtual readers", named.name, feed.num_readers)
+        return feed
+    policy, tally = BadRows.of(config.data), Tally()
+    line = MemoryLine(read_documents(source, encoder, policy, tally), tokenizer.vocab_size)
+    policy.judge(tally, f"dataset {named.name}")
+    for reason in tally.reasons():
+        level = logging.WARNING if tally.num_bad else logging.INFO  # empty texts alone are nothing to worry about
+        logger.log(level, "dataset %s: left out %s", named.name, reason)
+    return _indexed(line, packing, seed, passes, named, source.files(), started)
+
+
+def check_template(source: Table | Shards, encoder: Encoder, named: Named) -> None:
+    """Try a template on the first rows; raises ConfigError where none of them gives a document."""
+    if not isinstance(encoder, TemplatedEncoder):
+        return
+    first = [row for _, row in itertools.islice(every_row(source), _FIRST_ROWS) if not isinstance(row, BadRow)]
+    found = encoder.encode(first)
+    bad = [one for one in found if isinstance(one, BadRow)]
+    if found and len(bad) == len(found):
+        rule = f"makes nothing of the first {len(found)} rows of {named.source.dataset_path or named.name}: {bad[0]}"
+        raise ConfigError(Problem(encoder.option, None, rule, "correct the template"))
+
+
+def _indexed(
+    line: Line,
+    packing: Packing,
+    seed: int | None,
+    passes: int | None,
+    named: Named,
+    files: Mapping[str, str],
+    started: float,
+) -> IndexedFeed:
+    feed = IndexedFeed(line, packing, seed=seed, passes=passes, option=named.path_option, files=files)
+    text = "dataset %s: %d documents, %d tokens, %d rows; opened in %.1f s"
+    seconds = time.perf_counter() - started
+    logger.info(text, named.name, line.num_documents, line.num_tokens, feed.num_rows, seconds)
+    for count, what in zip(feed.changed_documents, ("cut to", "left out for being longer than"), strict=True):
+        if count:
+            logger.warning("dataset %s: %d documents are %s %d tokens", named.name, count, what, packing.seq_len + 1)
+    return feed
+
+
+def _streams(
+    config: Config, section: Training | Validation, named: Named, source: Table | Shards, passes: int | None
+) -> bool:
+    """Whether a source is read as training goes on, and if so, whether all else that is asked for can then be had."""
+    mode = config.data.mode
+    small = source.total_bytes is not None and source.total_bytes <= MEMORY_BYTES
+    streams = mode == "stream" or (mode == "auto" and not small)
+    if isinstance(section, Validation) and section.steps == -1 and streams:
+        if source.total_bytes is None:
+            rule, fix = "needs a set whose end is known", "set validation.steps, or name a local dataset"
+            raise ConfigError(Problem("validation.steps", -1, rule, fix))
+        return False
+    if not streams:
+        return False
+    size = "of unknown size" if source.total_bytes is None else f"of {source.total_bytes / 2**20:.0f} MiB"
+    way_out = 'run "shardtrain data prepare" and use dataset "tokens", or set data.mode="memory"'
+    if config.data.bad_rows == "skip":
+        rule = f"cannot count the bad rows of a dataset {size} that is read as training goes on"
+        raise ConfigError(Problem("data.bad_rows", "skip", rule, way_out))
+    if isinstance(section, Training) and section.epochs is not None:
+        rule = f"needs to know how many rows the dataset {named.name} {size} has, which is read as training goes on"
+        raise ConfigError(Problem("training.epochs", section.epochs, rule, way_out))
+    if passes is not None and config.data.sources and len(config.data.sources) > 1:
+        rule = f"needs to know how many rows the dataset {size} has, which is read as training goes on"
+        raise ConfigError(Problem(f"data.sources.{named.name}.epochs", passes, rule, way_out))
+    return True
+
+
+def _seed(seed: int, named: Named, several: bool) -> int:
+    """A seed for one of several sources; a single one takes the run's own."""
+    if not several:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed} {named.name}".encode()).digest()[:7], "little")
+
+
+def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
+    """Weights of tokens as weights of rows, and tokens of stages as positions of rows."""
+    names = list(config.data.sources)
+    own = {name: source.weight for name, source in config.data.sources.items()}
+    stages = [(stage.until_tokens, stage.weights) for stage in config.data.stages] or [(0, own)]
+    if stages[-1][0]:
+        stages.append((0, stages[-1][1]))  # the last weights hold to the end
+    result, tokens, rows = [], 0, 0.0
+    for until_tokens, weights in stages:
+        per_token = [weights.get(name, 0.0) for name in names]
+        per_row = [weight / feed.mean_targets for weight, feed in zip(per_token, feeds, strict=True)]
+        if not until_tokens:
+            result.append(Stage(tuple(per_row)))
+            break
+        rows += (until_tokens - tokens) * sum(per_row) / sum(per_token)
+        tokens = until_tokens
+        result.append(Stage(tuple(per_row), stop=round(rows)))
+    return result

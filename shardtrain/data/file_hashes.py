@@ -1,0 +1,205 @@
+"""What the files of a dataset hold, to the last byte: hashed whole, once, beside the training and never before it.
+
+A dataset that is read as training goes on is known by its sizes and samples when a run begins, and prepared shards by
+what their index says. Reading all of it first would keep the first step waiting, so one thread of the first rank hashes
+the files, and a checkpoint remembers what is known by then. What a file was found to hold is noted in the run's folder,
+and holds as long as its size, times and inode are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils.errors import ConfigError, Problem
+
+logger = logging.getLogger(__name__)
+
+NOTES = "data_hashes.json"
+AT_ONCE_BYTES = 64 * 2**20
+"""Bytes of a dataset up to which it is hashed before the first step, in 0.05 s of a core."""
+SHARE = 0.25
+"""Of one core, which the thread takes at most."""
+_PIECE_BYTES = 4 * 2**20
+_SETTLED_SECONDS = 2.0
+"""Age from which the times of a file tell of the next change, whatever the grain of its filesystem's clock."""
+_MAX_NOTES_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class WholeFile:
+    """A file to be hashed: ``name`` within the dataset, the ``option`` that led to it, and what an index says."""
+
+    name: str
+    path: str
+    option: str
+    said: str = ""
+
+
+class Contents:
+    """The files of a run's datasets; of the first rank. Other ranks have none."""
+
+    def __init__(self, files: Sequence[WholeFile] = (), run_folder: Path | None = None) -> None:
+        self._files = {file.name: file for file in files}
+        self._notes = None if run_folder is None else run_folder / NOTES
+        self._known: dict[str, str] = {}
+        self._expected: dict[str, str] = {}
+        self._problem: ConfigError | None = None
+        self._since = ""
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._seconds = self._bytes = 0.0
+
+    def look(self) -> None:
+        """Take what earlier starts have found, and hash a small dataset at once. Raises ConfigError, see ``check``."""
+        noted, left = self._read_notes(), []
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                stamp = _stamp(os.stat(file.path))
+                found = noted.get(os.path.abspath(file.path))
+                if isinstance(found, list) and found[:-1] == stamp and isinstance(found[-1], str):
+                    self._found(file, found[-1])
+                else:
+                    left.append((stamp[0], file))
+        if left and sum(size for size, _ in left) <= AT_ONCE_BYTES:
+            for _, file in left:
+                self._hash(file, 1.0)
+            self._write_notes()
+        self.check()
+
+    def expect(self, contents: Any) -> list[str]:
+        """Names of files that are known not to hold what a checkpoint says; what is not known yet is compared later."""
+        contents = contents if isinstance(contents, dict) else {}
+        self._expected = {name: mark for name, mark in contents.items() if isinstance(mark, str)}
+        return sorted(name for name, mark in self._known.items() if self._expected.get(name, mark) != mark)
+
+    def start(self, step: int) -> None:
+        """Hash what is left while training goes on from ``step``; says what is known by samples until then."""
+        left = [file for name, file in self._files.items() if name not in self._known]
+        if not left or self._thread is not None:
+            return
+        size = 0
+        for file in left:
+            with contextlib.suppress(OSError):
+                size += os.stat(file.path).st_size
+        known = "what their index says" if all(file.said for file in left) else "size and samples"
+        logger.info(
+            "%d data files of %.1f GiB are known by %s until they are hashed whole", len(left), size / 2**30, known
+        )
+        self._since = f"steps after {step} of this start were trained on it"
+        self._thread = threading.Thread(target=self._run, args=(left,), name="data-hash", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Stop a run whose data are found to be others.
+
+        Raises:
+            ConfigError: a file does not hold what the checkpoint or its own index says; names it.
+        """
+        if self._problem is not None:
+            raise self._problem
+
+    def record(self) -> dict[str, str]:
+        """For the facts of a checkpoint: SHA-256 of each file that is known whole, by name."""
+        return {name: mark for name, mark in {**self._expected, **self._known}.items() if name in self._files}
+
+    def close(self) -> None:
+        """End the thread; says what it had not come to."""
+        self._ended.set()
+        if self._thread is None:
+            return
+        self._thread.join(timeout=5.0)
+        left = len(self._files) - len(self._known)
+        if left and self._problem is None:
+            logger.info("%d of %d data files were not hashed whole when the run ended", left, len(self._files))
+
+    def _run(self, left: Sequence[WholeFile]) -> None:
+        try:
+            for file in left:
+                self._hash(file, SHARE)
+                if self._ended.is_set() or self._problem is not None:
+                    break
+            else:
+                rate = self._bytes / max(self._seconds, 1e-9) / 1e9
+                logger.info("%d data files are hashed whole: %.1f GB at %.1f GB/s", len(left), self._bytes / 1e9, rate)
+        finally:
+            self._write_notes()
+
+    def _hash(self, file: WholeFile, share: float) -> None:
+        """Hash a file, unless it cannot be read or changes meanwhile: the run's own reading says so."""
+        digest = hashlib.sha256()
+        with contextlib.suppress(OSError):
+            descriptor = whole_file.without_waiting(file.path, os.O_RDONLY)
+            try:
+                before = _stamp(os.fstat(descriptor))
+                while not self._ended.is_set():
+                    began = time.perf_counter()
+                    piece = os.read(descriptor, _PIECE_BYTES)
+                    digest.update(piece)
+                    took = time.perf_counter() - began
+                    self._seconds, self._bytes = self._seconds + took, self._bytes + len(piece)
+                    if not piece:
+                        break
+                    if share < 1:
+                        self._ended.wait(took * (1 / share - 1))
+                else:
+                    return
+                if _stamp(os.fstat(descriptor)) == before == _stamp(os.stat(file.path)):
+                    self._found(file, digest.hexdigest())
+            finally:
+                os.close(descriptor)
+
+    def _found(self, file: WholeFile, sha256: str) -> None:
+        self._known[file.name] = sha256
+        if file.said and file.said != sha256:
+            rule, fix = "does not hold what index.json says of it", 'run "shardtrain data prepare" again, or restore it'
+        elif self._since and self._expected.get(file.name, sha256) != sha256:
+            rule = f"has other content than in the checkpoint that the run went on from, at equal size; {self._since}"
+            fix = 'put the old file back, or start the data anew with checkpoint.exclude_from_loading=["dataloader"]'
+        else:
+            return
+        self._problem = ConfigError(Problem(file.option, file.path, rule, fix))
+
+    def _read_notes(self) -> Mapping[str, Any]:
+        if self._notes is None:
+            return {}
+        try:
+            with open(self._notes, "rb", opener=whole_file.without_waiting) as file:
+                mark, _, text = file.read(_MAX_NOTES_BYTES).partition(b"\n")
+            found = json.loads(text) if mark == _mark(text) else {}  # damaged notes would blame the data
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _write_notes(self) -> None:
+        """Note what the settled files hold; nothing depends on it but time."""
+        if self._notes is None:
+            return
+        notes: dict[str, Any] = {}
+        with contextlib.suppress(OSError):
+            for name, mark in self._known.items():
+                path = os.path.abspath(self._files[name].path)
+                stamp = _stamp(os.stat(path))
+                if time.time() - max(stamp[1], stamp[2]) / 1e9 > _SETTLED_SECONDS:
+                    notes[path] = [*stamp, mark]
+            text = json.dumps(notes).encode()
+            whole_file.write(self._notes, _mark(text) + b"\n" + text)
+
+
+def _mark(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode()
+
+
+def _stamp(found: os.stat_result) -> list[int]:
+    """Size, times of change and inode; nobody can set the second time."""
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]

@@ -1,0 +1,119 @@
+"""Documents to rows of ``seq_len`` inputs and as many targets: which tokens are in a row, and where they stand.
+
+"concat" lays all documents end to end and cuts every ``seq_len`` targets, so that each token but the first is the
+target of one row. "first_fit" and "padded" keep documents whole: see ``fitted``. Where documents are masked, positions
+begin anew in each, and no token has a target in another document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from shardtrain.data.token_buffer import Line, Mask, Tokens
+from shardtrain.ops.targets import IGNORE
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents become rows: the options of [data], and the length of a row."""
+
+    seq_len: int
+    kind: Literal["concat", "first_fit", "padded"] = "concat"
+    masked: bool = False
+    long_documents: Literal["split", "cut", "drop"] = "split"
+    pad_id: int = 0
+    """Stands in what no document fills; never a target."""
+
+    @property
+    def needs_documents(self) -> bool:
+        """Whether attention must be told which token is whose: a row of one document need not."""
+        return self.masked and self.kind != "padded"
+
+
+class Sequences:
+    """Rows as they are filled: B rows of T tokens, all int64; rows that nothing is written to have no targets."""
+
+    def __init__(self, num_rows: int, packing: Packing) -> None:
+        shape = (num_rows, packing.seq_len)
+        self.tokens_BT = np.full(shape, packing.pad_id, dtype=np.int64)
+        self.targets_BT = np.full(shape, IGNORE, dtype=np.int64)
+        self.positions_BT = np.tile(np.arange(packing.seq_len, dtype=np.int64), (num_rows, 1))
+        self.documents_BT = np.zeros(shape, dtype=np.int64) if packing.needs_documents else None
+        self.lengths_B = np.zeros(num_rows, dtype=np.int64)  # tokens of a row; filler follows them
+
+    def write(self, slot: int, column: int, tokens: Tokens, learned: Mask | None) -> None:
+        """Put inputs ``tokens[:-1]`` and targets ``tokens[1:]`` into row ``slot`` from ``column`` on."""
+        stop = column + len(tokens) - 1
+        self.lengths_B[slot] = max(self.lengths_B[slot], stop)
+        self.tokens_BT[slot, column:stop] = tokens[:-1]
+        self.targets_BT[slot, column:stop] = (
+            tokens[1:] if learned is None else np.where(learned[1:], tokens[1:], IGNORE)
+        )
+
+    def number_documents(self, slot: int, columns: Tokens) -> None:
+        """Say at which columns of a row, ascending, another document begins; the first begins at 0."""
+        if self.documents_BT is None:
+            return
+        T = self.tokens_BT.shape[1]
+        begins = np.zeros(T, dtype=np.int64)
+        begins[columns[(columns > 0) & (columns < T)]] = 1
+        self.documents_BT[slot] = np.cumsum(begins)
+        places = np.arange(T, dtype=np.int64)
+        self.positions_BT[slot] = places - np.maximum.accumulate(np.where(begins == 1, places, 0))
+
+
+class Rows(Protocol):
+    """Rows of a line of documents, any of them at once.
+
+    num_targets:  targets of all rows, learned or not.
+    cut, dropped: documents that lost their end, or that were left out because they are longer than a row.
+    """
+
+    num_rows: int
+    num_targets: int
+    packing: Packing
+    cut: int
+    dropped: int
+
+    def write(self, row: int, out: Sequences, slot: int) -> None:
+        """Fill row ``slot`` of ``out`` with row ``row``, 0..num_rows-1."""
+        ...
+
+
+class ConcatRows:
+    """Row i holds the tokens ``i * seq_len`` to ``(i + 1) * seq_len`` inclusive: its last is the target of its last
+    input, and the first input of row i + 1. The last row is filled up where tokens are missing.
+    """
+
+    cut = dropped = 0
+
+    def __init__(self, line: Line, packing: Packing) -> None:
+        self._line, self.packing = line, packing
+        self.num_targets = max(0, line.num_tokens - 1)
+        self.num_rows = -(-self.num_targets // packing.seq_len)
+
+    def write(self, row: int, out: Sequences, slot: int) -> None:
+        """See Rows."""
+        start = row * self.packing.seq_len
+        stop = min(start + self.packing.seq_len + 1, self._line.num_tokens)
+        learned = self._line.learned(start, stop) if self._line.has_mask else None
+        begins = self._line.starts(start + 1, stop) - start if self.packing.masked else None
+        write_window(out, slot, self._line.tokens(start, stop), learned, begins)
+
+
+def write_window(out: Sequences, slot: int, tokens: Tokens, learned: Mask | None, begins: Tokens | None) -> None:
+    """Fill a row with up to ``seq_len + 1`` tokens cut out of a line.
+
+    ``begins`` are the places in ``tokens`` after the first at which a document begins, where documents are masked.
+    """
+    out.write(slot, 0, tokens, learned)
+    if begins is None:
+        return
+    # the last token of a document would have the first of the next as its target
+    out.targets_BT[slot, begins - 1] = IGNORE
+    inputs = len(tokens) - 1
+    filler = [inputs] if inputs < out.tokens_BT.shape[1] else []
+    out.number_documents(slot, np.append(begins[begins < inputs], filler).astype(np.int64))

@@ -1,0 +1,160 @@
+"""Rows to documents: what happens to a row that gives none, and what was counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from shardtrain.config.schema import Data
+from shardtrain.data.document import Document, Encoder
+from shardtrain.data.sources import BadRow, Key, Row, Shards, Table, every_row, place_of
+from shardtrain.utils.errors import DataError
+
+ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 * 2**20
+"""Rows tokenized together: a tokenizer that works on several cores needs some, and huge ones must not add up."""
+_PLACES_KEPT, _REASONS_IN_A_LINE = 3, 3
+
+
+@dataclass
+class Tally:
+    """What reading found: rows, documents, tokens, and rows that gave no document, by reason."""
+
+    rows: int = 0
+    documents: int = 0
+    tokens: int = 0
+    learned: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    harmless: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)
+    """The first places of each reason."""
+
+    @property
+    def num_bad(self) -> int:
+        """Rows that could not be read."""
+        return self.bad.total()
+
+    def add_document(self, document: Document) -> None:
+        """Count a document."""
+        self.rows, self.documents = self.rows + 1, self.documents + 1
+        self.tokens += len(document.tokens)
+        self.learned += len(document.tokens) if document.learned is None else int(document.learned.sum())
+
+    def add_bad(self, row: BadRow, place: str) -> None:
+        """Count a row without a document."""
+        self.rows += 1
+        (self.harmless if row.harmless else self.bad)[row.reason] += 1
+        places = self.places.setdefault(row.reason, [])
+        if len(places) < _PLACES_KEPT:
+            places.append(place)
+
+    def merge(self, other: Tally) -> None:
+        """Add what another reader of later rows found."""
+        self.rows, self.documents = self.rows + other.rows, self.documents + other.documents
+        self.tokens, self.learned = self.tokens + other.tokens, self.learned + other.learned
+        self.bad.update(other.bad)
+        self.harmless.update(other.harmless)
+        for reason, places in other.places.items():
+            self.places[reason] = (self.places.get(reason, []) + places)[:_PLACES_KEPT]
+
+    def reasons(self) -> list[str]:
+        """One line per reason, the most frequent first: ``3 rows: is no JSON (a.jsonl:7, a.jsonl:9)``."""
+        both = Counter(self.bad) + Counter(self.harmless)
+        return [
+            f"{count} {'row' if count == 1 else 'rows'}: {reason} "
+            f"({', '.join(self.places[reason])}{', ...' if count > len(self.places[reason]) else ''})"
+            for reason, count in both.most_common()
+        ]
+
+    def main_reasons(self) -> str:
+        """The most frequent reasons, in one line that a terminal holds."""
+        reasons = self.reasons()
+        more = f"; and {len(reasons) - _REASONS_IN_A_LINE} more reasons" if len(reasons) > _REASONS_IN_A_LINE else ""
+        return "; ".join(reasons[:_REASONS_IN_A_LINE]) + more
+
+
+@dataclass(frozen=True)
+class BadRows:
+    """What to do with rows that cannot be read: data.bad_rows and data.bad_rows_max_fraction."""
+
+    skip: bool = False
+    max_fraction: float = 0.0
+
+    @classmethod
+    def of(cls, options: Data) -> BadRows:
+        """The policy of a config."""
+        return cls(options.bad_rows == "skip", options.bad_rows_max_fraction)
+
+    def meet(self, row: BadRow, place: str) -> None:
+        """Stop at a bad row unless rows may be skipped.
+
+        Raises:
+            DataError: naming the row's place and what is wrong with it.
+        """
+        if not self.skip and not row.harmless:
+            fix = 'correct or remove the row, name its columns in [data], or set data.bad_rows="skip"'
+            raise DataError(f"{place}: {row}; {fix}")
+
+    def judge(self, tally: Tally, dataset: str) -> None:
+        """Look at the whole: too many bad rows, or no usable one, is an error.
+
+        Raises:
+            DataError: with counts, reasons and places.
+        """
+        if tally.documents == 0:
+            raise DataError(f"{dataset} has 0 usable of {tally.rows} rows: {tally.main_reasons() or 'there are none'}")
+        if tally.num_bad > self.max_fraction * tally.rows:
+            raise DataError(
+                f"{dataset} has {tally.num_bad} bad of {tally.rows} rows, more than data.bad_rows_max_fraction="
+                f"{self.max_fraction:g} allows: {tally.main_reasons()}; correct them, or raise the fraction"
+            )
+
+
+def read_documents(
+    source: Table | Shards,
+    encoder: Encoder,
+    policy: BadRows,
+    tally: Tally,
+    keyed_rows: Iterable[tuple[Key, Row]] | None = None,
+) -> Iterator[Document]:
+    """Documents of all rows of a source, or of ``keyed_rows`` of it, in their order; counted in ``tally``.
+
+    Raises:
+        DataError: at a bad row, unless the policy skips them; judging the count is the caller's.
+    """
+    for chunk in chunks(every_row(source) if keyed_rows is None else keyed_rows):
+        whole = iter(encoder.encode([row for _, row in chunk if not isinstance(row, BadRow)]))
+        for key, row in chunk:
+            result = row if isinstance(row, BadRow) else next(whole)
+            if isinstance(result, BadRow):
+                place = place_of(source, key)
+                tally.add_bad(result, place)
+                policy.meet(result, place)
+            else:
+                tally.add_document(result)
+                yield result
+
+
+def chunks(rows: Iterable[tuple[Key, Row]]) -> Iterator[list[tuple[Key, Row]]]:
+    """Rows in lists of up to 256 rows or about 4 MiB of text, so that huge rows do not add up."""
+    chunk: list[tuple[Key, Row]] = []
+    size = 0
+    for keyed in rows:
+        chunk.append(keyed)
+        size += _text_size(keyed[1])
+        if size >= CHARACTERS_AT_ONCE or len(chunk) >= ROWS_AT_ONCE:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _text_size(value: object) -> int:
+    """Characters in a row, about."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_text_size, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_text_size, value))
+    return 8

@@ -1,0 +1,189 @@
+"""What the files beside a tokenizer say of it: special tokens, added tokens, and chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils.errors import ConfigError, Problem
+
+# used only when no file says which token begins a document, which ends it, and which fills a row
+_USUAL_NAMES = {
+    "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<|startoftext|>", "<|bos|>"),
+    "eos_token": ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|eos|>"),
+    "pad_token": ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>"),
+}
+_MAX_FILE_BYTES = 64 * 2**20
+_FIX = "replace the file, or remove it"
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that was added to a trained vocabulary."""
+
+    content: str
+    special: bool
+
+
+@dataclass
+class Beside:
+    """What the files say; a named token is None where a file sets it to null."""
+
+    tokens: dict[str, str | None] = field(default_factory=dict)
+    token_ids: dict[str, Any] = field(default_factory=dict)
+    added: dict[int, AddedToken] = field(default_factory=dict)
+    templates: dict[str, str] = field(default_factory=dict)
+    switches: dict[str, bool] = field(default_factory=dict)
+    """``add_bos_token`` and ``add_eos_token``, where a file has them."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of conversations without tools, or the only one."""
+        return self.templates.get("default")
+
+    @property
+    def tool_template(self) -> str | None:
+        """The template of conversations with tools, where there is one of its own."""
+        return self.templates.get("tool_use")
+
+    def special_id(
+        self, name: str, find: Callable[[str], int | None], special: Mapping[str, int], vocab_size: int, option: str
+    ) -> int | None:
+        """Id of "bos_token", "eos_token" or "pad_token"; ``find`` gives the id of a token's text.
+
+        ``special`` has the special tokens among which the usual names are looked for.
+
+        Raises:
+            ConfigError: when a file names a token without an id, or an id that the vocabulary has not.
+        """
+        number = self.token_ids.get(f"{name}_id")
+        if number is not None and (type(number) is not int or not 0 <= number < vocab_size):
+            rule = f"is not in 0..{vocab_size - 1}, the ids of the tokenizer"
+            raise ConfigError(Problem(f"{option}: {name}_id", number, rule, "correct tokenizer_config.json beside it"))
+        if name not in self.tokens:
+            usual = next((special[text] for text in _USUAL_NAMES[name] if text in special), None)
+            return usual if number is None else number
+        token = self.tokens[name]
+        found = None if token is None else find(token)
+        if token is not None and found is None:
+            fix = "correct tokenizer_config.json and special_tokens_map.json beside it"
+            raise ConfigError(Problem(option, None, f"names the {name} {token!r}, which has no id", fix))
+        return found
+
+    def ends(self, bos_id: int | None, eos_id: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What stands before and after a text, of a model without a post-processor: bos, unless a file says otherwise.
+
+        Llama's tokenizers, which come as such files, put bos before a text and no eos after it.
+        """
+        prefix = () if bos_id is None or not self.switches.get("add_bos_token", True) else (bos_id,)
+        suffix = () if eos_id is None or not self.switches.get("add_eos_token", False) else (eos_id,)
+        return prefix, suffix
+
+    def named(self) -> dict[str, str]:
+        """Texts of the special tokens that have a name."""
+        return {name: token for name, token in self.tokens.items() if token is not None}
+
+
+def read_beside(folder: Path, option: str) -> Beside:
+    """Read special_tokens_map.json, tokenizer_config.json and chat templates of a folder, as far as they exist.
+
+    Raises:
+        ConfigError: when one of them cannot be read or means nothing.
+    """
+    beside = Beside()
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = folder / name
+        if file.is_file():
+            _read_config(file, beside, option)
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        beside.templates[file.stem] = read_text(file, option)
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        beside.templates["default"] = read_text(file, option)
+    return beside
+
+
+def ends_facts(
+    prefix_ids: tuple[int, ...], suffix_ids: tuple[int, ...], bos_id: int | None, eos_id: int | None
+) -> bytes:
+    """What a fingerprint has to say of them: nothing where bos begins a text and eos, if anything, ends it.
+
+    So fingerprints of such tokenizers are those that were taken when that was so of all.
+    """
+    usual = prefix_ids == (() if bos_id is None else (bos_id,)) and suffix_ids in ((), (eos_id,))
+    return b"" if usual else f" ends {prefix_ids} {suffix_ids}".encode()
+
+
+def read_text(file: Path, option: str) -> str:
+    """Text of a small UTF-8 file.
+
+    Raises:
+        ConfigError: when it cannot be read or is no UTF-8.
+    """
+    try:
+        with open(file, "rb", opener=whole_file.without_waiting) as opened:
+            content = opened.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            raise ConfigError(Problem(option, str(file), f"is larger than {_MAX_FILE_BYTES} bytes", _FIX))
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(Problem(option, str(file), f"cannot be read ({error.strerror})", _FIX)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(Problem(option, str(file), "is no UTF-8 text", _FIX)) from error
+
+
+def _read_config(file: Path, beside: Beside, option: str) -> None:
+    try:
+        content: Any = json.loads(read_text(file, option))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(Problem(option, str(file), f"is no JSON ({error})", _FIX)) from error
+    if not isinstance(content, dict):
+        raise ConfigError(Problem(option, str(file), "is no JSON object", _FIX))
+    for key, value in content.items():
+        if key.endswith("_token"):
+            _add_token(beside, key, value, file, option)
+        elif key.endswith("_token_id"):
+            beside.token_ids[key] = value
+    _add_added_tokens(beside, content.get("added_tokens_decoder"), file, option)
+    _add_templates(beside, content.get("chat_template"), file, option)
+
+
+def _add_token(beside: Beside, key: str, value: Any, file: Path, option: str) -> None:
+    token = value.get("content") if isinstance(value, dict) else value
+    if isinstance(token, str) or value is None:
+        beside.tokens[key] = token
+    elif isinstance(value, bool):  # add_bos_token and its like are switches, not tokens
+        beside.switches[key] = value
+    else:
+        raise ConfigError(Problem(option, str(file), f"has a {key} that is no text", _FIX))
+
+
+def _add_added_tokens(beside: Beside, value: Any, file: Path, option: str) -> None:
+    if value is None:
+        return
+    try:
+        for number, token in value.items():
+            beside.added[int(number)] = AddedToken(str(token["content"]), bool(token.get("special", False)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        rule = "has an added_tokens_decoder that is no object of ids and tokens"
+        raise ConfigError(Problem(option, str(file), rule, _FIX)) from error
+    if any(number < 0 or not token.content for number, token in beside.added.items()):
+        rule = "has an added token without text, or with an id below 0"
+        raise ConfigError(Problem(option, str(file), rule, _FIX))
+
+
+def _add_templates(beside: Beside, value: Any, file: Path, option: str) -> None:
+    if isinstance(value, str):
+        beside.templates["default"] = value
+    elif value is not None:
+        try:
+            beside.templates.update({str(entry["name"]): entry["template"] for entry in value})
+        except (KeyError, TypeError) as error:
+            rule = "has a chat_template that is neither a text nor a list of names and templates"
+            raise ConfigError(Problem(option, str(file), rule, _FIX)) from error
+    if not all(isinstance(template, str) for template in beside.templates.values()):
+        raise ConfigError(Problem(option, str(file), "has a chat_template that is no text", _FIX))

@@ -1,0 +1,169 @@
+"""Recompute activations in backward to save memory (Chen et al. 2016; selective: Korthikanti et al. 2022).
+
+A layer's ``forward`` is replaced, not wrapped, so parameter names never change. Must run before compile and shard.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardtrain.config import stages
+from shardtrain.config.schema import ActivationCheckpoint, Config
+from shardtrain.distributed.mesh import Mesh
+from shardtrain.layout import Layout, matches
+
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default)
+
+
+def _weight_shape(operation: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """The (out, in) shape of the weight that a matmul multiplies by."""
+    if operation is torch.ops.aten.linear.default:
+        return tuple(arguments[1].shape)
+    return tuple(reversed(arguments[2 if operation is torch.ops.aten.addmm.default else 1].shape))
+
+
+def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    """Make layers recompute as ``[activation_checkpoint]`` says, in place."""
+    options = config.activation_checkpoint
+    if options.mode == "none":
+        return
+    if options.mode == "memory_budget":
+        _set_memory_budget(options, config.job.dump_folder)
+        return
+    every = 1 if options.mode == "full" or options.selective_ac_option == "op" else int(options.selective_ac_option)
+    per_operation = options.mode == "selective" and options.selective_ac_option == "op"
+    repeats = stages.splits_backward(config.parallelism)
+    for index, (name, layer) in enumerate(getattr(model, layout.layers).items()):
+        if index % every == 0:
+            path = f"{layout.layers}.{name}"
+            contexts = _selective_contexts(layer, path, options, repeats) if per_operation else None
+            _recompute(layer, options, contexts, pin_memory=mesh.device.type == "cuda")
+
+
+def _recompute(
+    layer: nn.Module, options: ActivationCheckpoint, contexts: Callable[[], Any] | None, pin_memory: bool
+) -> None:
+    keywords: dict[str, Any] = {
+        "use_reentrant": False,
+        "preserve_rng_state": options.preserve_rng_state,
+        "determinism_check": options.determinism_check,
+        "early_stop": options.early_stop,
+        "debug": options.debug,
+    }
+    if contexts is not None:
+        keywords["context_fn"] = contexts
+    forward = functools.partial(checkpoint, layer.forward, **keywords)
+    if options.cpu_offload:
+        layer.forward = _with_inputs_on_cpu(forward, pin_memory)
+    else:
+        layer.forward = forward
+
+
+def _with_inputs_on_cpu(forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:
+    # Recomputation keeps a layer's inputs alone; those are what save_on_cpu then moves.
+    def offloaded(*inputs: Any, **keywords: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
+            return forward(*inputs, **keywords)
+
+    return offloaded
+
+
+@functools.cache
+def _expensive_operations() -> frozenset[Any]:
+    """Operations whose results are kept by "op": matmuls (every second one), attention and communication."""
+    names = (
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_cudnn_attention.default",
+        "aten._scaled_dot_product_attention_math.default",
+        "aten._scaled_dot_product_fused_attention_overrideable.default",
+        "shardtrain.document_attention.default",
+        "_c10d_functional.reduce_scatter_tensor.default",
+        "_c10d_functional.all_to_all_single.default",
+    )
+    found = []
+    for name in names:  # an operation that this version of PyTorch lacks cannot be met either
+        namespace, operation, overload = name.split(".")
+        packet = getattr(getattr(torch.ops, namespace), operation, None)
+        if packet is not None and hasattr(packet, overload):
+            found.append(getattr(packet, overload))
+    return frozenset(found)
+
+
+def _selective_contexts(layer: nn.Module, path: str, options: ActivationCheckpoint, repeats: bool) -> Callable[[], Any]:
+    """A context_fn that keeps expensive operations; matmuls alternate, so that half of them is recomputed.
+
+    ``repeats``: backward may recompute a layer more than once.
+    """
+    forced_shapes = {
+        tuple(module.weight.shape)
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+        and any(_names(f"{path}.{name}", pattern) for pattern in options.per_op_sac_force_recompute_mm_shapes_by_fqns)
+    }
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        matmuls: Counter[bool] = Counter()  # counted apart in forward and in recomputation
+
+        def policy(ctx: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+            if operation in _MATMULS:
+                if _weight_shape(operation, arguments) in forced_shapes:
+                    return CheckpointPolicy.PREFER_RECOMPUTE
+                matmuls[ctx.is_recompute] += 1
+                keep = matmuls[ctx.is_recompute] % 2 == 1
+            else:
+                keep = operation in _expensive_operations()
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        forward, recomputation = create_selective_checkpoint_contexts(policy)
+        if not repeats:
+            return forward, recomputation
+        return forward, _Repeatable(recomputation, lambda: matmuls.pop(True, None))
+
+    return contexts
+
+
+class _Repeatable(AbstractContextManager[Any]):
+    """The context of a recomputation that may run several times, each with all results that were kept.
+
+    PyTorch's own hands each result out once, so that it can be freed. A backward that computes the gradients of inputs
+    and of weights apart recomputes a layer for each; the results then live as long as the layer's graph.
+    """
+
+    def __init__(self, mode: Any, begin: Callable[[], Any]) -> None:
+        self._mode, self._begin = mode, begin
+        self._kept: dict[Any, Any] | None = None
+
+    def __enter__(self) -> Any:
+        if self._kept is None:
+            self._kept = {operation: copy.copy(results) for operation, results in self._mode.storage.items()}
+        self._mode.storage.update({operation: copy.copy(results) for operation, results in self._kept.items()})
+        self._begin()
+        return self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._mode.__exit__(*error)
+
+
+def _names(path: str, pattern: str) -> bool:
+    # torchtitan's patterns name the end of a path: "moe.router.gate" is that module of any layer
+    return matches(path, pattern) or path.endswith(f".{pattern}")
+
+
+def _set_memory_budget(options: ActivationCheckpoint, dump_folder: str) -> None:
+    import torch._functorch.config as compiler  # loads the compiler; needed by this mode alone
+
+    compiler.activation_memory_budget = options.memory_budget
+    if options.visualize_memory_budget_pareto:
+        compiler.visualize_memory_budget_pareto = True
+        compiler.memory_budget_pareto_dir = f"{dump_folder}/memory_budget_pareto"

@@ -1,0 +1,178 @@
+"""Context parallelism: each rank holds a part of every sequence, and attention alone sees the others.
+
+The attention core is replaced by one that gathers keys and values ("allgather"), passes them round a ring with a
+running log-sum-exp ("alltoall"; Liu et al. 2023, ring attention), or exchanges heads for tokens ("ulysses"; Jacobs et
+al. 2023). Positions are cut with the tokens, so rotary angles follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardtrain.config import derived
+from shardtrain.config.schema import Config
+from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.distributed.attention_blocks import sequence_part
+from shardtrain.distributed.context_attention import gathered_attention, ring_attention, ulysses_attention
+from shardtrain.distributed.mesh import Mesh
+from shardtrain.layout import Layout, matches
+from shardtrain.ops import attention_core as core_contract
+from shardtrain.ops import document_mask as documents
+from shardtrain.ops import token_mixing as mixing
+from shardtrain.ops.attention_scores import Scores, scores_of
+from shardtrain.utils.errors import ConfigError, Problem
+
+AXIS = "cp"
+CoreFunction = Callable[
+    [Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None, int, Scores, Tensor | None], Tensor
+]
+
+
+class Batch(Protocol):
+    """What a runner needs of a batch (``data.Batch``): integer tensors of shape (B, T)."""
+
+    @property
+    def tokens_BT(self) -> Tensor: ...  # noqa: D102
+    @property
+    def targets_BT(self) -> Tensor: ...  # noqa: D102
+    @property
+    def positions_BT(self) -> Tensor: ...  # noqa: D102
+    @property
+    def documents_BT(self) -> Tensor | None: ...  # noqa: D102
+
+
+class SplitAttentionCore(nn.Module):
+    """The attention core of a rank that holds a part of the sequence; causal over the whole sequence.
+
+    It computes what the attributes of the core whose place it takes say: ``window``, ``scale``, ``softcap``,
+    ``chunk``, ``alibi_slopes`` (those of this rank's heads) and ``heads_first`` (see ``attention/core.py``).
+    """
+
+    def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, core: nn.Module) -> None:
+        super().__init__()
+        self._function, self._group, self._balanced = function, group, balanced
+        self.window, self.heads_first = int(getattr(core, "window", 0) or 0), bool(getattr(core, "heads_first", False))
+        self.chunk = int(getattr(core, "chunk", 0) or 0)
+        self._scores = scores_of(core)
+
+    @torch.compiler.disable  # collectives inside an autograd function end a graph anyway
+    def forward(
+        self,
+        q_BtNH: Tensor,
+        k_BtKH: Tensor,
+        v_BtKH: Tensor,
+        documents_BT: Tensor | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of this rank's queries to all keys and values: (B, t, N, H), or (B, N, t, H) if heads come first.
+
+        ``documents_BT`` are the documents of whole rows, which every rank has: they are not cut. ``sinks_N`` are scores
+        of one more key per head of this rank, whose value is zero.
+        """
+        if self.heads_first:
+            q_BtNH, k_BtKH, v_BtKH = (x.transpose(1, 2) for x in (q_BtNH, k_BtKH, v_BtKH))
+        rows, tokens = q_BtNH.size(0), q_BtNH.size(1) * self._group.size()
+        documents_BT = documents.chunked(documents_BT, self.chunk, (rows, tokens), q_BtNH.device)
+        window = self.window if self.window < tokens else 0
+        inputs = (q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced, documents_BT, window, self._scores, sinks_N)
+        out_BtNH = self._function(*inputs)
+        return out_BtNH.transpose(1, 2) if self.heads_first else out_BtNH
+
+
+def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    """Replace every attention core, in place; parameters are not touched."""
+    if mesh.size(AXIS) == 1:
+        return
+    p = config.parallelism
+    gathered = p.context_parallel_rotate_method == "allgather"
+    function: CoreFunction = gathered_attention if gathered else ring_attention
+    if p.context_parallel_method == "ulysses":
+        function = ulysses_attention
+    cores = [path for path, _ in model.named_modules() if layout.context and matches(path, layout.context)]
+    if not cores and len(getattr(model, layout.layers)):  # a pipeline stage may hold an end alone
+        rule = "needs to know the attention core, which LAYOUT.context of the model does not name"
+        fix = "name the weightless module that is softmax(q k) v there, or set the degree to 1"
+        raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
+    for path in cores:
+        core = model.get_submodule(path)
+        model.set_submodule(path, SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config), core))
+
+
+def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    """Try every kind of attention core that parallelism replaces, or gives some of its heads, on small tensors.
+
+    The model is the whole one, on the meta device; outside of the cores, tokens may not meet where a rank has a part of
+    them. Raises ConfigError for the first that breaks the contract.
+    """
+    split, dealt = mesh.size(AXIS) > 1, mesh.size("tp") > 1
+    if not (split or dealt) or hasattr(model, "tensor_plan"):
+        return
+    if layout.context:
+        _check_each_core(model, layout, mesh, config)
+    broken, axis, option = None, AXIS, "parallelism.context_parallel_degree"
+    if split and layout.context:
+        broken = mixing.outside_of_cores(model, layout)
+    if broken is None and dealt and config.task.name in OF_NEXT_TOKENS:  # other tasks may take the first token
+        broken, axis, option = mixing.outside_of_gathered(model, layout), "tp", "parallelism.tensor_parallel_degree"
+    if broken:
+        rule = f"splits sequences, and the model {broken.rule}"
+        raise ConfigError(Problem(option, mesh.size(axis), rule, f"{broken.fix}, or set the degree to 1"))
+
+
+def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    split, dealt = mesh.size(AXIS) > 1, mesh.size("tp") > 1
+    given, tried = core_contract.trace(model, layout), set()
+    for path, core in model.named_modules():
+        if not matches(path, layout.context):
+            continue
+        kind = (type(core), repr({k: v for k, v in vars(core).items() if k[0] != "_"}), repr(given.get(path)))
+        if kind in tried:
+            continue
+        tried.add(kind)
+        call, option = given.get(path), "parallelism.context_parallel_degree"
+        broken = core_contract.broken_when_split(core, call, config.training.seq_len) if split else None
+        ranks = mesh.size(AXIS, "tp") if split and config.parallelism.context_parallel_method == "ulysses" else 1
+        if broken is None:
+            broken = core_contract.broken_number_of_heads(core, call, ranks)
+        if broken is None and dealt:
+            option = "parallelism.tensor_parallel_degree"
+            broken = core_contract.broken_number_of_heads(core, call, mesh.size("tp"))
+            broken = broken or core_contract.broken_when_heads_are_dealt(core, call)
+        if broken:
+            degree = mesh.size(AXIS if option.endswith("context_parallel_degree") else "tp")
+            rule = f"needs an attention core that can be split, and {path} {broken.rule}"
+            raise ConfigError(Problem(option, degree, rule, broken.fix))
+
+
+def is_balanced(config: Config) -> bool:
+    """Whether ranks hold a chunk from the head and one from the tail of the sequence, and so equal causal work."""
+    return derived.is_context_balanced(config.parallelism)
+
+
+def cut(batch: Batch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets and positions of this rank's part of each sequence, each (B, T / cp).
+
+    Documents are not cut: attention needs those of all tokens, and every rank has them.
+    """
+    columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT)
+    size, rank = mesh.size(AXIS), mesh.rank(AXIS)
+    if size == 1:
+        return columns
+    parts = [sequence_part(column, rank, size, is_balanced(config)) for column in columns]
+    return parts[0], parts[1], parts[2]
+
+
+def document_argument(batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """The keyword argument that tells a model the documents of all rows; empty where batches have none."""
+    all_documents = [batch.documents_BT for batch in batches]
+    given = [documents_BT for documents_BT in all_documents if documents_BT is not None]
+    if not given:
+        return {}
+    if len(given) < len(all_documents):
+        raise ValueError("of the micro-batches of a step, some have documents_BT and some have none")
+    return {"documents_BT": given[0] if len(given) == 1 else torch.cat(given)}

@@ -1,0 +1,58 @@
+"""One model that learns from another, frozen one on the same mesh; validation measures the student alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain.distributed import context_parallel as context
+from shardtrain.distributed.context_parallel import Batch
+from shardtrain.distributed.fsdp import free_gathered
+from shardtrain.distributed.mesh import LOSS_AXES
+from shardtrain.distributed.runner import Parts, PlainRunner, Runner
+from shardtrain.distributed.tensor_parallel import AXIS, SplitVocabulary
+from shardtrain.ops.distillation_loss import Mix, distillation_sum
+from shardtrain.ops.targets import IGNORE
+
+
+class DistillationRunner(PlainRunner):
+    """See PlainRunner; ``teacher`` is put there before the first step. ``evaluate`` is the student's cross-entropy."""
+
+    def __init__(self, plain: Runner, mix: Mix, vocab_size: int) -> None:
+        super().__init__(Parts(plain.parts, plain._mesh, plain._config, plain._chunk_loss))
+        self.teacher: nn.Module | None = None
+        self._mix, self._vocabulary = mix, None
+        if self._mesh.size(AXIS) > 1 and not self._config.parallelism.disable_loss_parallel:
+            self._vocabulary = SplitVocabulary(self._mesh, vocab_size)
+        self._sums_3 = torch.zeros(3, dtype=torch.float64, device=self._mesh.device)
+
+    def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
+        """See Runner."""
+        self._sums_3.zero_()
+        return super().forward_backward(batches, weight)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See Runner: of the student alone, so that it is the loss of any other task and a perplexity."""
+        with torch.no_grad():
+            return super()._loss(batch, torch.ones((), device=self._mesh.device))
+
+    def measures(self) -> dict[str, float]:
+        """``cross_entropy`` and ``divergence``: means over the target tokens of the last step, in nats."""
+        loss, divergence, count = self._mesh.sum(self._sums_3, over=LOSS_AXES).tolist()
+        found = {"cross_entropy": loss / max(count, 1), "divergence": divergence / max(count, 1)}
+        return {**super().measures(), **found}
+
+    def _loss(self, batch: Batch, weight: Tensor) -> Tensor:
+        assert self.teacher is not None, "the teacher is opened before the first step"
+        tokens_Bt, targets_Bt, positions_Bt = context.cut(batch, self._mesh, self._config)
+        documents = context.document_argument([batch])
+        with torch.no_grad():
+            teacher_BtV = self.teacher(tokens_Bt, positions_Bt, **documents)
+            free_gathered(self.teacher)
+        logits_BtV = self.parts[0](tokens_Bt, positions_Bt, **documents)
+        loss, sums_2 = distillation_sum(logits_BtV, teacher_BtV, targets_Bt, self._mix, weight, self._vocabulary)
+        self._sums_3[:2] += sums_2
+        self._sums_3[2] += (targets_Bt != IGNORE).sum()
+        return loss

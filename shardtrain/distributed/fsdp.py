@@ -1,0 +1,163 @@
+"""Data parallelism by FSDP2: sharded, replicated (DDP) and both (HSDP) are one mesh with different sizes.
+
+Also the home of mixed precision: parameters are kept in ``training.dtype``, gathered in the compute type and their
+gradients reduced in the reduce type, on one process as on thousands. Must run last: it must see final parameters.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn import functional as F
+
+from shardtrain.config import derived
+from shardtrain.config.schema import Config
+from shardtrain.distributed import expert_parallel as expert
+from shardtrain.distributed.mesh import Mesh
+from shardtrain.layout import Layout
+from shardtrain.ops.tied import tied_names
+from shardtrain.utils.errors import ConfigError, Problem
+
+
+def is_needed(mesh: Mesh, config: Config) -> bool:
+    """Whether one process has anything to do here: other ranks, another compute type, or offloading."""
+    mixed = derived.compute_dtype(config) != config.training.dtype
+    return mesh.device_mesh.size() > 1 or mixed or config.training.enable_cpu_offload
+
+
+def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    """Shard each layer, the embedding, and the norm with the head, each as one unit, in place."""
+    half = {derived.compute_dtype(config), config.training.dtype} & {"bfloat16", "float16"}
+    if half and mesh.device.type == "cpu":
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+                module.forward = partial(_embedding_summed_in_float32, module)  # type: ignore[method-assign]
+    if not is_needed(mesh, config):
+        return
+    _check_parameters(model, layout)
+    options: dict[str, Any] = {
+        "mesh": mesh.data_mesh(),
+        "mp_policy": precision_policy(config),
+        "offload_policy": _offload_policy(config, mesh.device),
+    }
+    reshard = _reshard_after_forward(config, mesh)
+    layers = list(getattr(model, layout.layers).values())
+    # the last layer's parameters are needed again at once in backward, so by default they are kept
+    keep_last = config.parallelism.fsdp_reshard_after_forward == "default"
+    for layer in layers:
+        policy = {**options, "reshard_after_forward": reshard and not (keep_last and layer is layers[-1])}
+        expert.shard(layer, mesh, config, policy)  # before the layer, whose unit then leaves them out
+        fully_shard(layer, **policy)
+    first = [getattr(model, name) for name in layout.first]
+    last = [getattr(model, name) for name in layout.last]
+    # tied ends stay with the root, which has them whole through the pass: one parameter has one owner
+    if not _share_parameters(first, last) and not getattr(model, "ends_are_read", False):
+        for ends, keep in ((first, False), (last, keep_last)):
+            with_parameters = [module for module in ends if any(True for _ in module.parameters())]
+            if with_parameters:
+                fully_shard(with_parameters, reshard_after_forward=reshard and not keep, **options)
+    fully_shard(model, reshard_after_forward=reshard and not keep_last, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are sums: the loss was divided once, by the global count of tokens. gloo has no PREMUL_SUM,
+            # which a divide factor of one would otherwise use, so plain sums are forced first.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def _embedding_summed_in_float32(module: nn.Embedding, ids_BT: Tensor) -> Tensor:
+    """``nn.Embedding`` whose gradient is rounded once.
+
+    PyTorch's CPU kernel adds the gradients of a token in the type of the weight: in bfloat16 a token that occurs 4,096
+    times with a gradient of 1 each has one of 256, because 256 + 1 is 256 there.
+    """
+    if not torch.is_grad_enabled():
+        return F.embedding(ids_BT, module.weight, module.padding_idx)
+    return F.embedding(ids_BT, module.weight.float(), module.padding_idx).to(module.weight.dtype)
+
+
+def _check_parameters(model: nn.Module, layout: Layout) -> None:
+    """Refuse parameters that FSDP2 cannot have, each of which it fails on, or takes apart, without a word of the model.
+
+    Between modules that it shards by themselves none may be shared, but by the ends; within one, those that are trained
+    have one type.
+    """
+
+    def refuse(rule: str, fix: str) -> ConfigError:
+        return ConfigError(Problem("model.name", None, f"has {rule}", f"{fix}, or train on one process in float32"))
+
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise refuse(f"the parameter {name} without dimensions, which cannot be sharded", "make it torch.empty(1)")
+    layers: nn.ModuleDict = getattr(model, layout.layers)
+    for names in tied_names(model):
+        tops = {".".join(name.split(".")[:2]) for name in names if name.startswith(f"{layout.layers}.")}
+        if tops and len(tops | {name for name in names if not name.startswith(f"{layout.layers}.")}) > 1:
+            rule = f"one parameter as {names[0]} and {names[-1]}, and each layer is sharded by itself"
+            raise refuse(rule, "give each layer parameters of its own")
+    units = [*layers.values(), nn.ModuleList(getattr(model, name) for name in (*layout.first, *layout.last))]
+    paths = {id(parameter): name for name, parameter in model.named_parameters()}
+    for unit in units:
+        trained = [parameter for parameter in unit.parameters() if parameter.requires_grad]
+        other = next((parameter for parameter in trained if parameter.dtype != trained[0].dtype), None)
+        if other is not None:
+            types = " and ".join(
+                f"{paths[id(one)]} of {str(one.dtype).removeprefix('torch.')}" for one in (trained[0], other)
+            )
+            raise refuse(f"{types}, which are sharded together", "make all parameters of one type")
+
+
+def precision_policy(config: Config) -> MixedPrecisionPolicy:
+    """Types of gathered parameters and reduced gradients; inputs are not cast, so rotary angles stay float32."""
+    compute = getattr(torch, derived.compute_dtype(config))
+    reduce = getattr(torch, config.training.mixed_precision_reduce)
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+
+
+def set_gradient_sync(model: nn.Module, sync: bool) -> None:
+    """Reduce gradients in the next backward, or accumulate them without communication."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(sync)
+
+
+def gather(model: nn.Module) -> None:
+    """Gather the parameters of all units that are not gathered, until each unit's next forward or backward ends."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+def free_gathered(model: nn.Module) -> None:
+    """End forward passes that no backward follows: free what they gathered, so that each rank holds shards again."""
+    if not isinstance(model, FSDPModule):
+        return
+    if hasattr(model, "reset_iter_state"):  # also forgets the order of these passes, which backward would prefetch by
+        model.reset_iter_state()
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _reshard_after_forward(config: Config, mesh: Mesh) -> bool:
+    policy = config.parallelism.fsdp_reshard_after_forward
+    if policy == "default":
+        # with one shard there is nothing to free but a copy in the compute type, at the price of copying twice
+        return mesh.size("dp_shard", "cp") > 1 and mesh.size("pp") == 1
+    return policy == "always"
+
+
+def _offload_policy(config: Config, device: torch.device) -> OffloadPolicy:
+    # pinning needs an accelerator; on the CPU the parameters are in host memory anyway
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.training.enable_cpu_offload else OffloadPolicy()
+
+
+def _share_parameters(first: list[nn.Module], last: list[nn.Module]) -> bool:
+    def owned(modules: list[nn.Module]) -> set[int]:
+        return {id(parameter) for module in modules for parameter in module.parameters()}
+
+    return bool(owned(first) & owned(last))

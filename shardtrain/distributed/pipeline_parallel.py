@@ -1,0 +1,253 @@
+"""Pipeline parallelism: a rank holds some layers, micro-batches flow through (GPipe: Huang et al. 2019; 1F1B and
+interleaved: Narayanan et al. 2021; zero bubble: Qi et al. 2023), on PyTorch's schedules.
+
+A stage is the whole model with an identity (``chain.Absent``) for the ends that it lacks and without the other layers,
+so names never change. Accumulation is more micro-batches of one pass, not more passes: the bubble is paid once a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from shardtrain.config import derived, stages
+from shardtrain.config.schema import Config
+from shardtrain.distributed import chain
+from shardtrain.distributed import context_parallel as context
+from shardtrain.distributed import expert_parallel as expert
+from shardtrain.distributed import fsdp as shard
+from shardtrain.distributed.context_parallel import Batch
+from shardtrain.distributed.mesh import Mesh
+from shardtrain.distributed.runner import Parts, Runner
+from shardtrain.layout import Layout
+from shardtrain.ops.cross_entropy import cross_entropy_sum
+from shardtrain.ops.tied import tied_names
+from shardtrain.utils.errors import ConfigError, Problem
+
+AXIS = "pp"
+
+
+def cut(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> list[nn.Module]:
+    """The stages of this rank, as models with fewer layers, in the order of the forward pass."""
+    layers: nn.ModuleDict = getattr(model, layout.layers)
+    parts = stages.modules_per_stage(config.parallelism, layout.first, layout.layers, list(layers), layout.last)
+    _check_parts(parts, layout, list(layers))
+    _check_ties(model, parts, mesh.size(AXIS))
+    chain.check(model, layout, parts, mesh.size(AXIS))
+    return [stage(copy.deepcopy(model), layout, set(parts[index])) for index in _own_stages(mesh, config, len(parts))]
+
+
+def stage(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
+    """Make a model one stage of it, in place: the modules named in ``keep`` alone."""
+    layers: nn.ModuleDict = getattr(model, layout.layers)
+    for name in list(layers):
+        if f"{layout.layers}.{name}" not in keep:
+            del layers[name]
+    for name in (*layout.first, *layout.last):
+        if name not in keep:
+            setattr(model, name, chain.Absent())
+    return model
+
+
+def _check_ties(model: nn.Module, parts: list[list[str]], degree: int) -> None:
+    """Refuse parameters that modules of different stages share: each stage would have and train its own."""
+    stage_of = {name: index for index, names in enumerate(parts) for name in names}
+    for names in tied_names(model):
+        owners = [
+            next((stage for path, stage in stage_of.items() if name.startswith(f"{path}.")), -1) for name in names
+        ]
+        if len(set(owners)) > 1:
+            rule = f"would put the tied parameters {' and '.join(names)} into different stages"
+            fix = "build the model without the tie, or set it to 1"
+            raise ConfigError(Problem("parallelism.pipeline_parallel_degree", degree, rule, fix))
+
+
+def _own_stages(mesh: Mesh, config: Config, num_stages: int) -> list[int]:
+    name = stages.schedule_name(config.parallelism.pipeline_parallel_schedule) or ""
+    return stages.stages_of_rank(name, mesh.rank(AXIS), mesh.size(AXIS), num_stages)
+
+
+def _check_parts(parts: list[list[str]], layout: Layout, layer_names: list[str]) -> None:
+    named = [name for part in parts for name in part]
+    wanted = [*layout.first, *(f"{layout.layers}.{name}" for name in layer_names), *layout.last]
+    if named != wanted:
+        wrong = sorted(set(wanted) ^ set(named)) or "the order"
+        option = "parallelism.module_fqns_per_model_part"
+        fix = f"name each once, in this order: {', '.join(wanted)}"
+        raise ConfigError(Problem(option, None, f"does not cover the model: {wrong}", fix))
+
+
+class _Stage(PipelineStage):
+    """PyTorch's stage, with two things that its split-backward and V-shaped schedules need.
+
+    Evaluation: a V-shaped schedule hands gradients on even where there are none. Gradients of inputs and of weights
+    apart: PyTorch looks for the weights that the module names, and those must be the gathered ones that the forward
+    pass used. FSDP units that reshard after forward name their shards, whose gradients would be left out in silence.
+    """
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if backward_type != "full":
+            shard.gather(self.submod)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+class PipelineRunner(Runner):
+    """Some stages of a model, run by a schedule."""
+
+    def __init__(self, parts: Parts, whole: nn.Module, layout: Layout, vocab_size: int) -> None:
+        super().__init__(parts)
+        config, mesh = parts.config, parts.mesh
+        count = stages.num_stages(config.parallelism, len(getattr(whole, layout.layers)))
+        self._indices = _own_stages(mesh, config, count)
+        self._last = count - 1
+        self._weight = torch.ones((), device=mesh.device)
+        self._positions_name = _positions_name(whole)
+        hidden = _hidden_size(whole, layout)
+        self._stages = [
+            _Stage(
+                part,
+                index,
+                count,
+                mesh.device,
+                # given, so that the stages need not send pickled shapes to each other in the first step
+                input_args=_input(index, hidden, mesh, config),
+                output_args=_output(index == self._last, hidden, vocab_size, mesh, config),
+                group=mesh.group(AXIS),
+            )
+            for part, index in zip(self.parts, self._indices, strict=True)
+        ]
+        self._schedule = self._build_schedule()
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self._last in self._indices
+
+    def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
+        """See Runner; all batches are micro-batches of one pass through the schedule."""
+        expert.before_step(self.parts, weight)
+        self._weight = weight
+        return self._run(self._schedule.step, batches)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See Runner; the batch must have as many rows as a training step."""
+        self._weight = torch.ones((), device=self._mesh.device)
+        with torch.no_grad():
+            return self._run(self._schedule.eval, [batch])
+
+    def _run(self, method: Any, batches: Sequence[Batch]) -> Tensor:
+        pieces = [context.cut(batch, self._mesh, self._config) for batch in batches]
+        tokens_Bt, targets_Bt, positions_Bt = (torch.cat(column) for column in zip(*pieces, strict=True))
+        losses: list[Tensor] = []
+        keywords: dict[str, Any] = {self._positions_name: positions_Bt, **context.document_argument(batches)}
+        if self.has_loss:
+            keywords |= {"target": targets_Bt, "losses": losses}
+        if "return_outputs" in inspect.signature(method).parameters:
+            keywords["return_outputs"] = False  # all logits of a step would be kept for nothing
+        method(*((tokens_Bt,) if 0 in self._indices else ()), **keywords)
+        if not losses:
+            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        return torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64)
+
+    def _loss(self, logits_BtV: Tensor, targets_Bt: Tensor) -> Tensor:
+        return cross_entropy_sum(logits_BtV, targets_Bt, self._weight, chunk=self._chunk_loss)
+
+    def _build_schedule(self) -> Any:
+        p = self._config.parallelism
+        rows = self._config.training.local_batch_size * derived.accumulation_steps(
+            self._config, self._mesh.device_mesh.size()
+        )
+        options: dict[str, Any] = {
+            "n_microbatches": rows // p.pipeline_parallel_microbatch_size,
+            "loss_fn": self._loss,
+            "scale_grads": False,  # the loss is divided once, by the global count of tokens
+        }
+        if p.pipeline_parallel_schedule_csv:
+            schedule = _PipelineScheduleRuntime(self._stages, **options)
+            schedule._load_csv(p.pipeline_parallel_schedule_csv)
+            return schedule
+        kind = get_schedule_class(p.pipeline_parallel_schedule)
+        if issubclass(kind, PipelineScheduleSingle):
+            return kind(self._stages[0], **options)
+        assert issubclass(kind, PipelineScheduleMulti)
+        return kind(self._stages, **options)
+
+
+def _input(index: int, hidden: int, mesh: Mesh, config: Config) -> Tensor:
+    rows, tokens = config.parallelism.pipeline_parallel_microbatch_size, _local_tokens(mesh, config)
+    if index == 0:
+        return torch.empty(rows, tokens, dtype=torch.int64, device="meta")
+    return _activation(rows, tokens // mesh.size("tp"), hidden, config)
+
+
+def _output(is_last: bool, hidden: int, vocab_size: int, mesh: Mesh, config: Config) -> Tensor:
+    rows, tokens = config.parallelism.pipeline_parallel_microbatch_size, _local_tokens(mesh, config)
+    if not is_last:
+        return _activation(rows, tokens // mesh.size("tp"), hidden, config)
+    columns = vocab_size
+    if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
+        per_rank = -(-vocab_size // mesh.size("tp"))
+        columns = min(per_rank, vocab_size - per_rank * mesh.rank("tp"))
+    return _activation(rows, tokens, columns, config)
+
+
+def _activation(rows: int, tokens: int, features: int, config: Config) -> Tensor:
+    dtype = getattr(torch, derived.compute_dtype(config))
+    return torch.empty(rows, tokens, features, dtype=dtype, device="meta", requires_grad=True)
+
+
+def _local_tokens(mesh: Mesh, config: Config) -> int:
+    return config.training.seq_len // mesh.size("cp")
+
+
+def _hidden_size(whole: nn.Module, layout: Layout) -> int:
+    """Features of the residual stream, read off what enters the first layer of the model on the meta device."""
+    first_layer = next(iter(getattr(whole, layout.layers).values()))
+    handle = first_layer.register_forward_pre_hook(_stop_at_first_layer)
+    token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            whole(token, token)
+    except _FirstLayerReached as reached:
+        return reached.features
+    finally:
+        handle.remove()
+    raise AssertionError("the model's forward runs none of its layers")
+
+
+class _FirstLayerReached(Exception):
+    """Ends a forward pass: the layers themselves need not run, and some cannot on the meta device."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.features = features
+
+
+def _stop_at_first_layer(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    raise _FirstLayerReached(inputs[0].shape[-1])
+
+
+def _positions_name(model: nn.Module) -> str:
+    """Name of the model's second argument: stages get positions by name, activations by place."""
+    return list(inspect.signature(model.forward).parameters)[1]

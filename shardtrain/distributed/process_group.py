@@ -1,0 +1,100 @@
+"""Who and where this process is: its rank, its device, and the process group that joins all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardtrain.config.schema import Comm
+from shardtrain.distributed.rendezvous import store_of_attempt
+from shardtrain.utils.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among all ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    store: dist.Store | None = None
+    """Where the ranks met; None where they met otherwise, as in tests."""
+
+
+def pick_device_type(wanted: str) -> str:
+    """ "cpu" or "cuda" for ``training.device``; raises ConfigError where the device asked for is missing."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError(Problem("training.device", wanted, "finds no CUDA device", 'use "cpu" or "auto"'))
+    return "cuda" if available and wanted != "cpu" else "cpu"
+
+
+@contextmanager
+def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] | None = None) -> Iterator[World]:
+    """Join the process group that the launcher's environment describes, or be a world of one; leave it at the end.
+
+    Reads RANK, WORLD_SIZE and LOCAL_RANK, which torchrun and ``shardtrain train`` set. ``check`` is called with the
+    store, the rank and the number of ranks before the group is made, and may refuse.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device_type = pick_device_type(device)
+    torch_device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(torch_device)
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    with _meeting(size, timeout) as store:
+        if check:
+            check(store, rank, size)
+        group_store = dist.PrefixStore("default_pg", store)
+        dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        yield World(rank, size, local_rank, torch_device, store)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _meeting(size: int, timeout: timedelta) -> Iterator[dist.Store]:
+    """The store in which the ranks find each other; stay until all have."""
+    if size == 1:  # no launcher, so no address to meet at, and no port
+        yield dist.HashStore()
+        return
+    with store_of_attempt(os.environ, timeout) as own:
+        store = own
+        if store is None:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        yield store
+
+
+def set_timeout(seconds: int) -> None:
+    """Set the limit of collectives on every process group of this rank; called once the first step is done."""
+    groups = dist.distributed_c10d
+    for group in list(groups._world.pg_map):
+        groups._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def check_agreement(fingerprint: str, sentence: str, device: torch.device) -> None:
+    """Stop unless all ranks hold the same fingerprint (hex), a collective; ``sentence`` says what differs if not."""
+    value = int(fingerprint[:12], 16)  # 48 bits: exact in every type that a collective may carry
+    low_high = torch.tensor([value, -value], dtype=torch.int64, device=device)
+    dist.all_reduce(low_high, dist.ReduceOp.MIN)
+    if low_high[0] != -low_high[1]:
+        raise ConfigError(f"{sentence}; give every rank the same files and the same versions")
+
+
+def gather_flags(flag: bool, device: torch.device) -> list[int]:
+    """Ranks that raised a flag, the same list on all ranks (a collective)."""
+    flags = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
+    flags[dist.get_rank()] = int(flag)
+    dist.all_reduce(flags)
+    return [rank for rank, raised in enumerate(flags.tolist()) if raised]

@@ -1,0 +1,80 @@
+"""A store for this attempt alone, where the launcher's store is shared by all attempts (torchrun's).
+
+Ranks find each other by keys in a store. torchrun keeps one store for all its restarts, so a rank that was started
+again reads where a dead one listened, dials it, and fails or waits (PyTorch issue 135712). The number of the restart
+does not tell attempts apart: agents count their own, and a node that joined later has another count. So rank 0 makes up
+a name, and hands it to every rank that asks with a word that nobody has used before.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardtrain.distributed import private_store
+
+POLL_SECONDS = 0.02
+_ASKED = "shardtrain/asked"
+
+
+@contextmanager
+def store_of_attempt(environment: Mapping[str, str], timeout: timedelta) -> Iterator[dist.Store | None]:
+    """The store to join the process group with, or None where PyTorch's own way is right; leave it when joined.
+
+    Raises:
+        dist.DistError: the launcher's store cannot be reached, or rank 0 does not answer within ``timeout``.
+    """
+    # our own launcher makes another folder for each attempt
+    if folder := private_store.folder_of(environment):
+        yield private_store.group_store(folder)
+        return
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "SHARDTRAIN_JOB" in environment:
+        yield None
+        return
+    shared, done = _connect(environment, timeout), threading.Event()
+    if environment["RANK"] != "0":
+        yield dist.PrefixStore(f"shardtrain/{_ask(shared, timeout)}", shared)
+        return
+    name = secrets.token_hex(8)
+    # a connection of its own: a wait on one blocks all who use it
+    thread = threading.Thread(target=_answer, args=(_connect(environment, timeout), name, done), daemon=True)
+    thread.start()
+    try:
+        yield dist.PrefixStore(f"shardtrain/{name}", shared)
+    finally:
+        done.set()
+        thread.join()
+
+
+def _connect(environment: Mapping[str, str], timeout: timedelta) -> dist.TCPStore:
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=timeout)
+
+
+def _ask(store: dist.TCPStore, timeout: timedelta) -> str:
+    """The name that rank 0 of this attempt has made up; answers of earlier attempts are to other words."""
+    word = secrets.token_hex(8)
+    store.set(f"{_ASKED}/{store.add(_ASKED, 1)}", word)
+    store.wait([f"{_ASKED}/answer/{word}"], timeout)
+    return store.get(f"{_ASKED}/answer/{word}").decode()
+
+
+def _answer(store: dist.TCPStore, name: str, done: threading.Event) -> None:
+    """Answer everybody who asks, ranks of earlier attempts too, until all have joined."""
+    seen, open_numbers = 0, set[int]()
+    while not done.wait(POLL_SECONDS):
+        try:
+            count = store.add(_ASKED, 0)
+            open_numbers.update(range(seen + 1, count + 1))
+            seen = count
+            # a rank that was killed between taking a number and asking never does
+            for number in [one for one in open_numbers if store.check([f"{_ASKED}/{one}"])]:
+                store.set(f"{_ASKED}/answer/{store.get(f'{_ASKED}/{number}').decode()}", name)
+                open_numbers.discard(number)
+        except dist.DistError:
+            return  # the launcher has gone, and joining fails with its own words

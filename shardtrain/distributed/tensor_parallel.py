@@ -1,0 +1,382 @@
+"""Tensor and sequence parallelism: the layout's words become PyTorch's parallel styles (Megatron-LM: Shoeybi et al.
+2019, Korthikanti et al. 2022). Must run before anything that replaces or wraps parameters."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
+
+from shardtrain.config.schema import Config
+from shardtrain.distributed import adapters
+from shardtrain.distributed import hf_tensor_parallel as foreign_tensor
+from shardtrain.distributed.local_weights import use_local_weights
+from shardtrain.distributed.mesh import Mesh
+from shardtrain.layout import TENSOR_WORDS, Layout, matches, word_of
+from shardtrain.ops.tied import tie, tied_names
+from shardtrain.utils.errors import ConfigError, Problem
+
+AXIS = "tp"
+
+
+def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    """Split the model's layers over the tensor-parallel ranks, in place; parameters become DTensors."""
+    if mesh.size(AXIS) == 1:
+        return
+    if hasattr(model, "tensor_plan"):  # a network of transformers, whose plan has other words
+        return foreign_tensor.apply(model, mesh, config)
+    # FSDP warns of in-place operations on the views that sequence parallelism returns; models here have none
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    loss_parallel = not config.parallelism.disable_loss_parallel
+    length = _Length(mesh.size(AXIS))
+    model.register_forward_pre_hook(length.note, with_kwargs=True)
+    plan = {}
+    for path, module in model.named_modules():
+        word = word_of(layout, path)
+        # experts are not split here (see expert.py), and the identities of a "copy" are what is to be replaced
+        if word not in (None, "expert") and (word == "copy" or not isinstance(module, nn.Identity)):
+            plan[path] = _style(word, loss_parallel, path, length)
+            _take_by_place(module)
+            rows = module.num_embeddings if word == "embed" and isinstance(module, nn.Embedding) else mesh.size(AXIS)
+            if -(-rows // mesh.size(AXIS)) * (mesh.size(AXIS) - 1) >= rows:  # FSDP fails on ranks without a row
+                plan[path] = WholeEmbedding()
+            if word == "embed" and not isinstance(module, nn.Embedding):  # angles or waves of positions
+                plan[path] = WholeEmbedding()
+    if not layout.tensor:
+        rule = "needs LAYOUT.tensor of the model, which names no module"
+        fix = f"give every weight one of the words {', '.join(TENSOR_WORDS)}, or set the degree to 1"
+        raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
+    if config.parallelism.enable_async_tensor_parallel:
+        _overlap_with_matmuls(mesh)
+    ties, factors = tied_names(model), adapters.set_aside(model, partial(word_of, layout))
+    parallelize_module(model, mesh.submesh(AXIS), plan)
+    tie(model, ties)  # parallelize_module gives each module a parameter of its own
+    adapters.put_back(model, partial(word_of, layout), mesh.submesh(AXIS), factors)
+    _deal_slopes(model, layout, mesh)
+    _watch_dropout(model, layout, mesh, config)
+
+
+def _take_by_place(module: nn.Module) -> None:
+    """Let a module be called by keyword: parallel styles look for its input in the first place."""
+    first = next(iter(inspect.signature(module.forward).parameters), "")
+
+    def move(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if inputs or first not in keywords:
+            return None
+        return (keywords[first],), {name: value for name, value in keywords.items() if name != first}
+
+    module.register_forward_pre_hook(move, with_kwargs=True)
+
+
+def _watch_dropout(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    """Refuse dropout of activations that every rank holds whole: each would drop others, and compute something else.
+
+    Random numbers are different on each rank (``seeding.seed_step``), as split activations need. What is whole is known
+    of tensors that say so, and of those that a "replicate" module gives; what a model makes of these by hand is seen by
+    its numbers alone, where ``train`` compares a model file before its first step (``verify.judge``).
+    """
+
+    def refuse(path: str) -> None:
+        rule = f"drops {path}, where every tensor-parallel rank holds the same activations, and would drop others"
+        fix = "drop after the rowwise linear, where ranks hold different tokens, or set the degree to 1"
+        raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
+
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.modules.dropout._DropoutNd) or module.p == 0:
+            continue
+
+        def look(_: nn.Module, inputs: tuple[Any, ...], path: str = path) -> None:
+            if _is_whole(inputs[0]):
+                refuse(f"in {path}")
+
+        module.register_forward_pre_hook(look)
+    if not config.compile.enable:
+        for path, module in model.named_modules():
+            if word_of(layout, path) == "replicate":
+                module.register_forward_hook(_mark_whole)
+        _watch_functions(model, refuse)
+
+
+def _mark_whole(_: nn.Module, _inputs: Any, output: Any) -> None:
+    if isinstance(output, Tensor):
+        output.is_whole_on_each_rank = True  # type: ignore[attr-defined]
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether a tensor is known to be the same on every tensor-parallel rank."""
+    if isinstance(x, DTensor):
+        return not any(place.is_shard() for place in x.placements)
+    return getattr(x, "is_whole_on_each_rank", False)
+
+
+def _watch_functions(model: nn.Module, refuse: Callable[[str], None]) -> None:
+    """Look at calls of dropout that are no modules, in the first pass: later ones do the same."""
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            values, name = [*args, *(kwargs or {}).values()], getattr(function, "__name__", "")
+            is_on = next((value for value in values[2:3] if isinstance(value, bool)), True)
+            if "dropout" in name and is_on and values and isinstance(values[0], Tensor) and _is_whole(values[0]):
+                seen.append(name)
+            return function(*args, **(kwargs or {}))
+
+    waiting, watching = [Watch()], []
+
+    def begin(*_: Any) -> None:
+        if waiting:
+            watching.append(waiting.pop())
+            watching[0].__enter__()
+
+    def end(*_: Any) -> None:
+        if watching:
+            watching.pop().__exit__(None, None, None)
+            if seen:
+                refuse(f"by a call of {seen[0]}")
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end, always_call=True)
+
+
+def _overlap_with_matmuls(mesh: Mesh) -> None:
+    """Let the compiler split matmuls and overlap their pieces with the collectives around them (CUDA alone)."""
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.group(AXIS).group_name)
+
+
+class _Length:
+    """How many tokens a row of the pass has, so that a plain tensor tells by its shape whether it is a part of a row.
+
+    Positions say it: every pipeline stage is given them, and tensor-parallel ranks have all of them.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._tokens = ranks, 0
+
+    def note(self, model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        positions_BT = inputs[1] if len(inputs) > 1 else next(iter(keywords.values()))
+        self._tokens = positions_BT.size(1)
+
+    def is_part(self, x_BtD: Tensor) -> bool:
+        """Whether a plain tensor is this rank's part of the sequence."""
+        return x_BtD.ndim == 3 and x_BtD.size(1) * self._ranks == self._tokens
+
+    def require(self, path: str, word: str, x_BtD: Tensor, part: bool) -> Tensor:
+        """A module's input as a plain tensor; ConfigError where it is whole and must be a part, or the other way."""
+        x_BtD = _plain(x_BtD)
+        if part and x_BtD.ndim == 3 and x_BtD.size(1) == self._tokens:
+            rule = "works on a part of the sequence, and is given all of it"
+            fix = 'write "replicate" for a module within one that is gathered'
+        elif not part and self.is_part(x_BtD):
+            rule = "works on the whole sequence, and is given this rank's part of it"
+            fix = 'write "sequence", or put it into a module with the word "gather"'
+        else:
+            return x_BtD
+        raise ConfigError(Problem(f"LAYOUT.tensor[{path!r}]", word, rule, fix))
+
+
+def _style(word: str, loss_parallel: bool, path: str = "", length: _Length | None = None) -> ParallelStyle:
+    sequence, length = Shard(1), length or _Length(1)
+    if word == "embed":
+        return SplitEmbedding(input_layouts=Replicate(), output_layouts=sequence)
+    if word == "sequence":
+        return WholeWeights(Partial(), lambda x: length.require(path, word, x, part=True))
+    if word == "gather":
+        return GatherSequence()
+    if word == "colwise":
+        return GatheringColwise(length)
+    if word == "rowwise":
+        return RowwiseParallel(output_layouts=sequence)
+    if word == "head":
+        return ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1) if loss_parallel else Replicate())
+    if word == "local":
+        return LocalSequence()
+    if word in ("router", "heads"):
+        return WholeWeights(Partial())
+    if word == "per_head":
+        return SplitHeadNumbers()
+    if word == "features":
+        return GatherFeatures()
+    if word == "replicate":
+        return WholeWeights(Replicate(), lambda x: length.require(path, word, x, part=False))
+    if word == "copy":
+        return CopyToHeads()
+    raise ValueError(f"unknown layout word {word!r}")  # layout.check has refused it
+
+
+def _deal_slopes(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
+    """Leave each attention core the slopes of the heads that this rank has."""
+    size, rank = mesh.size(AXIS), mesh.rank(AXIS)
+    for path, module in model.named_modules():
+        if layout.context and matches(path, layout.context) and (slopes_N := getattr(module, "alibi_slopes", None)):
+            heads = len(slopes_N) // size
+            module.alibi_slopes = tuple(slopes_N[rank * heads : (rank + 1) * heads])  # type: ignore[assignment]
+
+
+class GatherSequence(ParallelStyle):
+    """Gather a module's first input along the sequence; other inputs, such as rotary angles, are whole already."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (_gathered(inputs[0], device_mesh), *inputs[1:])
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+class GatheringColwise(ColwiseParallel):
+    """Output features split; an input that is a part of the sequence is gathered, as if a "gather" were around it."""
+
+    def __init__(self, length: _Length) -> None:
+        super().__init__()
+        self._length = length
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            is_part = not isinstance(inputs[0], DTensor) and self._length.is_part(inputs[0])
+            return (_gathered(inputs[0], device_mesh), *inputs[1:]) if is_part else inputs
+
+        module.register_forward_pre_hook(gather)
+        return super()._apply(module, device_mesh)
+
+
+def _gathered(x_BtD: Tensor, device_mesh: DeviceMesh) -> DTensor:
+    if not isinstance(x_BtD, DTensor):
+        x_BtD = DTensor.from_local(x_BtD, device_mesh, (Shard(1),), run_check=False)
+    return x_BtD.redistribute(placements=(Replicate(),))
+
+
+class LocalSequence(ParallelStyle):
+    """A module whose first input is this rank's part of the sequence, as a plain tensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _, inputs: (_plain(inputs[0]), *inputs[1:]))
+        return module
+
+
+class WholeWeights(ParallelStyle):
+    """Weights whole on every rank, computing with plain tensors; ``gradient`` says what a rank's gradient of them is.
+
+    Partial: its share, where ranks compute on different tokens or heads. Replicate: all, where they compute alike.
+    ``take`` makes the first input a plain tensor, and may refuse it.
+    """
+
+    def __init__(self, gradient: Placement, take: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._gradient, self._take = gradient, take or _plain
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            whole = DTensor.from_local(parameter.detach(), device_mesh, (Replicate(),), run_check=False)
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        module.register_forward_pre_hook(lambda _, inputs: (self._take(inputs[0]), *inputs[1:]))
+        use_local_weights(module, (self._gradient,))
+        return module
+
+
+class SplitHeadNumbers(ParallelStyle):
+    """Numbers of heads, of which each rank has those of its own, as plain tensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            split = distribute_tensor(parameter.detach(), device_mesh, (Shard(0),))
+            module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+        use_local_weights(module, (Shard(0),))
+        return module
+
+
+class SplitEmbedding(RowwiseParallel):
+    """PyTorch's, with an output that has arrived: compiled modules lose the gradient of others (torch 2.13)."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Tensor:
+        return outputs.redistribute(placements=output_layouts, async_op=False).to_local()  # type: ignore[no-any-return]
+
+
+class WholeEmbedding(WholeWeights):
+    """A table of fewer rows than ranks, such as token types, or a formula, such as sinusoidal positions: whole on every
+    rank, each computes its part of a row."""
+
+    def __init__(self) -> None:
+        super().__init__(Partial())
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (_plain(inputs[0]).chunk(device_mesh.size(), dim=1)[device_mesh.get_local_rank()], *inputs[1:])
+
+        module.register_forward_pre_hook(cut)
+        return super()._apply(module, device_mesh)
+
+
+class GatherFeatures(WholeWeights):
+    """A norm over features of which each rank has some: they are gathered, and each rank keeps its part."""
+
+    def __init__(self) -> None:
+        super().__init__(Replicate())
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        whole_forward = module.forward
+
+        def forward(x: Tensor, *others: Any, **keywords: Any) -> Tensor:
+            split = DTensor.from_local(x, device_mesh, (Shard(-1),), run_check=False)
+            out = whole_forward(split.redistribute(placements=(Replicate(),)).to_local(), *others, **keywords)
+            whole = DTensor.from_local(out, device_mesh, (Replicate(),), run_check=False)
+            return whole.redistribute(placements=(Shard(-1),)).to_local()
+
+        module.forward = forward  # type: ignore[method-assign]
+        return module
+
+
+class CopyToHeads(ParallelStyle):
+    """Identity on a tensor that is whole on every rank; its gradient is the sum of what the ranks' heads give."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def copy(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            whole = DTensor.from_local(output, device_mesh, (Replicate(),), run_check=False)
+            return whole.to_local(grad_placements=(Partial(),))
+
+        module.register_forward_hook(copy)
+        return module
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+class SplitVocabulary:
+    """The vocabulary split over tensor-parallel ranks, as the loss sees it (``loss.Vocabulary``)."""
+
+    def __init__(self, mesh: Mesh, vocab_size: int) -> None:
+        self.columns = -(-vocab_size // mesh.size(AXIS))
+        self.offset = self.columns * mesh.rank(AXIS)
+        self._group = mesh.group(AXIS)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Largest value over the ranks, in place."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        return values
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        dist.all_reduce(values, group=self._group)
+        return values

@@ -1,0 +1,140 @@
+"""Weights of an architecture of ``transformers`` under its own names: a folder in, a folder out, nothing renamed.
+
+Files of the hub differ in two ways that mean nothing: the prefix of the base model may be there or not, and of tensors
+that are one any name may be the one that was written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain.hf import architecture as architectures
+from shardtrain.hf.format import Hub
+from shardtrain.hf.mapping import Translation
+from shardtrain.hf.weights import HubWeights
+from shardtrain.ops.tied import tie, tied_names
+from shardtrain.utils.errors import CheckpointError, ConfigError
+from shardtrain.utils.log import logger
+
+_IGNORED = ("*.inv_freq", "*.position_ids", "*.masked_bias", "*.token_type_ids")
+"""Buffers that files of older versions hold, and that follow from config.json."""
+_SAID_OF_FILES = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+
+
+def is_as_is(module: Any) -> bool:
+    """Whether a model file stands for any architecture of ``transformers``."""
+    return bool(getattr(module, "AS_IS", False))
+
+
+def translation(model: Any, config: Any) -> Translation:
+    """Where the tensors of a model lie: under their names in ``transformers``."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    hub = Hub(config.class_name, architectures.read(config.path).model_type, {}, lambda _: {}, lambda _: {}, _IGNORED)
+    return Translation(hub, shapes, config, {name: name.partition(".")[2] for name in shapes})
+
+
+def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list[str]]:
+    """Where the tensors of a model lie in a file, and regular expressions for those that are passed over.
+
+    Where ``architecture`` is another one than the file's, what lies outside the base model may be missing, and starts
+    as it is drawn, or surplus.
+
+    Raises:
+        CheckpointError: for two names of one tensor whose values differ, or names that ``transformers`` would convert.
+    """
+    plain, there = translation(model, config), set(weights.names())
+    hf, sources, again = model.hf, dict(plain.sources), []
+    prefix = f"{hf.base_model_prefix}."
+    aliases = {names[0]: names[1:] for names in tied_names(model)}
+    for ours, theirs in plain.sources.items():
+        names = [str(theirs), *(alias.partition(".")[2] for alias in aliases.get(ours, ()))]
+        spelled = [form for name in names for form in _forms(name, prefix) if form in there]
+        if spelled:
+            sources[ours] = spelled[0]
+            again += [re.escape(name) for name in spelled[1:] if _same(weights, spelled[0], name)]
+    said = {
+        pattern
+        for module in hf.modules()
+        for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    }
+    passed = [f".*(?:{pattern}).*" for pattern in sorted(said)]
+    passed += [re.escape(form) for name in model.computed for form in _forms(name, prefix)]
+    missing = [ours for ours, theirs in sources.items() if theirs not in there]
+    surplus = there - set(map(str, sources.values()))
+    if missing and any(".experts." in name for name in surplus):
+        raise CheckpointError(
+            f"{weights.folder} holds {config.class_name} under names that transformers converts as it opens them, such "
+            f"as {min(surplus)}; train it with a model file of this package, where there is one"
+        )
+    if _is_another(config):
+        new = [ours for ours in missing if not ours.partition(".")[2].startswith(prefix)]
+        passed += [re.escape(name) for name in surplus if not name.startswith(prefix)]
+        for ours in new:
+            del sources[ours]
+        if new:
+            logger.info(f"{len(new)} tensors are not in {weights.folder} and start as drawn: {', '.join(new[:10])}")
+    return Translation(plain.hub, plain.shapes, config, sources), [*passed, *again]
+
+
+def check_same(config: Any, folder: Path) -> None:
+    """Refuse weights of another model than the configured one; raises ConfigError naming the keys that differ."""
+    ours, theirs = (dict(architectures.read(path).to_dict()) for path in (config.path, str(folder)))
+    differ = [
+        f"{key}={theirs.get(key)!r} in place of {ours.get(key)!r}"
+        for key in sorted((ours.keys() | theirs.keys()) - _SAID_OF_FILES)
+        if ours.get(key) != theirs.get(key)
+    ]
+    if differ:
+        more = f" and {len(differ) - 10} more" if len(differ) > 10 else ""
+        raise ConfigError(
+            f"{folder} holds another model than {config.path}: {'; '.join(differ[:10])}{more}; "
+            "name the same folder in model.hf_assets_path and checkpoint.initial_load_path"
+        )
+
+
+@torch.no_grad()
+def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits of random tokens from weights of ours and from an exported folder, both in float32 on the CPU."""
+    import transformers
+
+    ties = tied_names(model)
+    model.to_empty(device="cpu")
+    tie(model, ties)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        tensor.copy_(read[name])
+    theirs = getattr(transformers, type(model.hf).__name__)
+    opened = theirs.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    eos = getattr(model.hf.config, "eos_token_id", None)
+    if model.kind == "classification" and isinstance(eos, int):  # some, as BART, are read at the only one of a row
+        tokens_BT = tokens_BT.masked_fill(tokens_BT == eos, 0 if eos else 1)
+        tokens_BT[:, -1] = eos
+    inputs, decoded_BS = {"input_ids": tokens_BT}, None
+    if model.kind == "sequence_to_sequence":
+        decoded_BS = tokens_BT.flip(1)
+        first_B1 = torch.full_like(tokens_BT[:, :1], opened.config.decoder_start_token_id)
+        inputs["decoder_input_ids"] = torch.cat((first_B1, decoded_BS[:, :-1]), dim=1)
+    return model.eval()(tokens_BT, decoded_BS=decoded_BS), opened(**inputs).logits
+
+
+def _forms(name: str, prefix: str) -> list[str]:
+    other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+    old = re.sub(r"LayerNorm\.weight$", "LayerNorm.gamma", re.sub(r"LayerNorm\.bias$", "LayerNorm.beta", name))
+    return list(dict.fromkeys((name, other, old)))
+
+
+def _same(weights: HubWeights, one: str, other: str) -> bool:
+    if weights.shape(one) != weights.shape(other):
+        return False
+    box = [slice(0, size) for size in weights.shape(one)]
+    return torch.equal(weights.read(one, box), weights.read(other, box))
+
+
+def _is_another(config: Any) -> bool:
+    return config.class_name not in (architectures.read(config.path).architectures or [])

@@ -1,0 +1,269 @@
+"""A model card: README.md with YAML front matter, made of what a run's folder and its checkpoint say.
+
+What nobody said is left out: no license, base model or dataset is guessed. Options that change no number (where a job
+runs, what it logs) are left out too, and with them the names of machines; secrets are taken out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardtrain import config as configs
+from shardtrain.checkpoint import manifest
+from shardtrain.config.schema import Config
+from shardtrain.hf.source import Source
+from shardtrain.train.run_folder import RESOLVED_CONFIG, read_world_size, versions
+from shardtrain.utils.errors import ShardtrainError
+from shardtrain.utils.redact import redact
+from shardtrain.utils.units import format_count
+
+CARD = "README.md"
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_MARK = re.compile(r"<!-- shardtrain export ([0-9a-f]{64}) ([0-9a-f]{64}) -->\n?\Z")
+_FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+_LICENSE = re.compile(r"^license:\s*[\"']?([\w.+-]+)[\"']?\s*$", re.MULTILINE)
+_HUB_DATASETS = {"c4": "allenai/c4", "c4_validation": "allenai/c4", "openwebtext": "Skylion007/openwebtext"}
+_OF_A_MACHINE = {
+    "job", "launch", "comm", "metrics", "profiling", "memory_estimation", "fault_tolerance", "report", "watch",
+    "compile", "validation.dataloader", "training.dataloader",
+}  # fmt: skip
+"""Sections that change no number."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a card says; where a fact is not known it is empty."""
+
+    name: str
+    library: str
+    task: str = ""
+    base_model: str = ""
+    license: str = ""
+    datasets: tuple[str, ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+    options: str = ""
+    made_by: str = field(default_factory=versions)
+
+    def text(self, of: str) -> str:
+        """The file; ``of`` is what the exported weights are known by, a SHA-256 in hex."""
+        tags = ["shardtrain", *([self.task] if self.task else [])]
+        front: dict[str, Any] = {"library_name": self.library}
+        if self.library == "transformers" and self.task not in ("classification", "reward_model"):
+            front["pipeline_tag"] = "text-generation"
+        for key, value in (("base_model", self.base_model), ("license", self.license), ("datasets", self.datasets)):
+            if value:
+                front[key] = list(value) if isinstance(value, tuple) else value
+        front["tags"] = tags
+        lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---"]
+        began = (
+            f" It began with [{self.base_model}](https://huggingface.co/{self.base_model})." if self.base_model else ""
+        )
+        lines += ["", f"# {self.name}", "", f"Trained with shardtrain.{began}", ""]
+        if self.facts:
+            lines += ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in self.facts), ""]
+        if self.options:
+            lines += [
+                "## How to reproduce", "",
+                "`shardtrain train run.toml` with this file, the same data, and the weights that the run began with; "
+                "the number of devices changes no number.", "", "```toml", self.options.rstrip(), "```", "",
+            ]  # fmt: skip
+        lines += [f"Exported by {self.made_by}.", ""]
+        body = redact("\n".join(lines))
+        return f"{body}\n<!-- shardtrain export {of} {_digest(body)} -->\n"
+
+
+def is_own(text: str) -> bool:
+    """Whether a card was written here and nobody has changed it since."""
+    mark = _MARK.search(text)
+    return mark is not None and _digest(text[: mark.start()].removesuffix("\n")) == mark[2]
+
+
+def exported(folder: Path) -> str:
+    """What the weights of an exported folder are known by, as its card says; "" where it has none of ours."""
+    try:
+        mark = _MARK.search((folder / CARD).read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return ""
+    return mark[1] if mark else ""
+
+
+def identity(checkpoint: Path, *options: object) -> str:
+    """What an export is known by: the checkpoint, all of whose bytes its manifest knows, and how it was written."""
+    found = hashlib.sha256(manifest.read_bytes(checkpoint))
+    found.update(repr(options).encode())
+    return found.hexdigest()
+
+
+def of_folder(folder: Path, base_model: str = "") -> Card:
+    """The card of a Hugging Face folder of which no run is known."""
+    adapter = (folder / "adapter_config.json").is_file()
+    return Card(folder.resolve().name, "peft" if adapter else "transformers", base_model=base_model)
+
+
+def of_checkpoint(
+    checkpoint: Path, name: str, source: Source | None, base_model: str = "", adapter: bool = False
+) -> Card:
+    """The card of an exported checkpoint, by its manifest and, where they are there, the files of its run."""
+    run = checkpoint.resolve().parent.parent
+    state: Mapping[str, Any] = manifest.read(checkpoint).facts.get("state", {})
+    config, facts = None, []
+    if (run / RESOLVED_CONFIG).is_file():
+        try:
+            config = configs.load(run / RESOLVED_CONFIG).config
+        except ShardtrainError:  # of another version: what it says is left out
+            config = None
+    if config is not None:
+        model = config.model
+        facts.append(("Model", f"{model.name} {model.flavor}"))
+        facts.append(("Task", config.task.name))
+        if config.task.teacher_path:
+            facts.append(("Teacher", config.task.teacher_path))
+        if config.lora.enable:
+            facts.append(("Adapters", f"rank {config.lora.rank}, alpha {config.lora.alpha:g}"))
+        if data := _data(config):
+            facts.append(("Data", ", ".join(data)))
+    if state.get("step"):
+        facts.append(("Steps", f"{state['step']:,}"))
+    if state.get("tokens_seen"):
+        facts.append(("Target tokens", f"{state['tokens_seen']:,} ({format_count(state['tokens_seen'])})"))
+    step = int(state.get("step") or 0)
+    facts += _measured(run / "metrics.jsonl", step, "Training")
+    facts += _measured(run / "validation.jsonl", step, "Validation")
+    if config is not None:
+        facts.append(("Precision", f"stored {config.training.dtype}, computed in {_computed(config)}"))
+        facts.append(("Seed", str(config.debug.seed)))
+        facts.append(("Mesh", _mesh(config, read_world_size(run / RESOLVED_CONFIG))))
+        with (run / RESOLVED_CONFIG).open(encoding="utf-8", errors="replace") as file:
+            if made := re.match(r"# (shardtrain .*?, torch .*?, Python [\d.]+)", file.readline(4096)):
+                facts.append(("Trained by", made[1]))
+    return Card(
+        name=name,
+        library="peft" if adapter else "transformers",
+        task=config.task.name if config is not None and not config.task.name.endswith(".py") else "",
+        base_model=base_model or _base_model(source),
+        license=_license(source),
+        datasets=tuple(_hub_datasets(config)) if config is not None else (),
+        facts=tuple(facts),
+        options=_options(config) if config is not None else "",
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _cell(value: str) -> str:
+    return " ".join(value.replace("|", "\\|").split())
+
+
+def _computed(config: Config) -> str:
+    from shardtrain.config import derived
+
+    return derived.compute_dtype(config)
+
+
+def _measured(path: Path, step: int, what: str) -> list[tuple[str, str]]:
+    """The last line of a file of metrics up to a step."""
+    last: dict[str, Any] = {}
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    found = json.loads(line)
+                except ValueError:  # a line that was being written as the run died
+                    continue
+                if isinstance(found, dict) and isinstance(found.get("step"), int) and found["step"] <= step:
+                    last = found
+    except OSError:
+        return []
+    names = ("loss", "perplexity", "accuracy", "reward_accuracy", "reward_margin", "cross_entropy", "divergence")
+    said = [f"{name} {last[name]:.4g}" for name in names if isinstance(last.get(name), int | float)]
+    return [(what, f"{', '.join(said)} (step {last['step']:,})")] if said else []
+
+
+def _mesh(config: Config, world_size: int | None) -> str:
+    p = config.parallelism
+    degrees = {
+        "replicate": p.data_parallel_replicate_degree, "shard": p.data_parallel_shard_degree,
+        "tensor": p.tensor_parallel_degree, "context": p.context_parallel_degree,
+        "pipeline": p.pipeline_parallel_degree, "expert": p.expert_parallel_degree,
+    }  # fmt: skip
+    split = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    ranks = f"{world_size} rank{'s' if world_size != 1 else ''}" if world_size else "an unknown number of ranks"
+    return f"{ranks}{': ' + split if split else ''}"
+
+
+def _sources(config: Config) -> Iterable[tuple[str, str | None]]:
+    if not config.data.sources:
+        return [(config.training.dataset, config.training.dataset_path)]
+    return [(source.dataset, source.dataset_path) for source in config.data.sources.values()]
+
+
+def _data(config: Config) -> list[str]:
+    def of(dataset: str, path: str | None) -> str:
+        shown = path and (Path(path).name if path.startswith("/") else path)
+        return f"{dataset} {shown}" if shown else dataset
+
+    return [of(dataset, path) for dataset, path in _sources(config)]
+
+
+def _hub_datasets(config: Config) -> list[str]:
+    found = []
+    for dataset, path in _sources(config):
+        if dataset == "huggingface" and path and _REPO.fullmatch(path) and not Path(path).exists():
+            found.append(path)
+        elif dataset in _HUB_DATASETS and not path:
+            found.append(_HUB_DATASETS[dataset])
+    return list(dict.fromkeys(found))
+
+
+def _base_model(source: Source | None) -> str:
+    """The repository that the first weights' config.json names itself, where it does."""
+    said = str((source.config if source is not None else {}).get("_name_or_path") or "")
+    return said if _REPO.fullmatch(said) and not Path(said).exists() else ""
+
+
+def _license(source: Source | None) -> str:
+    """What the card of the folder that the weights came from says."""
+    try:
+        text = (source.where / CARD).read_text(encoding="utf-8", errors="replace") if source is not None else ""
+    except (OSError, TypeError):
+        return ""
+    front = _FRONT.match(text.replace("\r\n", "\n"))
+    found = _LICENSE.search(front[1]) if front else None
+    return found[1] if found else ""
+
+
+def _options(config: Config) -> str:
+    """The options that are not defaults and may change a number, as a file to be used again."""
+    plain = {(section, line) for section, lines in _sections(configs.resolved_toml(Config())) for line in lines}
+    text = ""
+    for section, lines in _sections(configs.resolved_toml(config)):
+        if any(section == name or section.startswith(f"{name}.") for name in _OF_A_MACHINE):
+            continue
+        changed = [line for line in lines if line.strip() and (section, line) not in plain]
+        if changed:
+            text += f"[{section}]\n" + "\n".join(changed) + "\n\n"
+    text = text.replace(f'"{Path.home()}/', '"~/')
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError:  # a value of several lines: all of it, then
+        return configs.resolved_toml(config)
+    return text
+
+
+def _sections(text: str) -> list[tuple[str, list[str]]]:
+    found: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if header := re.fullmatch(r"\[+([^\]]+)\]+", line.strip()):
+            found.append((header[1], []))
+        elif found and not line.startswith("#"):
+            found[-1][1].append(line)
+    return found

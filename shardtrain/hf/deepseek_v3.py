@@ -1,0 +1,168 @@
+"""DeepSeek-V3 in the format of the Hugging Face hub; the model is in ``models/deepseek_v3.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardtrain.hf.format import Fields, Hub
+from shardtrain.hf.words import DECODER, ROTARY, experts, feed_forward
+from shardtrain.utils.errors import ConfigError
+
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_dense_layers": "first_k_dense_replace",
+    "num_heads": "num_attention_heads",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "ffn_dim": "intermediate_size",
+    "moe_ffn_dim": "moe_intermediate_size",
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "top_k": "num_experts_per_tok",
+    "num_groups": "n_group",
+    "top_groups": "topk_group",
+}
+_YARN = {
+    "rope_factor": "factor",
+    "rope_original_seq_len": "original_max_position_embeddings",
+    "rope_beta_fast": "beta_fast",
+    "rope_beta_slow": "beta_slow",
+    "mscale": "mscale",
+}
+_NO_YARN = {
+    "rope_factor": 1.0,
+    "rope_original_seq_len": 4096,
+    "rope_beta_fast": 32.0,
+    "rope_beta_slow": 1.0,
+    "mscale": 1.0,
+}
+
+
+def _unused(config: Mapping[str, Any]) -> set[str]:
+    groups = set() if config["num_groups"] > 1 else {"top_groups", "group_top_k"}
+    return groups | (set() if config["rope_factor"] != 1.0 else {*_YARN} - {"rope_factor"})
+
+
+def _read(f: Fields) -> dict[str, Any]:
+    f.only("hidden_act", "silu")
+    f.only("attention_bias", False)
+    f.only("rope_interleave", True)
+    f.must_be("scoring_func", "sigmoid")
+    f.must_be("topk_method", "noaux_tc")
+    f.must_be("moe_layer_freq", 1)
+    for key in ("num_key_value_heads", "head_dim", "num_local_experts"):
+        f.take(key, int, 0)  # repeat what other keys say
+    few = {"num_dense_layers": 0, "num_shared_experts": 0}
+    return {
+        **{ours: f.integer(theirs, few.get(ours), few.get(ours, 1)) for ours, theirs in FIELDS.items()},
+        "q_lora_rank": f.integer("q_lora_rank", 0, 0),
+        "norm_eps": f.number("rms_norm_eps", 1e-6),
+        "score_func": "sigmoid",
+        "route_norm": f.flag("norm_topk_prob", True),
+        "route_scale": f.number("routed_scaling_factor", 2.5),
+        "group_top_k": 2,
+        "load_balance_coeff": 1e-3,  # the bias of the choice is part of the architecture, its speed that of the paper
+        "balance_loss_coeff": f.number("aux_loss_alpha", 1e-4),
+        "z_loss_coeff": 0.0,
+        "tied_embeddings": f.flag("tie_word_embeddings", False),
+        **read_rope(f),
+    }
+
+
+def read_rope(f: Fields) -> dict[str, Any]:
+    """The rotary angles of a DeepSeek."""
+    rope = f.rope()
+    base = {"rope_theta": float(rope["rope_theta"])}
+    if rope["rope_type"] == "default":
+        return {**base, **_NO_YARN}
+    if rope["rope_type"] != "yarn":
+        raise f.other(f"rope type {rope['rope_type']!r} is not known for a DeepSeek")
+    if rope.get("mscale") is None or rope["mscale"] != rope.get("mscale_all_dim"):
+        raise f.other("mscale and mscale_all_dim of rope_scaling are not the same number, as they are in ours")
+    if rope.get("truncate") is False or "attention_factor" in rope:
+        raise f.other("truncate and attention_factor of rope_scaling are not known for ours")
+    rope = {"beta_fast": 32.0, "beta_slow": 1.0, **rope}
+    yarn: dict[str, Any] = {ours: f.rope_number(rope, theirs) for ours, theirs in _YARN.items()}
+    return {**base, **yarn, "rope_original_seq_len": int(yarn["rope_original_seq_len"])}
+
+
+def _write(c: Any) -> dict[str, Any]:
+    if c.score_func != "sigmoid" or not c.load_balance_coeff or c.group_top_k != 2:
+        raise ConfigError(
+            "score_func, load_balance_coeff or group_top_k of this model have no place in DeepseekV3ForCausalLM, which "
+            'has "sigmoid", a bias of the choice, and 2'
+        )
+    return {
+        **write_shared(c),
+        "rope_interleave": True,
+        "norm_topk_prob": c.route_norm,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+
+def write_shared(c: Any) -> dict[str, Any]:
+    """What config.json says of V2 and V3 alike."""
+    yarn = {"type": "yarn", "mscale_all_dim": c.mscale, **{theirs: getattr(c, ours) for ours, theirs in _YARN.items()}}
+    return {
+        **{theirs: getattr(c, ours) for ours, theirs in FIELDS.items()},
+        "num_key_value_heads": c.num_heads,
+        "q_lora_rank": c.q_lora_rank or None,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": yarn if c.rope_factor != 1.0 else None,
+        "routed_scaling_factor": c.route_scale,
+        "aux_loss_alpha": c.balance_loss_coeff,
+        "moe_layer_freq": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": c.tied_embeddings,
+    }
+
+
+HUB = Hub(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    names={
+        **DECODER,
+        "layers.*.attn.wq_a.weight": "model.layers.*.self_attn.q_a_proj.weight",
+        "layers.*.attn.q_norm.weight": "model.layers.*.self_attn.q_a_layernorm.weight",
+        "layers.*.attn.wq_b.weight": "model.layers.*.self_attn.q_b_proj.weight",
+        "layers.*.attn.wkv_a.weight": "model.layers.*.self_attn.kv_a_proj_with_mqa.weight",
+        "layers.*.attn.kv_norm.weight": "model.layers.*.self_attn.kv_a_layernorm.weight",
+        "layers.*.attn.wkv_b.weight": "model.layers.*.self_attn.kv_b_proj.weight",
+        "layers.*.moe.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+        **experts("model.layers.*.mlp"),
+        **feed_forward("layers.*.moe.shared", "model.layers.*.mlp.shared_experts"),
+        **feed_forward("layers.*.ffn", "model.layers.*.mlp"),
+    },
+    read=_read,
+    write=_write,
+    ignored=ROTARY,
+    defaults={
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+    },
+    unused=_unused,
+    renamed=lambda c: {} if c.q_lora_rank else {"layers.*.attn.wq_b.weight": "model.layers.*.self_attn.q_proj.weight"},
+)

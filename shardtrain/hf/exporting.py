@@ -1,0 +1,352 @@
+"""A checkpoint as a Hugging Face folder: weights, index, config and tokenizer, read back, and all of it or none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain import models
+from shardtrain.checkpoint import files, manifest
+from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint.async_save import pieces
+from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest, StoredFile
+from shardtrain.checkpoint.safetensors_header import header
+from shardtrain.hf import as_is, mapping, source
+from shardtrain.hf.architecture import saved_config
+from shardtrain.hf.block_fp8 import open_weights
+from shardtrain.hf.config_json import CONFIG, read_json
+from shardtrain.hf.format import FREE, Fields, Hub
+from shardtrain.hf.mapping import Translation
+from shardtrain.hf.model import translation_of
+from shardtrain.hf.source import TOKENIZERS, Source
+from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
+from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
+
+SHARD_BYTES = 5 * 10**9
+TYPES = ("float32", "float16", "bfloat16")
+"""Types that weights are written in."""
+_OF_TOKENIZERS = re.compile(
+    rf"{TOKENIZERS.pattern}|special_tokens_map\.json|added_tokens\.json|chat_template\..*|.*chat_templates/.*"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """What is written where."""
+
+    checkpoint: Path
+    output: Path
+    module: Any
+    config: Any
+    """The model's Config."""
+    dtype: str = ""
+    """Type of all weights; where empty, each has that which it had in ``source``, or else in the checkpoint."""
+    shard_bytes: int = SHARD_BYTES
+    source: Source | None = None
+    """What the model came from: its config.json is kept where the model has not changed, its files are copied."""
+    tokenizer: Path | None = None
+    """A folder whose tokenizer files are copied in place of those of ``source``."""
+    max_tokens: int = 0
+    """What config.json says of positions where there is no ``source``; 0 says nothing."""
+
+    def sources(self) -> list[Source]:
+        """Where files beside the weights come from, those that go before others first."""
+        own = source.of_folder(self.tokenizer) if self.tokenizer is not None else None
+        return [one for one in (own, self.source) if one is not None]
+
+
+class Writer:
+    """Writes the files of one export; every file on its own, so that ranks can share them out."""
+
+    def __init__(self, wanted: Export) -> None:
+        """Read what the checkpoint holds, and decide what goes into which file.
+
+        Raises:
+            ConfigError: when the model has no form in this format.
+            CheckpointError: when the checkpoint cannot be read, or is of another model.
+        """
+        self.wanted, self.stored = wanted, manifest.read(wanted.checkpoint)
+        self.translation = translation_of(wanted.module, wanted.config, str(wanted.checkpoint))
+        if as_is.is_as_is(wanted.module) and wanted.source is not None:
+            self.translation = _named_as_before(self.translation, wanted)
+        _check_stored(self.translation, self.stored, wanted.checkpoint)
+        self._fields = config_fields(wanted)
+        self._shapes = self.translation.their_shapes()
+        self._made_of = _theirs(self.translation)
+        self._types = self._their_types()
+        if wanted.source is None:
+            self._fields["torch_dtype"] = next(iter(self._types.values()))
+        self._files = _beside(wanted)
+        self.files = self._share_out()
+        """Which of their tensors each file of weights holds."""
+
+    def check_source(self, part: int = 0, parts: int = 1) -> None:
+        """Read one part of ``parts`` of the checkpoint's files; raises CheckpointError where bytes have changed."""
+        for file in self.stored.files[part::parts]:
+            if damage := files.find_damage(self.wanted.checkpoint, file):
+                raise CheckpointError(f"checkpoint {self.wanted.checkpoint}: {damage}; use another one")
+
+    def write_weights(
+        self, folder: Path, file: str, go_on: Callable[[], None] = lambda: None, wait_seconds: float = 0.0
+    ) -> StoredFile:
+        """Write one file of weights; ``go_on`` is called between pieces, and may raise. Raises OSError.
+
+        ``wait_seconds`` is how long the folder, which another node may have made, may take to be seen from here.
+        """
+        names = self.files[file]
+
+        def blocks() -> Iterator[memoryview]:
+            yield header({name: (self._types[name], self._shapes[name]) for name in names})
+            for name in names:
+                for box in mapping.row_blocks(self._shapes[name]):
+                    block = self._read_theirs(name, box)
+                    yield from pieces(memoryview(block.reshape(-1).view(torch.uint8).numpy().data), go_on)
+
+        return files.write_hashed(folder / file, blocks(), wait_seconds)
+
+    def write_rest(self, folder: Path) -> None:
+        """Write all but the weights: index, config.json and the tokenizer's files. Raises OSError."""
+        if len(self.files) > 1:
+            sizes = (self._bytes(name) for names in self.files.values() for name in names)
+            weight_map = {name: file for file, names in self.files.items() for name in names}
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+            files.write_whole(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        files.write_whole(folder / CONFIG, (json.dumps(self._fields, indent=2) + "\n").encode())
+        for name, one in self._files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            files.write_whole(folder / name, one.read(name))
+
+    def read_part(self, name: str, box: Sequence[slice]) -> Tensor:
+        """A box of one of our tensors, rounded to the exported type."""
+        found = tensor_files.read_part(self.stored, self.wanted.checkpoint, WEIGHTS_PREFIX + name, box)
+        return found.to(self.dtype_of(name))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The exported type of one of our tensors."""
+        return getattr(torch, self._types[next(iter(self.translation.pieces_of(name))).name])  # type: ignore[no-any-return]
+
+    def _their_types(self) -> dict[str, str]:
+        """The type of each of their tensors."""
+        wanted, found = self.wanted, {}
+        known = source.dtypes_of(wanted.source.where, self.translation) if wanted.source and not wanted.dtype else {}
+        for theirs, parts in self._made_of.items():
+            ours = parts[0][0]
+            found[theirs] = wanted.dtype or known.get(ours) or self._said_type(ours)
+        return found
+
+    def _said_type(self, ours: str) -> str:
+        """What the source's config.json says where its weights are not there, or else the checkpoint's own type."""
+        config = self.wanted.source.config if self.wanted.source is not None else {}
+        said = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        return said if said in TYPES else self.stored.tensors[WEIGHTS_PREFIX + ours].dtype
+
+    def _read_theirs(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """Some rows of one of their tensors."""
+        if not box:
+            return self.read_part(self._made_of[name][0][0], ())
+        rows = box[0]
+        ours, piece = self._made_of[name][0]
+        whole, same = piece.theirs[0], piece.ours == piece.theirs and not piece.transposed
+        if len(self._made_of[name]) == 1 and same and whole.start == 0 == piece.ours[0].start:
+            return self.read_part(ours, box)  # the same tensor under another name
+        block = torch.empty([part.stop - part.start for part in box], dtype=self.dtype_of(self._made_of[name][0][0]))
+        for ours, piece in self._made_of[name]:
+            whole, experts = piece.theirs[0], len(piece.ours) - len(piece.theirs)
+            begin, end = max(rows.start, whole.start), min(rows.stop, whole.stop)
+            if begin >= end:
+                continue
+            shift = piece.ours[experts].start - whole.start
+            wanted = (*piece.ours[:experts], slice(begin + shift, end + shift), *piece.ours[experts + 1 :])
+            target = block[(slice(begin - rows.start, end - rows.start), *piece.theirs[1:])]
+            target = target.transpose(-2, -1) if piece.transposed else target
+            target.copy_(self.read_part(ours, wanted).reshape(target.shape))
+        return block
+
+    def _bytes(self, name: str) -> int:
+        return math.prod(self._shapes[name]) * ITEM_BYTES[self._types[name]]
+
+    def _share_out(self) -> dict[str, list[str]]:
+        shards: list[list[str]] = [[]]
+        room = self.wanted.shard_bytes
+        for name in self._made_of:
+            size = self._bytes(name)
+            if shards[-1] and size > room:
+                shards.append([])
+                room = self.wanted.shard_bytes
+            shards[-1].append(name)
+            room -= size
+        if len(shards) == 1:
+            return {SINGLE: shards[0]}
+        return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+def export(wanted: Export) -> list[str]:
+    """Write the folder, read it back, and give its files; when this returns every weight in it was compared.
+
+    A block of rows is in memory at a time. The checkpoint's own hashes are checked meanwhile, in a thread. What is
+    written is renamed into place when it is whole and equal.
+
+    Raises:
+        ConfigError: when ``output`` exists, or the model has no form in this format.
+        CheckpointError: when the checkpoint is damaged, or what was read back differs.
+        StorageError: when the folder cannot be written.
+    """
+    if wanted.output.exists():
+        raise ConfigError(f"{wanted.output} exists; give a new folder")
+    writer = Writer(wanted)
+    temporary = wanted.output.with_name(f"{wanted.output.name}.tmp-{secrets.token_hex(6)}")
+    try:
+        temporary.mkdir(parents=True)
+        with ThreadPoolExecutor(1, "export-check") as pool:
+            checked = pool.submit(writer.check_source)
+            try:
+                for file in writer.files:
+                    writer.write_weights(temporary, file, lambda: _stop_if_damaged(checked))
+                writer.write_rest(temporary)
+                _compare(temporary, writer)
+            finally:
+                checked.result()  # a damaged checkpoint is the cause of whatever else went wrong
+        files.sync_folder(temporary)
+        files.rename(temporary, wanted.output)
+    except OSError as error:
+        raise StorageError(f"cannot write {error.filename}: {error.strerror}; choose another folder") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return sorted(path.name for path in wanted.output.iterdir())
+
+
+def _stop_if_damaged(checked: Future[None]) -> None:
+    if checked.done():
+        checked.result()
+
+
+def config_fields(wanted: Export) -> dict[str, Any]:
+    """The keys of ``config.json``: those of the source, changed where the model is another one by now.
+
+    Raises:
+        ConfigError: for a model that the format cannot describe.
+    """
+    said = dict(wanted.source.config) if wanted.source is not None else {}
+    if as_is.is_as_is(wanted.module):
+        c = wanted.config
+        own = said if said.get("model_type") else dict(read_json(Path(c.path) / CONFIG))
+        return _with_dtype(saved_config(own, c.class_name, c.num_labels), wanted.dtype)
+    hub = wanted.module.HUB
+    said = dict(hub.own_config(said))
+    if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
+        raise ConfigError(f"model.norm_type={wanted.config.norm_type!r} has no place in {hub.architecture}")
+    fields = hub.write(wanted.config)
+    if said.get("model_type") == hub.model_type:
+        return _with_dtype(_changed(said, hub, wanted.config, fields), wanted.dtype)
+    fields = {
+        "architectures": [hub.architecture],
+        "model_type": hub.model_type,
+        **fields,
+        "torch_dtype": wanted.dtype,
+        "use_cache": True,
+    }
+    if wanted.max_tokens:
+        fields["max_position_embeddings"] = wanted.max_tokens
+    return fields
+
+
+def _changed(said: dict[str, Any], hub: Hub, config: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """The source's config.json with the values of those fields alone that a run has changed."""
+    before = type(config)(**hub.read(Fields(said, CONFIG, hub.defaults)))
+    unused = hub.unused(dataclasses.asdict(before)) & hub.unused(dataclasses.asdict(config))
+    same = {key: getattr(config, key) for key in {*FREE, *unused} if hasattr(config, key)}
+    old = hub.write(dataclasses.replace(before, **same))
+    differ = {key: value for key, value in fields.items() if old.get(key) != value}
+    rotary = ("rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct")
+    if "rope_parameters" in said and differ.keys() & set(rotary):  # one table holds them all
+        table = {**(fields.get("rope_scaling") or {"rope_type": "default"})}
+        table["rope_type"] = table.pop("type", None) or table["rope_type"]
+        table["rope_theta"] = fields.get("rope_theta", fields.get("rotary_emb_base"))
+        if "rotary_pct" in fields:
+            table["partial_rotary_factor"] = fields["rotary_pct"]
+        differ = {key: value for key, value in differ.items() if key not in rotary} | {"rope_parameters": table}
+    found = {**said, **differ}
+    found.pop("quantization_config", None)  # the weights are written as the numbers that the quantised ones stand for
+    return found
+
+
+def _with_dtype(found: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The fields with another type of weights, at the top and in the parts of a model of several; "" changes none."""
+    if not dtype:
+        return found
+    keys = [key for key in ("dtype", "torch_dtype") if key in found] or ["torch_dtype"]
+    inner = {
+        key: {**part, **{name: dtype for name in ("dtype", "torch_dtype") if name in part}}
+        for key, part in found.items()
+        if key.endswith("_config") and isinstance(part, dict)
+    }
+    return {**found, **inner, **dict.fromkeys(keys, dtype)}
+
+
+def _beside(wanted: Export) -> dict[str, Source]:
+    """The files that are copied, and from where each; a tokenizer is taken from one place alone."""
+    found: dict[str, Source] = {}
+    for one in wanted.sources():
+        has = any(other.has_tokenizer for other in found.values())
+        found |= {n: one for n in one.files if n not in found and not (has and _OF_TOKENIZERS.fullmatch(n))}
+    return found
+
+
+def _named_as_before(translation: Translation, wanted: Export) -> Translation:
+    """The names that the source's file has, where the library opens a tensor under several."""
+    assert wanted.source is not None
+    where = wanted.source.where
+    if source.has_weights(where):
+        with open_weights(where, None) as weights:
+            names = as_is.fit(models.build(wanted.module, wanted.config), wanted.config, weights)[0].sources
+    else:
+        known = manifest.read(where).facts.get(source.NAMES) if (where / manifest.MANIFEST).is_file() else None
+        names = known if isinstance(known, dict) and all(isinstance(name, str) for name in known.values()) else {}
+    sources = {ours: names.get(ours, theirs) for ours, theirs in translation.sources.items()}
+    return (
+        dataclasses.replace(translation, sources=sources) if len({*sources.values()}) == len(sources) else translation
+    )
+
+
+def _check_stored(translation: Translation, stored: Manifest, checkpoint: Path) -> None:
+    ours = {name: tuple(t.shape) for name, t in stored.tensors.items() if name.startswith(WEIGHTS_PREFIX)}
+    weights = {name.removeprefix(WEIGHTS_PREFIX): shape for name, shape in ours.items()}
+    wrong = sorted(n for n in weights.keys() | translation.shapes if weights.get(n) != translation.shapes.get(n))
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is not of the model configured: {len(wrong)} tensors differ, such as {name}: "
+            f"{weights.get(name)} in place of {translation.shapes.get(name)}; give the run's own configuration"
+        )
+
+
+def _theirs(translation: Translation) -> dict[str, list[tuple[str, Any]]]:
+    """Their tensors in the order in which a forward needs them: which pieces of ours make each."""
+    found: dict[str, list[tuple[str, Any]]] = {}
+    for ours in translation.shapes:
+        for piece in translation.pieces_of(ours):
+            found.setdefault(piece.name, []).append((ours, piece))
+    return found
+
+
+def _compare(folder: Path, writer: Writer) -> None:
+    """Read the folder as an import would, and compare every weight, bit for bit."""
+    translation = writer.translation
+    with HubWeights(folder) as weights:
+        mapping.check(translation, weights)
+        for name in translation.sources:
+            for box in mapping.row_blocks(translation.shapes[name]):
+                theirs = mapping.read_part(name, box, translation, weights, writer.dtype_of(name))
+                if not torch.equal(theirs.view(torch.uint8), writer.read_part(name, box).view(torch.uint8)):
+                    raise CheckpointError(f"{folder}: {name} was not read back as it was written; nothing was exported")

@@ -1,0 +1,54 @@
+"""Where a run's first weights lie, and what they are known by wherever that is."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.storage import Place, place
+from shardtrain.config import derived
+from shardtrain.config.schema import Config
+from shardtrain.hf import layer_files
+from shardtrain.hf.opening import is_hub_folder
+from shardtrain.utils.errors import CheckpointError
+
+_SAMPLE_BYTES = 2**20
+
+
+def start_of(config: Config) -> Place | None:
+    """Where the run's first weights lie; None where they are drawn."""
+    named = derived.initial_weights(config)
+    return place(named) if config.checkpoint.enable and named is not None else None
+
+
+def identity(config: Config) -> str:
+    """What the first weights are known by, wherever they lie.
+
+    A checkpoint's manifest holds the hashes of all its bytes; of a Hugging Face folder names, sizes and both ends of
+    each file are taken.
+
+    Raises:
+        CheckpointError: when there is nothing to read.
+    """
+    start = start_of(config)
+    if start is None:
+        return f"seed {config.debug.seed}"
+    if not config.checkpoint.initial_load_in_hf:
+        return hashlib.sha256(manifest.read_bytes(start)).hexdigest()
+    folder = Path(str(start))
+    if not is_hub_folder(folder):
+        raise CheckpointError(f"{folder} holds no config.json; the run's first weights, its reference, are needed")
+    return of_folder(folder)
+
+
+def of_folder(folder: Path) -> str:
+    """What a Hugging Face folder is known by: names, sizes and both ends of its files of weights and of JSON."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.json"), *layer_files.weight_files(folder)]):
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            digest.update(f"{path.name}:{size}:".encode() + file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

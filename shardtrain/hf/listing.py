@@ -1,0 +1,63 @@
+"""A Hugging Face folder in one line, by what its files say at their beginning. No torch is imported."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from shardtrain.checkpoint.safetensors_header import TYPES
+from shardtrain.hf.config_json import CONFIG, read_json
+from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.units import format_bytes
+
+INDEX = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100 * 10**6
+"""As much as safetensors itself reads."""
+
+
+def line(folder: Path) -> str:
+    """Name, size, architecture, tensors by type, and files that are missing or cut.
+
+    Raises:
+        CheckpointError: for a config.json or an index that cannot be read.
+    """
+    said, sizes, types = read_json(folder / CONFIG), 0, Counter[str]()
+    named = said.get("architectures")
+    architecture = str(named[0] if isinstance(named, list) and named else said.get("model_type"))
+    wrong: list[str] = []
+    files = {path.name: path for path in folder.glob("*.safetensors")}
+    if (folder / INDEX).is_file():
+        table = read_json(folder / INDEX).get("weight_map")
+        wrong += sorted({str(file) for file in table.values()} - files.keys()) if isinstance(table, dict) else [INDEX]
+    for name, path in sorted(files.items()):
+        sizes += path.stat().st_size
+        found = _types_of(path)
+        types.update(found or ())
+        if found is None:
+            wrong.append(name)
+    kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(types.items()))
+    whole = f"{folder.resolve().name}  {format_bytes(sizes)}  {architecture}  {types.total()} tensors"
+    whole += f"  {kinds}" if kinds else "  no safetensors"
+    whole += f"  missing or cut: {', '.join(wrong)}" if wrong else ""
+    return "".join(c if c.isprintable() else "?" for c in whole)
+
+
+def _types_of(path: Path) -> list[str] | None:
+    """The type of each tensor of a file; None where the file is none, or shorter than it says."""
+    names = {word: name for name, word in TYPES.items()}
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_HEADER_BYTES:
+                return None
+            found: dict[str, Any] = json.loads(file.read(length))
+        found.pop("__metadata__", None)
+        end = max((one["data_offsets"][1] for one in found.values()), default=0)
+        whole = path.stat().st_size == 8 + length + end
+        return [names.get(one["dtype"], str(one["dtype"])) for one in found.values()] if whole else None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return None

@@ -1,0 +1,108 @@
+"""A Hugging Face folder as transformers opens it: its logits against those of a checkpoint's own weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.hf import architecture as architectures
+from shardtrain.hf import as_is
+from shardtrain.hf.config_json import CONFIG, read_json
+from shardtrain.hf.exporting import Export, Writer
+from shardtrain.utils.units import format_bytes
+
+TOLERANCE = 1e-4
+"""Of the largest logit, in float32, between two programs that compute the same formulas in another order."""
+_TOKENS = 64
+_TEXT = (
+    "The quick brown fox jumps over the lazy dog. In 1905, four papers changed physics; def f(x): return x + 1 is code."
+)
+
+
+def why_not(wanted: Export) -> str:
+    """Why logits cannot be compared here; empty where they can."""
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    if "quantization_config" in read_json(wanted.output / CONFIG):
+        return "its weights are quantised, which transformers would keep as they are"
+    stored = manifest.read(wanted.checkpoint)
+    needed = 3 * sum(torch.Size(t.shape).numel() * 4 for n, t in stored.tensors.items() if n.startswith(WEIGHTS_PREFIX))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return (
+        f"two copies in float32 need {format_bytes(needed)} of memory and {format_bytes(free)} are free"
+        if needed > free
+        else ""
+    )
+
+
+@torch.no_grad()
+def largest_error(wanted: Export) -> tuple[float, float]:
+    """Largest difference of logits over a short text, and the largest logit; both models in float32.
+
+    The tokens are those of a sentence, or random ones where the folder has no ``tokenizer.json``.
+    """
+    tokens_BT = _tokens(wanted.output, wanted.config.vocab_size)
+    if as_is.is_as_is(wanted.module):
+        model = wanted.module.Model(wanted.config)
+        read = _reader(wanted)
+        names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+        ours, theirs = as_is.both_logits(model, {name: read(name) for name in names}, wanted.output, tokens_BT)
+    else:
+        ours = own_model(wanted)(tokens_BT, torch.arange(tokens_BT.size(1)).expand(tokens_BT.size(0), -1))
+        theirs = _theirs(wanted.output, wanted.module.HUB.architecture, tokens_BT)
+    return float((ours - theirs).abs().max()), float(ours.abs().max())
+
+
+@torch.no_grad()
+def own_model(wanted: Export) -> nn.Module:
+    """The checkpoint's model in float32 on the CPU, its weights rounded to the exported type."""
+    read = _reader(wanted)
+    model: nn.Module = wanted.module.Model(wanted.config)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        tensor.copy_(read(name))
+    return model.float().eval()
+
+
+def _reader(wanted: Export) -> Callable[[str], Tensor]:
+    writer = Writer(wanted)
+
+    def read(name: str) -> Tensor:
+        found = tensor_files.read_whole(writer.stored, wanted.checkpoint, WEIGHTS_PREFIX + name)
+        return found.to(writer.dtype_of(name))
+
+    return read
+
+
+def _tokens(folder: Path, vocab_size: int) -> Tensor:
+    file = folder / "tokenizer.json"
+    if file.is_file() and importlib.util.find_spec("tokenizers") is not None:
+        from tokenizers import Tokenizer
+
+        try:
+            ids = Tokenizer.from_file(str(file)).encode(_TEXT).ids[:_TOKENS]
+        except Exception:  # a tokenizer that cannot be opened is told where it is needed, which it is not here
+            ids = []
+        if len(ids) > 1 and max(ids) < vocab_size:
+            return torch.tensor([ids])
+    return torch.randint(0, vocab_size, (2, _TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def _theirs(folder: Path, architecture: str, tokens_BT: Tensor) -> Tensor:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    # a class of the library by its name, and config.json without what asks for code: nothing of the folder is run
+    config = architectures.read(str(folder))
+    model = getattr(transformers, architecture).from_pretrained(
+        folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True
+    )
+    logits: Tensor = model.eval()(tokens_BT).logits
+    return logits

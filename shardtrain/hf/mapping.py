@@ -1,0 +1,208 @@
+"""Between a model's tensors and those of a Hugging Face folder: what must be there, and box by box what goes where."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain.hf.format import Experts, Hub, Piece, Source, Stacked, pieces
+from shardtrain.hf.weights import HubWeights
+from shardtrain.ops.dtensor import local_slices, local_tensor
+from shardtrain.utils.errors import CheckpointError
+
+Shape = tuple[int, ...]
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One model in one format: where each of its tensors lies in theirs."""
+
+    hub: Hub
+    shapes: Mapping[str, Shape]
+    """Our tensors by name; a head that is the embedding is not among them."""
+    config: Any
+    """The model's Config."""
+    sources: Mapping[str, Source]
+
+    def pieces_of(self, name: str) -> Iterable[Piece]:
+        """The boxes that make one of our tensors."""
+        return pieces(self.sources[name], self.shapes[name], self.config.head_dim)
+
+    def their_shapes(self) -> dict[str, Shape]:
+        """All tensors of their format, by name."""
+        found: dict[str, Shape] = {}
+        for name, source in self.sources.items():
+            shape = self.shapes[name]
+            if isinstance(source, str):
+                found[source] = shape
+            elif isinstance(source, Experts):
+                found |= {piece.name: shape[1:] for piece in self.pieces_of(name)}
+            elif isinstance(source, Stacked):
+                *rest, outputs = (shape[0], *shape[2:], shape[1]) if source.transposed else shape
+                found[source.name] = (*rest, source.parts * outputs)
+            else:
+                found[source.name] = (source.parts * shape[0], *shape[1:])
+        return found
+
+
+def translate(hub: Hub, config: Any, shapes: Mapping[str, Shape]) -> Translation:
+    """Find the place of each tensor of a model, named without a prefix.
+
+    Raises:
+        CheckpointError: for a tensor that their format has no place for.
+    """
+    found = {name: hub.source(name, config) for name in shapes}
+    homeless = [name for name, source in found.items() if source is None]
+    if homeless:
+        raise CheckpointError(
+            f"the format of {hub.architecture} has no place for {_first(homeless)}; train without it, or keep this "
+            "project's own checkpoints"
+        )
+    return Translation(hub, shapes, config, {name: source for name, source in found.items() if source is not None})
+
+
+def check(translation: Translation, weights: HubWeights, passed_over: Iterable[str] = ()) -> list[str]:
+    """Refuse a folder that is not exactly this model; gives the names of tensors that are passed over.
+
+    ``passed_over`` are regular expressions for tensors that the model has no place for on purpose. Where the head is
+    the embedding, their file may hold it twice.
+
+    Raises:
+        CheckpointError: names the first ten missing, surplus and differently shaped tensors, with their shapes.
+    """
+    hub, expected, there = translation.hub, translation.their_shapes(), set(weights.names())
+    missing = sorted(set(expected) - there)
+    surplus: list[str] = []
+    ignored: list[str] = []
+    for name in sorted(there - set(expected)):
+        known = hub.is_ignored(name) or any(re.fullmatch(pattern, name) for pattern in passed_over)
+        (ignored if known or _repeats(name, translation, weights) else surplus).append(name)
+    wrong = [
+        f"{name} {list(weights.shape(name))} in place of {list(shape)}"
+        for name, shape in sorted(expected.items())
+        if name in there and weights.shape(name) != shape
+    ]
+    integral = [
+        f"{name} {weights.dtype(name)}"
+        for name in sorted(set(expected) & there)
+        if not weights.dtype(name).is_floating_point or weights.dtype(name).itemsize == 1
+    ]
+    problems = [
+        f"{len(names)} {what}: {_first(names)}"
+        for what, names in (
+            ("missing", missing),
+            ("not of this model", surplus),
+            ("of another shape", wrong),
+            ("of a type that weights are not trained in", integral),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{weights.folder} does not fit {hub.architecture} as configured: {'; '.join(problems)}; "
+            "use the model and sizes that its config.json names"
+        )
+    return ignored
+
+
+def fill(tensors: Mapping[str, Tensor], translation: Translation, weights: HubWeights) -> None:
+    """Fill this rank's part of our tensors in place: of each only the boxes that the rank holds are read."""
+    for name, tensor in tensors.items():
+        _fill(local_tensor(tensor).detach(), name, local_slices(tensor), translation, weights)
+
+
+def read_whole(name: str, translation: Translation, weights: HubWeights, dtype: torch.dtype) -> Tensor:
+    """One of our tensors, whole, on the CPU."""
+    return read_part(name, tuple(slice(0, size) for size in translation.shapes[name]), translation, weights, dtype)
+
+
+def read_part(
+    name: str, box: tuple[slice, ...], translation: Translation, weights: HubWeights, dtype: torch.dtype
+) -> Tensor:
+    """A box of one of our tensors, on the CPU."""
+    found = [(piece, both) for piece in translation.pieces_of(name) if (both := _overlap(piece, box)) is not None]
+    if len(found) == 1:
+        piece, (theirs, place) = found[0]
+        sizes = [part.stop - part.start for part in box]
+        if [part.stop - part.start for part in place if isinstance(part, slice)] == sizes:  # all of it is there
+            return _read(piece, theirs, weights).reshape(sizes).to(dtype)
+    tensor = torch.zeros([part.stop - part.start for part in box], dtype=dtype)
+    _fill(tensor, name, box, translation, weights)
+    return tensor
+
+
+def row_blocks(shape: Shape, row_limit_bytes: int = 2**25, item_bytes: int = 4) -> Iterator[tuple[slice, ...]]:
+    """The boxes of whole rows that make a tensor, each of so many bytes at most, or of one row.
+
+    >>> [box[0] for box in row_blocks((5, 4), row_limit_bytes=32)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    rest = tuple(slice(0, size) for size in shape[1:])
+    step = max(1, row_limit_bytes // max(1, math.prod(shape[1:]) * item_bytes))
+    for begin in range(0, shape[0] if shape else 0, step):
+        yield (slice(begin, min(begin + step, shape[0])), *rest)
+    if not shape:
+        yield ()
+
+
+def _fill(into: Tensor, name: str, own: tuple[slice, ...], translation: Translation, weights: HubWeights) -> None:
+    for piece in translation.pieces_of(name):
+        box = _overlap(piece, own)
+        if box is None:
+            continue
+        theirs, place = box
+        part = _read(piece, theirs, weights)
+        target = into[place]
+        target.copy_(part.reshape(target.shape))
+
+
+def _read(piece: Piece, theirs: tuple[slice, ...], weights: HubWeights) -> Tensor:
+    """A box of their tensor, its last two dimensions as ours are; files are read without steps."""
+    if not theirs:
+        return weights.read(piece.name, theirs)
+    found = weights.read(piece.name, (*theirs[:-1], slice(theirs[-1].start, theirs[-1].stop)))[..., :: theirs[-1].step]
+    return (found.transpose(-2, -1) if piece.transposed else found).contiguous()
+
+
+def _overlap(piece: Piece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What of a piece lies in a rank's part: where in their tensor, and where in the rank's memory."""
+    theirs, place = [], []
+    extra = len(piece.ours) - len(piece.theirs)  # the number of the expert
+    in_our_order = (*piece.theirs[:-2], *piece.theirs[:-3:-1]) if piece.transposed else piece.theirs
+    for dim, (mine, whole) in enumerate(zip(own, piece.ours, strict=True)):
+        start, stop = max(mine.start, whole.start), min(mine.stop, whole.stop)
+        if start >= stop:
+            return None
+        place.append(slice(start - mine.start, stop - mine.start))
+        if dim >= extra:
+            found = in_our_order[dim - extra]
+            step = found.step or 1
+            begin = found.start + (start - whole.start) * step
+            theirs.append(slice(begin, begin + (stop - start - 1) * step + 1, found.step))
+    if piece.transposed:
+        theirs[-2:] = theirs[:-3:-1]
+    return tuple(theirs), tuple(place)
+
+
+def _repeats(name: str, translation: Translation, weights: HubWeights) -> bool:
+    """Whether a tensor of theirs is the embedding once more, bit for bit."""
+    hub = translation.hub
+    if not translation.config.tied_embeddings or name != hub.source("head.weight", translation.config):
+        return False
+    embed = hub.source("embed.weight", translation.config)
+    if not isinstance(embed, str) or weights.shape(name) != weights.shape(embed):
+        return False
+    box = [slice(0, size) for size in weights.shape(name)]
+    return torch.equal(weights.read(name, box), weights.read(embed, box))
+
+
+def _first(names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest

@@ -1,0 +1,63 @@
+"""A Hugging Face folder in the place of a run: the configuration that its files amount to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config.load import Loaded
+from shardtrain.config.schema import Config, Model, Training
+from shardtrain.hf import source
+from shardtrain.hf.config_json import CONFIG, read_json
+from shardtrain.hf.model import recognise
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
+
+_TYPES = ("float32", "float16", "bfloat16")
+_TOKENS = 2048
+"""Tokens of a sequence where config.json does not say how many the model takes."""
+
+
+def is_hub_folder(path: Path) -> bool:
+    """Whether a path is a folder as ``transformers`` saves one."""
+    return (path / CONFIG).is_file()
+
+
+def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
+    """The configuration of a folder: its model, its type of weights, and its own tokenizer unless one is named.
+
+    Raises:
+        ConfigError: for a model that is neither ours nor one of ``transformers``, or where there is no tokenizer.
+        CheckpointError: when ``config.json`` cannot be read.
+    """
+    found, said = recognise(folder), read_json(folder / CONFIG)
+    said = found.hub.own_config(said) if found.hub is not None else said
+    for notice in found.notices:
+        logger.info(notice)
+    if tokenizer is None and not source.of_folder(folder).has_tokenizer:
+        rule = "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)"
+        raise ConfigError(Problem("--from", str(folder), rule, 'name one with --tokenizer, a path or "bytes"'))
+    model = {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)}
+    return loaded_of(model, said, tokenizer or str(folder))
+
+
+def loaded_of(model: Mapping[str, Any], said: Mapping[str, Any], assets: str) -> Loaded:
+    """The configuration of a model that its config.json, where there is one, describes further."""
+    dtype = said.get("dtype") or said.get("torch_dtype")
+    tokens = said.get("max_position_embeddings")
+    return Loaded(
+        Config(
+            model=Model(
+                name=model["name"],
+                flavor=model["flavor"],
+                overrides=dict(model["overrides"]),
+                norm_type=model.get("norm_type", "rmsnorm"),
+                hf_assets_path=assets,
+            ),
+            training=Training(
+                mixed_precision_param=dtype if dtype in _TYPES else "float32",
+                seq_len=tokens if type(tokens) is int and tokens > 0 else _TOKENS,
+            ),
+        )
+    )

@@ -1,0 +1,78 @@
+"""Where a run's weights came from, and which checkpoint or folder a path means."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardtrain import config as configs
+from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.manifest import MANIFEST
+from shardtrain.config import derived
+from shardtrain.config.schema import Config
+from shardtrain.hf import as_is, source
+from shardtrain.hf.format import FREE
+from shardtrain.hf.reading import describe
+from shardtrain.hf.source import Source
+from shardtrain.train.run_folder import RESOLVED_CONFIG
+from shardtrain.utils.errors import ConfigError, ShardtrainError
+from shardtrain.utils.log import logger
+
+_LEVELS = 3
+"""A checkpoint lies at most so deep below its run's folder."""
+_RUNS = 8
+"""Runs that may have begun with one another's checkpoints."""
+
+
+def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) -> Source | None:
+    """The folder that a run's weights came from, through other runs too; else that of its tokenizer, if it fits.
+
+    None where the weights were drawn and no folder describes this very model.
+
+    Raises:
+        CheckpointError: when what it began with cannot be read.
+    """
+    if as_is.is_as_is(module):
+        return source.of_folder(Path(shape.path))
+    begun = derived.initial_weights(config) if config.checkpoint.enable else None
+    if begun is not None and "://" not in begun:
+        if found := of_path(Path(begun), module, shape, runs):
+            return found
+        if not Path(begun).exists():
+            logger.warning(f"{begun}, with which the run began, is not there: config.json is written anew")
+    assets = Path(config.model.hf_assets_path)
+    return source.of_folder(assets) if _is_of(assets, module, shape) else None
+
+
+def of_path(path: Path, module: ModuleType, shape: Any, runs: int = _RUNS) -> Source | None:
+    """Of a folder what it is, of a checkpoint what it keeps, and what its run began with where it keeps nothing."""
+    if not (path / MANIFEST).is_file():
+        return source.of_folder(path) if (path / "config.json").is_file() else None
+    if found := source.of_checkpoint(path, manifest.read(path)):
+        return found
+    above = list(path.resolve().parents)[:_LEVELS]
+    resolved = next((level / RESOLVED_CONFIG for level in above if (level / RESOLVED_CONFIG).is_file()), None)
+    if resolved is None or not runs:
+        return None
+    try:
+        return of_run(configs.load(resolved).config, module, shape, runs - 1)
+    except ConfigError:  # of another version, or moved: nothing is known of where it came from
+        return None
+
+
+def _is_of(folder: Path, module: ModuleType, shape: Any) -> bool:
+    """Whether a folder's config.json describes this model, the rows of its vocabulary aside."""
+    if not (folder / "config.json").is_file():
+        return False
+    try:
+        found = describe(folder)
+    except ShardtrainError:
+        return False
+    ours = dataclasses.asdict(shape)
+    aside = {"vocab_size", *FREE, *(found.hub.unused(found.values) & found.hub.unused(ours))}
+    same = all(
+        ours.get(key) == value for key, value in found.values.items() if key not in aside and "_coeff" not in key
+    )
+    return found.hub is getattr(module, "HUB", None) and same

@@ -1,0 +1,192 @@
+"""``shardtrain export --push``: a Hugging Face folder as one commit of a repository, read back by its hashes.
+
+The requests are ``huggingface_hub``'s. What can be refused is refused before a byte is sent. Large files are stored one
+by one before the commit, so that the same command goes on where it was interrupted, and nobody sees half a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shardtrain import __version__
+from shardtrain.hf import card as cards
+from shardtrain.hf.card import CARD
+from shardtrain.tools.data.download import Hub, _expected, _hash, _one_line
+from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError, StorageError
+from shardtrain.utils.units import format_bytes
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+T = TypeVar("T")
+_WEIGHTS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+"""What ``from_pretrained`` would open in place of, or beside, the new weights."""
+_TOKENS_PAGE = "https://huggingface.co/settings/tokens"
+
+
+class Push:
+    """A repository that may be written, as it was found before anything is sent.
+
+    Raises:
+        ConfigError: without a token, or for a repository that may not be written or is not as private as asked for.
+        StorageError: when the hub cannot be reached.
+    """
+
+    def __init__(self, repo_id: str, private: bool = False, overwrite_card: bool = False) -> None:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+
+        self.repo_id, self._private, self._overwrite_card = repo_id, private, overwrite_card
+        try:
+            validate_repo_id(repo_id)
+        except HFValidationError:
+            raise self._wrong("is not the name of a repository", "write it like ORGANISATION/NAME") from None
+        if repo_id.count("/") != 1:
+            raise self._wrong("does not say whose repository it is", "write it like ORGANISATION/NAME")
+        self._hub = Hub(repo_id)
+        if not self._hub.token:
+            fix = f"set HF_TOKEN to one that may write ({_TOKENS_PAGE}), or log in with hf auth login"
+            raise ConfigError(Problem("--push", repo_id, "needs a token, and none was found", fix))
+        self._api: HfApi = HfApi(
+            self._hub.endpoint, token=self._hub.token, library_name="shardtrain", library_version=__version__
+        )
+        self._check_role()
+        self.head, self.theirs, self.card = self._look()
+
+    def _wrong(self, rule: str, fix: str) -> ConfigError:
+        return ConfigError(Problem("--push", self.repo_id, rule, fix))
+
+    def _check_role(self) -> None:
+        """The token's own word on itself; a fine-grained one may be refused later all the same."""
+        said = self._ask(self._api.whoami)
+        role = ((said.get("auth") or {}).get("accessToken") or {}).get("role")
+        if role == "read":
+            raise self._wrong("cannot be written with the token that was found, which may only read", self._write_fix())
+
+    def _write_fix(self) -> str:
+        return f"set HF_TOKEN to a token that may write it ({_TOKENS_PAGE})"
+
+    def _look(self) -> tuple[str | None, list[str], str | None]:
+        """Commit, files and card of the repository; no commit where it does not exist yet."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        def look() -> Any:
+            try:
+                return self._api.model_info(self.repo_id, files_metadata=True, timeout=self._hub.answer_seconds)
+            except RepositoryNotFoundError:  # which is also said of others' private ones: creating it will tell
+                return None
+
+        info = self._ask(look)
+        if info is None:
+            return None, [], None
+        if self._private and info.private is False:
+            fix = "leave --private out, or make it private in its settings on the hub"
+            raise self._wrong("exists and is public", fix)
+        names = [str(file.rfilename) for file in info.siblings or []]
+        return info.sha, names, self._read_card(info.sha) if CARD in names else None
+
+    def _read_card(self, commit: str) -> str:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            return self._hub.download(CARD, commit, Path(folder), force=True).read_text("utf-8", errors="replace")
+
+    @property
+    def keeps_card(self) -> bool:
+        """Whether the repository's card stays: somebody wrote or changed it, and nobody asked to replace it."""
+        return self.card is not None and not cards.is_own(self.card) and not self._overwrite_card
+
+    def send(self, folder: Path, tell: Callable[[str], None] = print) -> str:
+        """Send the files of a folder as one commit, and read it back; gives its address.
+
+        Raises:
+            ConfigError: when the hub refuses to create or write the repository.
+            StorageError: when a file or the commit does not arrive; it says what did.
+            DataError: when the repository does not hold what was sent.
+        """
+        from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
+
+        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if _is_sent(path, folder))
+        if self.keeps_card and CARD in names:
+            names.remove(CARD)
+            tell(f"{CARD} of {self.repo_id} was not written here and stays; --overwrite_card replaces it")
+        if self.head is None:
+            self._ask(lambda: self._api.create_repo(self.repo_id, private=self._private or None, exist_ok=False))
+            tell(f"{self.repo_id}: created{', private' if self._private else ''}")
+        additions: list[CommitOperationAdd] = []
+        stored: list[str] = []
+        for name in names:
+            addition = CommitOperationAdd(name, str(folder / name))
+            try:
+                self._call(partial(self._api.preupload_lfs_files, self.repo_id, [addition], free_memory=False))
+            except ShardtrainError as error:
+                raise self._not_all(error, stored, names) from error
+            additions.append(addition)
+            if addition._is_uploaded:
+                stored.append(name)
+                tell(f"{name}: {format_bytes((folder / name).stat().st_size)}")
+        stale = [name for name in self.theirs if _WEIGHTS.fullmatch(name) and name not in names]
+        for name in stale:
+            tell(f"{name}: taken out of {self.repo_id}, whose weights these replace")
+        operations: list[CommitOperationAdd | CommitOperationCopy | CommitOperationDelete]
+        operations = [*additions, *(CommitOperationDelete(name) for name in stale)]
+        try:
+            done = self._call(
+                lambda: self._api.create_commit(
+                    self.repo_id, operations, commit_message="Upload model with shardtrain", parent_commit=self.head
+                )
+            )
+        except ShardtrainError as error:
+            raise self._not_all(error, stored, names) from error
+        self._read_back(folder, names, done.oid)
+        return f"{self._hub.endpoint}/{self.repo_id}"
+
+    def _read_back(self, folder: Path, names: list[str], commit: str) -> None:
+        info = self._ask(lambda: self._api.model_info(self.repo_id, revision=commit, files_metadata=True))
+        there = {str(file.rfilename): file for file in info.siblings or []}
+        for name in names:
+            expected = _expected(there[name]) if name in there else None
+            if expected is None or _hash(folder / name, expected[0]) != expected[1]:
+                what = "is not in" if name not in there else "is another file in"
+                raise DataError(f"{name} {what} {self.repo_id} at {commit}; look at its .gitignore, and push it again")
+
+    def _not_all(self, error: ShardtrainError, stored: list[str], names: list[str]) -> ShardtrainError:
+        there = f"{', '.join(stored)} of {len(names)} files are stored" if stored else "no large file is stored"
+        text = f"{error}; nothing of this upload can be seen in {self.repo_id} yet: {there}. The same command goes on"
+        return type(error)(text)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return self._call(lambda: self._hub._ask(call))
+
+    def _call(self, call: Callable[[], T]) -> T:
+        """A call of the library, whose errors become one line each."""
+        try:
+            return call()
+        except ShardtrainError:
+            raise
+        except Exception as error:
+            raise self._explain(error) from error
+
+    def _explain(self, error: Exception) -> ShardtrainError:
+        if isinstance(error, ValueError) and "metadata in README.md" in str(error):
+            return ConfigError(f"{CARD} has front matter that the hub does not take ({_one_line(error)}); correct it")
+        response = getattr(error, "response", None)
+        status = response.status_code if response is not None else None
+        if status in (401, 403):
+            return self._wrong(f"may not be written with the token that was found (status {status})", self._write_fix())
+        if status == 404:
+            return self._wrong("does not exist, or may not be seen with the token that was found", self._write_fix())
+        if status in (409, 412):
+            return self._wrong("was changed by somebody else meanwhile", "look at it, and give the same command again")
+        if status is not None and 400 <= status < 500 and status != 429:
+            return StorageError(f"{self._hub.endpoint} refused what was sent to {self.repo_id} ({_one_line(error)})")
+        return self._hub._explain(error)
+
+
+def _is_sent(path: Path, folder: Path) -> bool:
+    return path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)

@@ -1,0 +1,51 @@
+"""Qwen3, dense, in the format of the Hugging Face hub; the model is in ``models/qwen3.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardtrain.hf.format import Fields, Hub
+from shardtrain.hf.words import ATTENTION as NAMES
+from shardtrain.hf.words import (
+    DECODER,
+    DEFAULTS,
+    HEAD_NORMS,
+    ROTARY,
+    feed_forward,
+    read_decoder,
+    write_decoder,
+)
+
+
+def read_qwen3(f: Fields) -> dict[str, Any]:
+    """What ``config.json`` says of the attention and the ends."""
+    f.only("attention_bias", False)
+    f.full_attention()
+    return {**read_decoder(f), "rope_theta": float(f.plain_rope()["rope_theta"])}
+
+
+def _read(f: Fields) -> dict[str, Any]:
+    return {**read_qwen3(f), "ffn_dim": f.integer("intermediate_size")}
+
+
+def _write(c: Any) -> dict[str, Any]:
+    return {**write_decoder(c), "intermediate_size": c.ffn_dim, "attention_bias": False, "use_sliding_window": False}
+
+
+HUB = Hub(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    names={**DECODER, **NAMES, **HEAD_NORMS, **feed_forward("layers.*.ffn", "model.layers.*.mlp")},
+    read=_read,
+    write=_write,
+    ignored=ROTARY,
+    defaults={
+        **DEFAULTS,
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+)

@@ -1,0 +1,123 @@
+"""Which model of ours the ``config.json`` of a Hugging Face folder describes. No torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config.model_file import read_model_file, shape
+from shardtrain.hf import (
+    deepseek_v2,
+    deepseek_v3,
+    gpt_oss,
+    llama,
+    llama4,
+    mistral,
+    mixtral,
+    neox,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+from shardtrain.hf.config_json import CONFIG, Quantised, block_of, read_json
+from shardtrain.hf.format import FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
+
+HUBS: dict[str, Hub] = {
+    "llama2": llama.HUB,
+    "llama3": llama.HUB,
+    "llama4": llama4.HUB,
+    "mistral": mistral.HUB,
+    "qwen2": qwen2.HUB,
+    "qwen3": qwen3.HUB,
+    "qwen3_moe": qwen3_moe.HUB,
+    "mixtral": mixtral.HUB,
+    "deepseek_v2": deepseek_v2.HUB,
+    "deepseek_v3": deepseek_v3.HUB,
+    "gpt_oss": gpt_oss.HUB,
+    "neox": neox.HUB,
+}
+"""The model files of this package that have a form in this format; ``HUB`` of each is the same object."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model of ours, as ``config.json`` describes it."""
+
+    name: str
+    """The model file: ``model.name``."""
+    flavor: str
+    overrides: Mapping[str, Any]
+    """What makes ``flavor`` this model: ``model.overrides``."""
+    values: Mapping[str, Any]
+    """Every field of the model's Config but those of ``FREE``."""
+    hub: Hub
+    notices: tuple[str, ...]
+    """Lines on keys that change nothing, although they may look as if they did."""
+    block: Quantised
+    """How the weights are quantised."""
+    config: Mapping[str, Any]
+    """What config.json says."""
+
+
+def describe(folder: Path, name: str = "") -> Description:
+    """Read a folder's ``config.json``; ``name`` is the model file that is to be used, the nearest one unless given.
+
+    Raises:
+        OnlyInTransformers: for a model that is none of ours, and may be a class of ``transformers``.
+        ConfigError: for a file that describes no model that can be computed.
+        CheckpointError: when the file is missing or no JSON object.
+    """
+    path = folder / CONFIG
+    said = found = read_json(path)
+    for one in HUBS.values():
+        found = one.own_config(found)
+    kind, architectures = found.get("model_type"), found.get("architectures") or []
+    fitting = [one for one, hub in HUBS.items() if hub.model_type == kind]
+    if not fitting:
+        known = sorted({hub.model_type for hub in HUBS.values()})
+        raise OnlyInTransformers(
+            f"{path}: model_type={kind!r} is none of {', '.join(known)}{TRANSFORMERS_HINT} and "
+            f'model.hf_assets_path = "{folder}"'
+        )
+    hub = HUBS[fitting[0]]
+    if isinstance(architectures, list) and architectures and hub.architecture not in architectures:
+        raise OnlyInTransformers(
+            f"{path}: architectures={architectures!r} is not {hub.architecture}{TRANSFORMERS_HINT}"
+        )
+    block = block_of(found, str(path))
+    fields = Fields(found, str(path), hub.defaults)
+    values = hub.read(fields)
+    fields.take("num_nextn_predict_layers", int, 0)
+    fields.take("quantization_config", dict, {})
+    chosen, flavor, overrides = nearest(hub, [name] if name in fitting else fitting, values)
+    notices = fields.rest(hub.architecture)
+    if hub.whole is not None and found is not said:
+        rest = ", ".join(sorted(key for key in said if key.endswith("_config") and key != hub.whole.key))
+        notices = (
+            f"{path}: of {hub.whole.architecture} the text model alone is read, as {hub.architecture}; what is beside "
+            f"it ({rest or 'vision'}) is left out, and an export has the text model alone",
+            *notices,
+        )
+    return Description(chosen, flavor, overrides, values, hub, notices, block, found)
+
+
+def nearest(hub: Hub, names: list[str], values: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """The flavor with the fewest fields that differ, and those fields.
+
+    Every field is compared, also those that a folder says nothing of: what is another's own is never taken over.
+    """
+    candidates = []
+    for name in names:
+        for flavor in read_model_file(name).flavors:
+            overrides = overrides_of(hub, name, flavor, values)
+            candidates.append((len(overrides), "debug" in flavor, name, flavor, overrides))
+    _, _, name, flavor, overrides = min(candidates, key=lambda candidate: candidate[:4])
+    return name, flavor, overrides
+
+
+def overrides_of(hub: Hub, name: str, flavor: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes a flavor the model of ``values``: every field that differs and takes part in what is computed."""
+    has, aside = shape(read_model_file(name), flavor, {}), FREE | hub.unused(values)
+    return {key: value for key, value in values.items() if has[key] != value and key not in aside}

@@ -1,0 +1,76 @@
+"""Hugging Face folders that a run leaves beside its checkpoints: ``step-N-hf``, made of the checkpoint just saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardtrain import models, tasks
+from shardtrain.checkpoint import files
+from shardtrain.config.schema import Config
+from shardtrain.hf import origin
+from shardtrain.hf.exporting import SHARD_BYTES, Export, Writer, config_fields
+from shardtrain.hf.model import translation_of
+from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils.log import logger
+
+
+class HubSaves:
+    """Writes checkpoints of a run in Hugging Face format; an ``Exporter`` of ``checkpoint/exports.py``."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError or CheckpointError, before the first step, for a model that has no such form."""
+        model, self._options = config.model, config.checkpoint
+        module = models.find(model.name)
+        shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+        assets = Path(model.tokenizer_path or model.hf_assets_path)
+        self._wanted = Export(
+            Path(),
+            Path(),
+            module,
+            shape,
+            dtype="" if config.checkpoint.export_dtype == "auto" else config.checkpoint.export_dtype,
+            source=origin.of_run(config, module, shape),
+            tokenizer=assets if assets.is_dir() else None,
+            shard_bytes=SHARD_BYTES,
+            max_tokens=config.training.seq_len,
+        )
+        if getattr(tasks.open_task(config), "num_labels", 0):
+            rule = "has a head of labels, which the format of a language model has no place for"
+            fix = "set checkpoint.last_save_in_hf = false and hf_interval = 0"
+            raise ConfigError(Problem("task.name", config.task.name, rule, fix))
+        translation_of(module, shape, f"model.name={model.name}")
+        config_fields(self._wanted)
+        if not any(one.has_tokenizer for one in self._wanted.sources()):
+            logger.warning(f"no tokenizer will be in the Hugging Face folders: {str(assets)!r} is no folder of one")
+
+    @staticmethod
+    def wanted(config: Config) -> bool:
+        """Whether a run asks for such folders."""
+        options = config.checkpoint
+        return options.enable and not options.load_only and (options.last_save_in_hf or options.hf_interval > 0)
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """See Exporter."""
+        interval = self._options.hf_interval
+        return step > 0 and ((last and self._options.last_save_in_hf) or (interval > 0 and step % interval == 0))
+
+    def write_share(self, checkpoint: Path, draft: Path, rank: int, size: int, go_on: Callable[[], None]) -> None:
+        """See Exporter. The files of weights are dealt over the ranks, and so is the check of the checkpoint's own."""
+        writer = self._writer(checkpoint)
+        writer.check_source(rank, size)
+        wait = files.SEEN_SECONDS if dist.get_world_size() > 1 else 0.0
+        for name in list(writer.files)[rank::size]:
+            written = writer.write_weights(draft, name, go_on, wait)
+            if damage := files.find_damage(draft, written):
+                raise StorageError(f"cannot write {draft}: {damage}; look after the disk, then start again")
+
+    def write_rest(self, checkpoint: Path, draft: Path) -> None:
+        """See Exporter."""
+        self._writer(checkpoint).write_rest(draft)
+
+    def _writer(self, checkpoint: Path) -> Writer:
+        return Writer(dataclasses.replace(self._wanted, checkpoint=checkpoint))

@@ -1,0 +1,191 @@
+"""What a model came from: the Hugging Face folder, or the checkpoint that was made of one, that an export goes back to.
+
+A folder is more than weights: its config.json, tokenizer, chat template and generation settings belong to the model.
+A run names the folder that it began with; ``import`` and ``merge`` put these files into the checkpoint that they write,
+as the bytes of one more file that its manifest knows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.manifest import MANIFEST, WEIGHTS_PREFIX, Manifest
+from shardtrain.hf import layer_files
+from shardtrain.hf.block_fp8 import open_weights
+from shardtrain.hf.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_json
+from shardtrain.hf.mapping import Translation
+from shardtrain.hf.weights import INDEX, SINGLE
+from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
+
+FACT, FILE, NAMES = "hub_files", "hub-files.bin", "hub_names"
+TOKENIZERS = re.compile(
+    r"tokenizer.*\.(json|model)|[\w-]*\.(model|tiktoken)|tekken\.json|vocab\.(json|txt)|merges\.txt"
+)
+"""Files of which one makes a tokenizer."""
+_TRAVEL = re.compile(
+    TOKENIZERS.pattern + r"|special_tokens_map\.json|added_tokens\.json|(?!\.)[\w.-]*\.jinja|chat_template\.json"
+    r"|(additional_)?chat_templates/(?!\.)[\w.-]+\.jinja|(generation|preprocessor|processor|sentence_bert)_config\.json"
+    r"|modules\.json|(LICENSE|NOTICE)[\w.-]*|USE_POLICY\.md"
+)
+"""What belongs to a model beside config.json and weights; a name in a checkpoint that does not match is refused."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder, or what a checkpoint keeps of one."""
+
+    where: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Its config.json; empty where there is none."""
+    files: Mapping[str, tuple[Path, int, int]] = field(default_factory=dict)
+    """What travels with the weights: name -> file, first byte and number of bytes."""
+
+    def read(self, name: str) -> bytes:
+        """One of its files. Raises OSError."""
+        path, begin, size = self.files[name]
+        with open(path, "rb") as file:
+            file.seek(begin)
+            return file.read(size)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether one of its files makes a tokenizer."""
+        return any(TOKENIZERS.fullmatch(name) and name != "tokenizer_config.json" for name in self.files)
+
+
+def of_folder(folder: Path) -> Source:
+    """What a folder holds; it need not have weights, nor a config.json. Raises CheckpointError for a broken one."""
+    config = dict(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else {}
+    if config.get("num_nextn_predict_layers") and has_weights(folder):  # layers beyond the last, which are not read
+        with open_weights(folder, None) as weights:
+            first = f"model.layers.{config.get('num_hidden_layers')}."
+            if any(name.startswith(first) for name in weights.names()):
+                config["num_nextn_predict_layers"] = 0
+    files = {}
+    for path in sorted(folder.rglob("*") if folder.is_dir() else ()):
+        name = path.relative_to(folder).as_posix()
+        if _TRAVEL.fullmatch(name) and path.is_file():
+            files[name] = (path, 0, path.stat().st_size)
+    return Source(folder, config, files)
+
+
+def of_checkpoint(folder: Path, stored: Manifest) -> Source | None:
+    """What a checkpoint keeps of the folder that it was made of; None where it keeps nothing."""
+    said = stored.facts.get(FACT)
+    file = next((file for file in stored.files if file.name == FILE), None)
+    if not isinstance(said, dict) or file is None:
+        return None
+    files: dict[str, tuple[Path, int, int]] = {}
+    for name, place in said.items():
+        fits = isinstance(place, list) and len(place) == 2 and all(type(n) is int and n >= 0 for n in place)
+        if not fits or sum(place) > file.bytes or not (name == CONFIG or _TRAVEL.fullmatch(name)):
+            raise CheckpointError(f"checkpoint {folder}: what it says of {name[:100]!r} is not a file; use another one")
+        files[name] = (folder / FILE, *place)
+    own = files.pop(CONFIG, None)
+    source = Source(folder, {}, files if own is None else {**files, CONFIG: own})
+    try:
+        config = json.loads(source.read(CONFIG)) if own is not None else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {folder}: its {CONFIG} cannot be read ({error}); use another one") from None
+    return Source(folder, config if isinstance(config, dict) else {}, files)
+
+
+def of_path(path: Path) -> Source | None:
+    """Of a checkpoint what it keeps, of a folder what it is; None where there is neither."""
+    if (path / MANIFEST).is_file():
+        return of_checkpoint(path, manifest.read(path))
+    return of_folder(path) if path.is_dir() else None
+
+
+def unpacked(source: Source) -> Path:
+    """A folder with the files of a source, for as long as this process lives."""
+    folder = Path(tempfile.mkdtemp(prefix="shardtrain-hub-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in source.files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(source.read(name))
+    if source.config:
+        (folder / CONFIG).write_text(json.dumps(source.config))
+    return folder
+
+
+def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
+    """What ``import`` or ``merge`` noted of a checkpoint's model; None where a run wrote it.
+
+    Raises:
+        CheckpointError: for what is none of this package's models: a path in an artefact is never followed.
+    """
+    noted = stored.facts.get("model")
+    if not isinstance(noted, dict):
+        return None
+    name, flavor, overrides = (noted.get(key) for key in ("name", "flavor", "overrides"))
+    if not isinstance(name, str) or not isinstance(flavor, str):
+        raise CheckpointError(f"checkpoint {folder}: what it says of its model is not a name; give --config")
+    if name.endswith(".py"):
+        raise CheckpointError(f"checkpoint {folder} names a model file; give the run's own with --config")
+    overrides = dict(overrides) if isinstance(overrides, dict) else {}
+    if name == "transformers":
+        source = of_checkpoint(folder, stored)
+        if source is None or not source.config:
+            raise CheckpointError(f"checkpoint {folder} has no {CONFIG}, which says what it is; give --config")
+        overrides["path"] = str(unpacked(source))
+    return {**noted, "name": name, "flavor": flavor, "overrides": overrides}
+
+
+def packed(source: Source) -> tuple[bytes, dict[str, list[int]]]:
+    """The bytes of all files of a source, its config.json first, and where each begins and how long it is.
+
+    Raises:
+        ConfigError: for more bytes than a model has.
+        StorageError: where one cannot be read.
+    """
+    data, places = bytearray(), {}
+    texts = {CONFIG: (json.dumps(source.config, indent=2) + "\n").encode()} if source.config else {}
+    if sum(size for _, _, size in source.files.values()) > MAX_JSON_BYTES:
+        raise ConfigError(
+            f"{source.where} has more than {MAX_JSON_BYTES} bytes beside its weights; remove what is not part"
+        )
+    for name in [*texts, *source.files]:
+        try:
+            one = texts[name] if name in texts else source.read(name)
+        except OSError as error:
+            raise StorageError(f"cannot read {source.where / name}: {error.strerror}; look after the folder") from None
+        places[name] = [len(data), len(one)]
+        data += one
+    return bytes(data), places
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights that can be opened, by the names of their files."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file() or layer_files.is_layer_folder(folder)
+
+
+def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:
+    """The type of each of our tensors where a model came from: of a checkpoint, or of a folder's weights.
+
+    Empty where there are no weights. Only what the files say at their beginning is read.
+    """
+    if (path / MANIFEST).is_file():
+        stored = manifest.read(path).tensors
+        return {
+            name: stored[WEIGHTS_PREFIX + name].dtype for name in translation.shapes if WEIGHTS_PREFIX + name in stored
+        }
+    if not has_weights(path):
+        return {}
+    block = block_of(read_json(path / CONFIG), str(path / CONFIG))
+    with open_weights(path, block, translation.hub.prefix) as weights:
+        found = {}
+        for name in translation.sources:
+            first = next(iter(translation.pieces_of(name))).name
+            if first in weights:
+                found[name] = str(weights.dtype(first)).removeprefix("torch.")
+    return found

@@ -1,0 +1,154 @@
+"""Hosts for ssh: a list, or a hostfile as DeepSpeed writes it, with hosts and devices taken in or left out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardtrain.config.rules.launch import HOST
+from shardtrain.config.schema.launch import Launch
+from shardtrain.utils.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: its name, and its user, port, number of ranks and visible devices where they are said."""
+
+    name: str
+    user: str | None = None
+    port: int | None = None
+    slots: int | None = None
+    devices: tuple[int, ...] | None = None
+
+    @property
+    def address(self) -> str:
+        """What ssh is told: USER@HOST or HOST."""
+        return f"{self.user}@{self.name}" if self.user else self.name
+
+    @property
+    def label(self) -> str:
+        """What it is called before the lines that come from it: HOST:PORT or HOST."""
+        return f"{self.name}:{self.port}" if self.port else self.name
+
+
+def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
+    """The hosts of a launch, in order; ``asked_nodes`` takes the first so many.
+
+    Raises:
+        ConfigError: there are none or too few, the hostfile cannot be read, or hosts would have unequal ranks.
+    """
+    options = launch.ssh
+    if options.hostfile:
+        hosts = select(read_hostfile(Path(options.hostfile)), options.include, options.exclude)
+    else:
+        hosts = [to_host(text) for text in options.hosts]
+    if not hosts:
+        raise ConfigError(Problem("launch.ssh.hosts", None, "names no host", "give --hosts a,b or --hostfile FILE"))
+    names = [host.name + f":{host.port}" for host in hosts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        rule = f"names {twice.removesuffix(':None')} twice"
+        raise ConfigError(Problem("launch.ssh.hosts", None, rule, "name each host once; slots say how many ranks"))
+    if asked_nodes is not None and asked_nodes > len(hosts):
+        raise ConfigError(Problem("launch.nodes", asked_nodes, f"is more than {len(hosts)} hosts", "name more hosts"))
+    hosts = hosts[:asked_nodes] if asked_nodes else hosts
+    if len({host.slots for host in hosts}) > 1:
+        told = ", ".join(f"{host.name} has {host.slots or 'no slots=N'}" for host in hosts)
+        fix = "leave some out by --exclude, or choose devices by --include HOST:0,1"
+        raise ConfigError(Problem("slots", None, f"must be equal on all hosts: {told}", fix))
+    return hosts
+
+
+def to_host(text: str) -> Host:
+    """A host as ``[user@]host[:port]``.
+
+    >>> to_host("me@node1:2222")
+    Host(name='node1', user='me', port=2222, slots=None, devices=None)
+    """
+    user, _, rest = text.rpartition("@")
+    name, _, port = rest.partition(":")
+    return Host(name, user or None, int(port) if port else None)
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a hostfile: a line each, ``host`` or ``host slots=N``; ``#`` begins a comment.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is none of these.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            Problem("launch.ssh.hostfile", str(path), f"cannot be read: {error}", "give a file")
+        ) from None
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        found = re.fullmatch(r"slots=([1-9][0-9]{0,3})", words[1]) if len(words) == 2 else None
+        if not re.fullmatch(HOST, words[0]) or len(words) > 2 or (len(words) == 2 and not found):
+            shown = "".join(c if c.isprintable() else "?" for c in line)[:80]
+            raise ConfigError(
+                Problem("line", shown, "is no host", 'write it like "node1 slots=8"', f"{path.name}:{number}")
+            )
+        hosts.append(replace(to_host(words[0]), slots=int(found[1]) if found else None))
+    return hosts
+
+
+def select(hosts: list[Host], include: str, exclude: str) -> list[Host]:
+    """Take hosts, or devices of them, in or out: ``node1@node2:0,2`` is node1 whole and two devices of node2.
+
+    Raises:
+        ConfigError: both are given, or they name a host or a device that is not there.
+
+    >>> [h.devices for h in select([Host("a", slots=2), Host("b", slots=2)], "", "a:0")]
+    [(1,), None]
+    """
+    if include and exclude:
+        raise ConfigError(Problem("--exclude", exclude, "and --include exclude each other", "give one of them"))
+    if include:
+        named = _filter("--include", include, hosts)
+        return [_with(host, named[host.name]) for host in hosts if host.name in named]
+    if not exclude:
+        return hosts
+    left = []
+    for host, gone in ((host, _filter("--exclude", exclude, hosts).get(host.name, ())) for host in hosts):
+        rest = tuple(d for d in range(host.slots or 0) if gone is not None and d not in gone)
+        if gone == ():
+            left.append(host)
+        elif rest:
+            left.append(_with(host, rest))
+    return left
+
+
+def _with(host: Host, devices: tuple[int, ...] | None) -> Host:
+    return host if devices is None else replace(host, devices=devices, slots=len(devices))
+
+
+def _filter(option: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, ...] | None]:
+    """Host -> devices of a filter; None for a whole host."""
+    by_name = {host.name: host for host in hosts}
+    named: dict[str, tuple[int, ...] | None] = {}
+    for part in text.split("@"):
+        name, colon, numbers = part.partition(":")
+        if name not in by_name:
+            raise _wrong(option, text, f"names {name!r}, which is no host of the hostfile", f"use {', '.join(by_name)}")
+        if not colon:
+            named[name] = None
+            continue
+        if not re.fullmatch(r"\d+(,\d+)*", numbers):
+            raise _wrong(option, text, f"has no devices after {name}:", "write them like node1:0,2")
+        devices, slots = tuple(sorted(set(map(int, numbers.split(","))))), by_name[name].slots
+        if slots is None or devices[-1] >= slots:
+            raise _wrong(
+                option, text, f"names device {devices[-1]} of {name}, which has {slots or 'no'} slots", "count from 0"
+            )
+        named[name] = devices
+    return named
+
+
+def _wrong(option: str, text: str, rule: str, fix: str) -> ConfigError:
+    return ConfigError(Problem(option, text, rule, fix))

@@ -1,0 +1,175 @@
+"""What was launched, by its id: ``slurm/NUMBER``, ``kubernetes/NAMESPACE/KIND/NAME``, ``runai/...`` or ``ssh/PID``.
+
+An id says all that is needed to ask the platform; only ssh, whose launcher is a process of this machine, has a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from shardtrain.config.schema.launch import Launch
+from shardtrain.launch.job import Job
+from shardtrain.launch.platforms import kubectl, slurm_queue
+from shardtrain.launch.platforms.slurm import ask
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
+
+_WORD = r"[A-Za-z0-9][A-Za-z0-9._@+-]*"
+
+
+_FORMS: dict[str, tuple[str, ...]] = {
+    "slurm": (r"[0-9]+(_[0-9]+)?",),
+    "kubernetes": (_WORD, "|".join(kubectl.RESOURCES), _WORD),
+    "runai": ("v1|v2", "pytorch|standard", f"-|{_WORD}", _WORD),
+    "ssh": (r"[0-9]{1,10}",),
+}
+"""The parts of an id: they become arguments of a platform's commands."""
+
+
+def kubernetes_id(job: Job, launch: Launch) -> str:
+    """The id of a manifest's job."""
+    return f"kubernetes/{launch.kubernetes.namespace}/{launch.kubernetes.kind}/{job.name}"
+
+
+def runai_id(job: Job, launch: Launch) -> str:
+    """The id of a job of Run:ai; ``-`` stands for the project that is chosen on this machine."""
+    kind = "pytorch" if job.nodes > 1 else "standard"
+    return f"runai/{launch.runai.cli}/{kind}/{launch.runai.project or '-'}/{job.name}"
+
+
+def status(name: str) -> int:
+    """Print what the platform says of a job."""
+    return _run(name, "status")
+
+
+def logs(name: str) -> int:
+    """Print the log of a job; where the platform can, follow it."""
+    return _run(name, "logs")
+
+
+def stop(name: str) -> int:
+    """Ask a job to stop; it saves first, if its platform waits for it."""
+    return _run(name, "stop")
+
+
+def parts_of(name: str) -> tuple[str, list[str]]:
+    """The platform of an id, and the parts behind it.
+
+    Raises:
+        ConfigError: it is no id.
+
+    >>> parts_of("runai/v2/pytorch/-/my-run")
+    ('runai', ['v2', 'pytorch', '-', 'my-run'])
+    """
+    platform, *parts = name.split("/")
+    forms = _FORMS.get(platform, ())
+    if not forms or len(parts) != len(forms) or not all(map(re.fullmatch, forms, parts)):
+        raise ConfigError(Problem("id", name, "is no id of a job", "use what launch printed, as slurm/1234"))
+    return platform, parts
+
+
+def _run(name: str, verb: str) -> int:
+    platform, parts = parts_of(name)
+    if platform == "ssh":
+        return _ssh(int(parts[0]), verb)
+    if platform == "slurm":
+        return {"status": slurm_queue.status, "logs": slurm_queue.logs, "stop": slurm_queue.stop}[verb](parts[0])
+    if platform == "kubernetes":
+        return {"status": kubectl.status, "logs": kubectl.logs, "stop": kubectl.stop}[verb](*parts)
+    words = _runai(parts, verb)
+    try:
+        if verb != "logs":  # a log is followed for as long as it grows
+            print(ask(words, fix="ask where the job was launched"), end="")
+            return 0
+        return subprocess.run(words, check=False).returncode
+    except FileNotFoundError:
+        raise ConfigError(Problem(words[0], None, "is not on this machine", "ask where the job was launched")) from None
+
+
+def _runai(parts: list[str], verb: str) -> list[str]:
+    cli, kind, project, name = parts
+    where = [] if project == "-" else ["-p", project]
+    if cli == "v2":
+        word = {"status": "describe", "logs": "logs", "stop": "delete"}[verb]
+        return ["runai", "training", kind, word, name, *where]
+    words = {"status": ["describe", "job"], "logs": ["logs"], "stop": ["delete", "job"]}[verb]
+    return ["runai", *words, name, *where]
+
+
+def folder_of(pid: int) -> Path:
+    """Where the launcher of an ssh job keeps the log of each host."""
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "shardtrain" / f"ssh-{pid}"
+
+
+def open_folder(pid: int) -> Path:
+    """Make the folder of a launcher, with the mark by which it is known again; an older one of its number goes."""
+    folder = folder_of(pid)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for old in [*folder.glob("*.log"), *folder.glob("ended")]:
+        old.unlink()
+    (folder / "started").write_text(_started(pid), encoding="utf-8")
+    return folder
+
+
+def ended(folder: Path, run: Callable[[], int]) -> int:
+    """Run a launcher, and note the status with which it ends for those that ask later; raises what it raises."""
+    code = ShardtrainError.exit_code
+    try:
+        code = run()
+    except ShardtrainError as error:
+        code = error.exit_code
+        raise
+    finally:
+        (folder / "ended").write_text(str(code), encoding="utf-8")
+    return code
+
+
+def _started(pid: int) -> str:
+    """What tells a process from every other that had or will have its number; empty where it is gone.
+
+    On Linux the boot and the kernel's own count since then: the clock time that ps makes of it depends on the zone and
+    the language of who asks, and moves when the clock is set.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else f"{boot} {fields[19]}"
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return ""
+    words = ["ps", "-o", "lstart=", "-p", str(pid)]
+    names = {**os.environ, "TZ": "UTC", "LC_ALL": "C"}
+    return subprocess.run(words, capture_output=True, text=True, check=False, env=names).stdout.strip()
+
+
+def _ssh(pid: int, verb: str) -> int:
+    folder = folder_of(pid)
+    if not (folder / "started").exists():
+        raise ConfigError(Problem("id", f"ssh/{pid}", "is no launch of this user and machine", "look where it began"))
+    runs = bool(_started(pid)) and _started(pid) == (folder / "started").read_text(encoding="utf-8")
+    actions: dict[str, Callable[[], object]] = {
+        "status": lambda: print("running" if runs else _end_of(folder)),
+        "stop": lambda: os.kill(pid, signal.SIGTERM) if runs else print("ended already"),
+        "logs": lambda: _print_logs(folder),
+    }
+    actions[verb]()
+    return 0
+
+
+def _end_of(folder: Path) -> str:
+    try:
+        return f"ended with {(folder / 'ended').read_text(encoding='utf-8')}"
+    except OSError:
+        return "ended, and could not say how: it was killed, or its machine went down"
+
+
+def _print_logs(folder: Path) -> None:
+    for path in sorted(folder.glob("*.log")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            sys.stdout.write(f"[{path.stem}] {line}\n")

@@ -1,0 +1,1 @@
+"""Where ranks are started: one file per platform, and what it is reached by."""

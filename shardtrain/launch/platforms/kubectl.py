@@ -1,0 +1,156 @@
+"""What a cluster is asked through kubectl: to create the objects of a job, all or none, and what became of them.
+
+Every answer comes within a stated time or is an error of one line; only a log is followed for as long as it grows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+
+import yaml
+
+from shardtrain.utils.errors import ConfigError, Problem
+
+ANSWER_SECONDS = 8
+"""Time in which a cluster must say that it is there."""
+WAIT_SECONDS = 60
+"""Time for anything else; a request to the server is given half of it."""
+
+RESOURCES = {
+    "pytorchjob": "pytorchjobs.kubeflow.org",
+    "trainjob": "trainjobs.trainer.kubeflow.org",
+    "jobset": "jobsets.jobset.x-k8s.io",
+}
+# a TrainJob makes a JobSet of its own name
+_PODS_OF = {
+    "pytorchjob": "training.kubeflow.org/job-name",
+    "trainjob": "jobset.sigs.k8s.io/jobset-name",
+    "jobset": "jobset.sigs.k8s.io/jobset-name",
+}
+_BESIDE = {"trainjob": "configmaps,trainingruntimes.trainer.kubeflow.org"}
+
+_FIXES = (
+    ("AlreadyExists", "choose another --name, or end the other with launch stop"),
+    (r"namespaces .* not found", "create it, or correct launch.kubernetes.namespace"),
+    (
+        r"no matches for kind|have a resource type|find the requested resource",
+        "install its operator, or correct launch.kubernetes.kind",
+    ),
+    ("exceeded quota", "ask for less, or wait until other jobs end"),
+    (r"NotFound", "it has ended and was removed, or the id is wrong"),
+    (r"orbidden", "ask who runs the cluster for this right"),
+    (r"context .*(not found|not exist)", "choose one that is there: kubectl config use-context NAME"),
+    (r"logged in|Unauthorized", "log in to the cluster again"),
+    (r"onnect|no such host", "is the cluster up, and the one you mean? see kubectl config current-context"),
+)
+
+
+def create(text: str) -> None:
+    """Create the objects of a job one after the other; where one is refused, those before it are taken away again.
+
+    Not all in one go: kubectl would go on behind an error, and a dry run of the server says no to a TrainJob whose
+    runtime is not there yet.
+
+    Raises:
+        ConfigError: kubectl is missing, the cluster does not answer, or it refuses an object.
+    """
+    _require_answer()
+    made: list[str] = []
+    try:
+        for manifest in yaml.safe_load_all(text):
+            written = json.dumps(manifest)
+            _ask(["create", "--filename", "-"], written)
+            made.append(written)
+    except BaseException as error:
+        stayed = _take_away(made)
+        if stayed and isinstance(error, ConfigError):
+            raise ConfigError(f"{error}; {stayed}") from None
+        raise
+
+
+def _take_away(made: Sequence[str]) -> str:
+    """Delete what was created, the last first; gives in words what could not be."""
+    for written in reversed(made):
+        try:
+            _ask(["delete", "--ignore-not-found", "--wait=false", "--filename", "-"], written)
+        except ConfigError:
+            manifest = json.loads(written)
+            name = f"{manifest['kind'].lower()}/{manifest['metadata']['name']}"
+            return f"{name} was made and could not be taken away: kubectl delete it"
+    return ""
+
+
+def status(namespace: str, kind: str, name: str) -> int:
+    """Print what the cluster says of a job; gives the exit status.
+
+    Raises:
+        ConfigError: the job is gone, or the cluster does not answer.
+    """
+    _require_answer()
+    print(_ask(["--namespace", namespace, "get", RESOURCES[kind], name]), end="")
+    return 0
+
+
+def stop(namespace: str, kind: str, name: str) -> int:
+    """Delete a job and what was made with it; its pods are told, and have their time to save. Raises as ``status``."""
+    _require_answer()
+    here, quick = ["--namespace", namespace], ["--wait=false", "--ignore-not-found"]
+    gone: ConfigError | None = None
+    try:
+        print(_ask([*here, "delete", RESOURCES[kind], name, "--wait=false"]), end="")
+    except ConfigError as error:
+        if "NotFound" not in str(error):
+            raise
+        gone = error  # what was made with it may still be there, and would be in the way of a new one
+    mine = f"app.kubernetes.io/name=shardtrain,app.kubernetes.io/instance={name}"
+    _ask([*here, "delete", _BESIDE.get(kind, "configmaps"), "--selector", mine, *quick])
+    if gone:
+        raise gone
+    return 0
+
+
+def logs(namespace: str, kind: str, name: str) -> int:
+    """Follow the logs of all pods of a job, some of which may not run yet. Raises as ``status``, and without pods."""
+    _require_answer()
+    here, selector = ["--namespace", namespace], ["--selector", f"{_PODS_OF[kind]}={name}"]
+    _ask([*here, "get", RESOURCES[kind], name])
+    if not _ask([*here, "get", "pods", *selector, "--output", "name"]).strip():
+        rule = f"has no pods in {namespace}, and so no log"
+        raise ConfigError(Problem(f"{kind} {name}", None, rule, "wait for them, and ask for its status"))
+    follow = ["--follow", "--prefix", "--tail=-1", "--max-log-requests=64", "--ignore-errors"]
+    return subprocess.run(["kubectl", *here, "logs", *selector, *follow], check=False).returncode
+
+
+def _require_answer() -> None:
+    """One short question first: kubectl asks a server that is not there five times."""
+    try:
+        _ask(["get", "--raw", "/version"], seconds=ANSWER_SECONDS)
+    except ConfigError as error:
+        if "(Forbidden)" not in str(error):  # it did answer
+            raise
+
+
+def _ask(words: Sequence[str], text: str = "", seconds: int = WAIT_SECONDS) -> str:
+    """What kubectl prints; each line of its errors without the notes of its library.
+
+    Raises:
+        ConfigError: kubectl is missing, fails, or does not answer; one line with its own words.
+    """
+    command = ["kubectl", *words, f"--request-timeout={max(seconds // 2, ANSWER_SECONDS)}s"]
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds, check=False)
+    except FileNotFoundError:
+        fix = "install kubectl and choose a cluster, or use --dry-run"
+        raise ConfigError(Problem("kubectl", None, "is not on this machine", fix)) from None
+    except subprocess.TimeoutExpired:
+        fix = "is it up, and the one you mean? see kubectl config current-context"
+        raise ConfigError(Problem("kubectl", None, f"had no answer of the cluster in {seconds} s", fix)) from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if not re.match(r"[EWI]\d{4} ", line)]
+        told = " ".join(" ".join(lines).split())[-500:] or f"exit status {done.returncode}"
+        fix = next((fix for found, fix in _FIXES if re.search(found, told)), "correct [launch], or ask the cluster")
+        raise ConfigError(Problem("kubectl", None, f"refused: {told}", fix))
+    return done.stdout

@@ -1,0 +1,232 @@
+"""Kubernetes: manifests of a PyTorchJob, a TrainJob or a JobSet, dumped from data and never pasted together.
+
+The configuration file travels in a ConfigMap. Secrets are references (``secretKeyRef``). Each pod runs ``shardtrain
+train``, which knows what the three operators tell their pods; see ``nodes``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from shardtrain.config.schema.launch import Launch
+from shardtrain.launch.job import RETRIES, Job, header, require, require_free, require_nothing_lost
+from shardtrain.utils.errors import ConfigError, Problem
+
+CONFIG_PATH = "/etc/shardtrain/config.toml"
+RENDEZVOUS_PORT = 29500
+
+_NO_FOLD = 1 << 30
+Manifest = dict[str, Any]
+
+
+def render(job: Job, launch: Launch) -> str:
+    """The manifests of a job as YAML, for ``kubectl create``.
+
+    Raises:
+        ConfigError: the job asks for what Kubernetes cannot do.
+    """
+    require(job.image, "launch.image", "kubernetes", "name an image that holds this package: containers/Dockerfile")
+    require_nothing_lost(job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "kubernetes")
+    kinds = {"pytorchjob": _pytorchjob, "trainjob": _trainjob, "jobset": _jobset}
+    manifests = [*_config_map(job, launch), *kinds[launch.kubernetes.kind](job, launch)]
+    if job.is_elastic and launch.kubernetes.kind != "pytorchjob":
+        rule = "has no effect there: a lost pod ends the whole attempt"
+        fix = 'leave out launch.min_nodes, or use "pytorchjob"'
+        raise ConfigError(Problem("launch.kubernetes.kind", launch.kubernetes.kind, rule, fix))
+    # a text stays on one line: readers of YAML agree on what quotes hold there, and so do people who search for it
+    text = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=_NO_FOLD)
+    return f"# {header('kubectl create -f FILE')}\n{text}"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts in quotes unless no reader of YAML could take them for anything else.
+
+    PyYAML leaves ``2e-05`` bare; Kubernetes would read a number, and refuse it in a list of arguments.
+    """
+
+
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    plain = re.fullmatch(r"[A-Za-z/][A-Za-z0-9_./-]*", text) and text.lower() not in _WORDS
+    style = "|" if "\n" in text else None if plain else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+_Dumper.add_representer(str, _quoted)
+
+
+def _config_map(job: Job, launch: Launch) -> list[Manifest]:
+    if job.config_text is None:
+        return []
+    data = {"config.toml": job.config_text}
+    return [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job, launch), "data": data}]
+
+
+def _metadata(job: Job, launch: Launch, queued: bool = False) -> Manifest:
+    labels = {"app.kubernetes.io/name": "shardtrain", "app.kubernetes.io/instance": job.name}
+    if queued and launch.kubernetes.queue:
+        labels["kueue.x-k8s.io/queue-name"] = launch.kubernetes.queue
+    return {"name": job.name, "namespace": launch.kubernetes.namespace, "labels": labels}
+
+
+def _container(job: Job, name: str, more: Mapping[str, str] | None = None) -> Manifest:
+    """The container of a pod; one that is named otherwise would get nothing from its operator."""
+    variables: list[Manifest] = [{"name": k, "value": v} for k, v in {**job.environment, **(more or {})}.items()]
+    for secret in job.secrets:
+        reference = {"secretKeyRef": {"name": secret.name, "key": secret.key}}
+        variables.append({"name": secret.variable, "valueFrom": reference})
+    container: Manifest = {"name": name, "image": job.image, "command": list(map(_literal, job.command))}
+    if variables:
+        container["env"] = [{**v, "value": _literal(v["value"])} if "value" in v else v for v in variables]
+    if job.workdir:
+        container["workingDir"] = job.workdir
+    resources = _resources(job)
+    if resources:
+        container["resources"] = resources
+    mounts = [{"name": name, **mount} for name, mount, _ in _volumes(job)]
+    if mounts:
+        container["volumeMounts"] = mounts
+    return container
+
+
+def _literal(text: str) -> str:
+    """Text that Kubernetes hands on as it is: ``$(NAME)`` would be replaced, and ``$$`` stands for one dollar."""
+    return text.replace("$", "$$")
+
+
+def _resources(job: Job) -> Manifest:
+    wanted: dict[str, str] = {}
+    if job.cpus:
+        wanted["cpu"] = str(job.cpus)
+    if job.memory_gib:
+        wanted["memory"] = f"{job.memory_gib}Gi"
+    if job.devices:
+        wanted[job.device_resource] = str(job.devices)
+    return {"requests": dict(wanted), "limits": dict(wanted)} if wanted else {}
+
+
+def _volumes(job: Job) -> list[tuple[str, Manifest, Manifest]]:
+    """Name, mount and source of each volume: the configuration, shared memory, the claims."""
+    found: list[tuple[str, Manifest, Manifest]] = []
+    if job.config_text is not None:
+        folder = CONFIG_PATH.rpartition("/")[0]
+        found.append(("config", {"mountPath": folder, "readOnly": True}, {"configMap": {"name": job.name}}))
+    if job.shared_memory_gib:
+        memory = {"medium": "Memory", "sizeLimit": f"{job.shared_memory_gib}Gi"}
+        found.append(("shared-memory", {"mountPath": "/dev/shm"}, {"emptyDir": memory}))
+    own = {mount["mountPath"] for _, mount, _ in found}
+    for mount in job.mounts:
+        if mount.path.rstrip("/") in own:
+            rule, fix = "is where the pod has a volume of its own", "mount it elsewhere"
+            raise ConfigError(Problem("launch.mounts", f"{mount.source}:{mount.path}", rule, fix))
+    claims = list(dict.fromkeys(mount.source for mount in job.mounts))
+    for mount in job.mounts:
+        where = {"mountPath": mount.path, **({"readOnly": True} if mount.read_only else {})}
+        claim = {"persistentVolumeClaim": {"claimName": mount.source}}
+        found.append((f"claim-{claims.index(mount.source)}", where, claim))
+    return found
+
+
+def _pod(
+    job: Job, launch: Launch, name: str, restart: str | None = None, more: Mapping[str, str] | None = None
+) -> Manifest:
+    options = launch.kubernetes
+    spec: Manifest = {"restartPolicy": restart} if restart else {}
+    spec["terminationGracePeriodSeconds"] = job.grace_seconds
+    if options.service_account:
+        spec["serviceAccountName"] = options.service_account
+    if options.priority_class:
+        spec["priorityClassName"] = options.priority_class
+    if options.image_pull_secret:
+        spec["imagePullSecrets"] = [{"name": options.image_pull_secret}]
+    if options.node_selector:
+        spec["nodeSelector"] = dict(label.split("=", 1) for label in options.node_selector)
+    spec["containers"] = [_container(job, name, more)]
+    volumes = {name: source for name, _, source in _volumes(job)}
+    if volumes:
+        spec["volumes"] = [{"name": name, **source} for name, source in volumes.items()]
+    return {"spec": spec}
+
+
+def _pytorchjob(job: Job, launch: Launch) -> list[Manifest]:
+    """Of the training operator (kubeflow.org/v1), which Run:ai has below it too; the container is ``pytorch``."""
+    template = _pod(job, launch, "pytorch")  # the operator sets its restartPolicy
+    spec: Manifest = {"runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.retries}}
+    if job.is_elastic:
+        # without a master: the operator sets the rendezvous at worker 0, and may then take any other worker away
+        spec["elasticPolicy"] = {
+            "rdzvBackend": "c10d",
+            "minReplicas": job.min_nodes,
+            "maxReplicas": job.nodes,
+            # each loss of a pod is one; with none the others would end, and be started again by the cluster alone
+            "maxRestarts": job.max_restarts or RETRIES,
+        }
+        replicas = {"Worker": job.nodes}
+    else:
+        replicas = {"Master": 1, **({"Worker": job.nodes - 1} if job.nodes > 1 else {})}
+    spec["pytorchReplicaSpecs"] = {
+        role: {"replicas": count, "restartPolicy": "OnFailure" if job.retries else "Never", "template": template}
+        for role, count in replicas.items()
+    }
+    metadata = _metadata(job, launch, queued=True)
+    return _copied({"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": metadata, "spec": spec})
+
+
+def _trainjob(job: Job, launch: Launch) -> list[Manifest]:
+    """Of Kubeflow Trainer: a runtime that says what pods are like, and the job that runs it on some nodes."""
+    step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    pod = _pod(job, launch, "node", "Never")
+    node = {"name": "node", "template": {"metadata": {"labels": step}, "spec": {"backoffLimit": 0, "template": pod}}}
+    metadata = _metadata(job, launch)
+    metadata["labels"]["trainer.kubeflow.org/framework"] = "torch"
+    jobs = {"failurePolicy": {"maxRestarts": job.retries}, "replicatedJobs": [node]}
+    runtime = {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": jobs}}
+    trainer: Manifest = {"numNodes": job.nodes}
+    queued = _metadata(job, launch, queued=True)
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
+    return _copied(
+        {"apiVersion": _TRAINER, "kind": "TrainingRuntime", "metadata": metadata, "spec": runtime},
+        {
+            "apiVersion": _TRAINER,
+            "kind": "TrainJob",
+            "metadata": queued,
+            "spec": {"runtimeRef": reference, "trainer": trainer},
+        },
+    )
+
+
+_TRAINER = "trainer.kubeflow.org/v1alpha1"
+
+
+def _jobset(job: Job, launch: Launch) -> list[Manifest]:
+    """Plain jobs with stable names: the first pod's name is where the others meet."""
+    own = {
+        "SHARDTRAIN_NNODES": str(job.nodes),
+        "SHARDTRAIN_RDZV_ENDPOINT": f"{job.name}-node-0-0.{job.name}:{RENDEZVOUS_PORT}",
+        "SHARDTRAIN_RDZV_ID": job.name,
+    }
+    require_free(job, own, "jobset")
+    indexed: Manifest = {
+        "parallelism": job.nodes,
+        "completions": job.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": _pod(job, launch, "node", "Never", own if job.nodes > 1 else None),
+    }
+    spec = {
+        "network": {"enableDNSHostnames": True, "subdomain": job.name},
+        "failurePolicy": {"maxRestarts": job.retries},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": indexed}}],
+    }
+    metadata = _metadata(job, launch, queued=True)
+    return _copied({"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec})
+
+
+def _copied(*manifests: Manifest) -> list[Manifest]:
+    """The same data without shared parts, which YAML would write as anchors."""
+    return list(json.loads(json.dumps(manifests)))

@@ -1,0 +1,87 @@
+"""Run:ai: one command line for ``runai``, whose two versions name things differently.
+
+Transcribed from the published references of both (docs.run.ai 2.20, docs.nvidia.com/run-ai 3.0) and not run on a
+cluster. ``--environment`` is never written: it sets a variable in one version and names an asset in another.
+"""
+
+from __future__ import annotations
+
+from shardtrain.config.schema.launch import Launch
+from shardtrain.launch.job import Job, require, require_nothing_lost
+from shardtrain.launch.platforms.slurm import ask
+from shardtrain.utils.errors import ConfigError, Problem
+
+
+def render(job: Job, launch: Launch) -> list[str]:
+    """The argument list that submits a job.
+
+    Raises:
+        ConfigError: the job asks for what the command cannot say.
+    """
+    require(job.image, "launch.image", "runai", "name an image that holds this package: containers/Dockerfile")
+    require_nothing_lost(job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "runai")
+    for mount in job.mounts:
+        if mount.read_only:
+            rule = "mounts read-only, for which runai has no flag"
+            raise ConfigError(Problem("launch.mounts", f"{mount.source}:{mount.path}:ro", rule, "leave out :ro"))
+    words = _v2(job, launch) if launch.runai.cli == "v2" else _v1(job, launch)
+    return [*words, "--command", "--", *job.command]
+
+
+def _v2(job: Job, launch: Launch) -> list[str]:
+    kind = ["pytorch"] if job.nodes > 1 else ["standard"]
+    words = ["runai", "training", *kind, "submit", job.name, *_common(job, launch)]
+    words += ["--gpu-devices-request", str(job.devices)] if job.devices else []
+    words += ["--cpu-core-request", str(job.cpus)] if job.cpus else []
+    words += ["--cpu-memory-request", f"{job.memory_gib}G"] if job.memory_gib else []
+    if job.nodes > 1:
+        words += ["--workers", str(job.nodes - 1)]
+        words += ["--master-gpu-devices-request", str(job.devices)] if job.devices else []
+        words += _elastic(job)
+    for secret in job.secrets:
+        words += ["--env-secret", f"{secret.variable}={secret.name},key={secret.key}"]
+    return [*words, "--termination-grace-period", f"{job.grace_seconds}s"]
+
+
+def _v1(job: Job, launch: Launch) -> list[str]:
+    kind = ["submit-dist", "pytorch"] if job.nodes > 1 else ["submit"]
+    words = ["runai", *kind, "--name", job.name, *_common(job, launch)]
+    words += ["--gpu", str(job.devices)] if job.devices else []
+    words += ["--cpu", str(job.cpus)] if job.cpus else []
+    words += ["--memory", f"{job.memory_gib}G"] if job.memory_gib else []
+    words += [f"--workers={job.nodes - 1}", *_elastic(job)] if job.nodes > 1 else []
+    for name, value in job.environment.items():
+        if value.startswith("SECRET:"):
+            rule = "begins with SECRET:, which runai v1 takes for a reference"
+            raise ConfigError(Problem(f"launch.env.{name}", value, rule, "use launch.secrets"))
+    for secret in job.secrets:
+        words += ["-e", f"{secret.variable}=SECRET:{secret.name},{secret.key}"]
+    return words
+
+
+def _common(job: Job, launch: Launch) -> list[str]:
+    words = ["-p", launch.runai.project] if launch.runai.project else []
+    words += ["-i", str(job.image)]
+    for name, value in job.environment.items():
+        words += ["-e", f"{name}={value}"]
+    for mount in job.mounts:
+        words += ["--existing-pvc", f"claimname={mount.source},path={mount.path}"]
+    words += ["--large-shm"] if job.shared_memory_gib else []
+    words += ["--node-pools", ",".join(launch.runai.node_pools)] if launch.runai.node_pools else []
+    return words + (["--working-dir", job.workdir] if job.workdir else [])
+
+
+def _elastic(job: Job) -> list[str]:
+    """Workers may come and go; the master stays, so its pod is not counted."""
+    if not job.is_elastic:
+        return []
+    return ["--min-replicas", str(job.min_nodes - 1), "--max-replicas", str(job.nodes - 1)]
+
+
+def submit(words: list[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: runai is missing, or refuses the job.
+    """
+    ask(words, "", "install Run:ai's command line and log in, or use --dry-run")

@@ -1,0 +1,244 @@
+"""Slurm: a batch script that takes nodes, names and ports from Slurm's own variables, and starts one agent a node.
+
+Slurm's signal (``--signal``) goes to the ranks, which save and leave with 75; the script then queues the job again.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardtrain.config import presets
+from shardtrain.config.schema.launch import Launch
+from shardtrain.launch.job import (
+    Job,
+    folder_words,
+    header,
+    require,
+    require_free,
+    require_nothing_lost,
+    without,
+)
+from shardtrain.utils.errors import ConfigError, Problem
+
+WAIT_SECONDS = 60
+
+TOLD = """\
+told() { # one line with the name of the node; what is wrong, and the fix
+    printf 'error[2]: %s: %s\\n' "${SLURMD_NODENAME:-$HOSTNAME}" "$1" >&2
+}
+"""
+
+MEETING = """\
+# where the nodes meet: everything comes from Slurm
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+port=$((20000 + SLURM_JOB_ID % 10000))
+# taken by another program: the next one
+while (: <"/dev/tcp/${hosts[0]}/$port") 2>/dev/null; do port=$((port + 1)); done
+export SHARDTRAIN_NNODES="$SLURM_JOB_NUM_NODES"
+export SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}:$port"
+export SHARDTRAIN_RDZV_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+"""
+
+LOOK = """\
+import importlib.util, os, sys
+folder, file = sys.argv[1:]
+wrong = ""
+if folder and os.path.realpath(folder) != os.path.realpath("."):
+    wrong = f"{folder} is not on this node; use a folder that all nodes see, or launch.workdir"
+elif file and not os.path.isfile(file):
+    wrong = f"no configuration {os.path.abspath(file)} here; use a folder that all nodes see, or launch.workdir"
+for name in ("torch", "shardtrain"):
+    if not wrong and not importlib.util.find_spec(name):
+        wrong = f"{sys.executable} has no package {name}; install it there, or correct launch.python"
+sys.exit("error[2]: " + wrong if wrong else 0)
+"""
+"""What Python looks at on each node, in the container where there is one; it imports nothing of ours."""
+
+LOOK_ON_NODE = """\
+said=$("$@" 2>&1) && exit
+# the last line that says something, without its colours
+last=$(sed 's/\\x1b\\[[0-9;]*m//g' <<<"$said" | grep -v '^ *$' | tail -n 1)
+if ! command -v "$1" >/dev/null; then
+    last="error[2]: no $1 here; install it, load its module in launch.slurm.setup, or correct launch.python"
+fi
+what=${last##*error\\[2\\]: }
+[[ "$last" == *"error[2]: "* ]] || what="$0 does not start: $last; correct launch.python or launch.image"
+echo "error[2]: ${SLURMD_NODENAME:-$HOSTNAME}: $what" >&2
+exit 2
+"""
+"""Runs that look, and says what it said, or why it did not start, with the name of the node."""
+
+_OF_THE_SCRIPT = (
+    "SHARDTRAIN_NNODES SHARDTRAIN_RDZV_ENDPOINT SHARDTRAIN_RDZV_ID SHARDTRAIN_HOST_SUFFIX hosts port command code look "
+    "on_node"
+)
+# those that bash does not let be set, sets anew, or reads
+_OF_BASH = """
+_ BASH BASHOPTS BASHPID BASH_ALIASES BASH_ARGC BASH_ARGV BASH_ARGV0 BASH_CMDS BASH_COMMAND BASH_LINENO BASH_REMATCH
+BASH_SOURCE BASH_SUBSHELL BASH_VERSINFO BASH_VERSION COMP_WORDBREAKS DIRSTACK EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME
+GROUPS HISTCMD IFS LINENO OLDPWD OPTARG OPTERR OPTIND PIPESTATUS POSIXLY_CORRECT PPID PWD RANDOM SECONDS SHELLOPTS SHLVL
+SRANDOM UID
+"""
+TAKEN = frozenset([*_OF_THE_SCRIPT.split(), *_OF_BASH.split()])
+"""Variables that would not arrive through a script of bash."""
+
+AGAIN = """\
+if ((code == 75 || code == 138)); then
+    # asked to stop, and saved, or by SIGUSR1 before it could hear of it: the same job goes on from there
+    scontrol requeue "$SLURM_JOB_ID" || told "saved, and Slurm does not queue it again; submit it again to go on"
+fi
+"""
+
+
+def render(job: Job, launch: Launch) -> str:
+    """The batch script of a job.
+
+    Raises:
+        ConfigError: the job asks for what Slurm cannot do.
+    """
+    _require(job, launch)
+    slurm = launch.slurm
+    lines = ["#!/bin/bash", f"# {header('sbatch FILE')}", *_directives(job, launch), "set -euo pipefail", TOLD.rstrip()]
+    if job.workdir and slurm.container == "none":
+        rule = f"launch.workdir={job.workdir} is no folder here; use one that all nodes see"
+        folder = shlex.quote(folder_words(job.workdir))
+        lines.append(f"cd -- {folder} 2>/dev/null || {{ told {shlex.quote(rule)}; exit 2; }}")
+    lines += slurm.setup
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+    # sbatch hands on the environment unless a site's SBATCH_EXPORT, or --export in a directive, says otherwise
+    lines += [f': "${{{name}?was not handed on by sbatch; see --export}}"' for name in job.forwarded]
+    suffix = f'${{hosts[0]}}{slurm.host_suffix}:$port"'
+    lines += ["", MEETING.rstrip().replace('${hosts[0]}:$port"', suffix)]
+    lines += [f"export SHARDTRAIN_HOST_SUFFIX={slurm.host_suffix}"] if slurm.host_suffix else []
+    lines += ["", *_command(job, launch), *_look(job, launch)]
+    step = ["srun", "--ntasks-per-node=1"]
+    # an agent that ends early must not take the others with it while they save
+    step += ["--kill-on-bad-exit=0", f"--wait={job.grace_seconds + 60}", "--export=ALL"]
+    container = _container(job, launch)
+    lines += ["code=0", " ".join([*step, *map(shlex.quote, container), '"${command[@]}"', "|| code=$?"])]
+    lines += [AGAIN.rstrip()] if slurm.requeue else []
+    return "\n".join([*lines, 'exit "$code"', ""])
+
+
+def _look(job: Job, launch: Launch) -> list[str]:
+    """A step before the run: every node says on one line why it could not begin, and the job ends at once."""
+    python, *words = job.command
+    file = words[3] if len(words) > 3 and not words[3].startswith("-") else ""
+    file = "" if file in presets.names() else file  # which the package has on every node
+    # a container's folder is of its own; Slurm goes on in /tmp where a node has not that of the job
+    folder = '"$PWD"' if launch.slurm.container == "none" else "''"
+    container = _container(job, launch)
+    options = [word for word in container if launch.slurm.container == "pyxis"]
+    inside = [word for word in container if launch.slurm.container != "pyxis"]
+    name = job.image if inside else python
+    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--export=ALL", *map(shlex.quote, options)]
+    step += ["bash", "-c", '"$on_node"', shlex.quote(name or python), *map(shlex.quote, inside)]
+    step += [shlex.quote(python), "-c", '"$look"', folder, shlex.quote(file)]
+    return [
+        "",
+        "# before any begins, each node looks whether it can",
+        f"look={shlex.quote(LOOK)}",
+        f"on_node={shlex.quote(LOOK_ON_NODE)}",
+        f"{' '.join(step)} || exit",
+        "",
+    ]
+
+
+def _require(job: Job, launch: Launch) -> None:
+    require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "slurm")
+    require_free(job, TAKEN, "Slurm's script")
+    if launch.slurm.container != "none":
+        require(job.image, "launch.image", f"{launch.slurm.container}", "set the image, or container to none")
+    if job.is_elastic:
+        rule = "has no effect on slurm, which starts a job on all its nodes or on none"
+        raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "leave it out"))
+
+
+def _directives(job: Job, launch: Launch) -> list[str]:
+    slurm = launch.slurm
+    sweep = f"0-{len(slurm.sweep) - 1}" + (f"%{slurm.sweep_at_once}" if slurm.sweep_at_once else "")
+    hours, minutes = divmod(slurm.time_limit_minutes or 0, 60)
+    options = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.devices,
+        "cpus-per-task": job.cpus,
+        "mem": f"{job.memory_gib}G" if job.memory_gib else None,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "time": f"{hours}:{minutes:02}:00" if slurm.time_limit_minutes else None,
+        "array": sweep if slurm.sweep else None,
+        "output": f"{job.name}-%A_%a.log" if slurm.sweep else f"{job.name}-%j.log",
+        "open-mode": "append",
+        "signal": f"USR1@{job.grace_seconds}",
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    lines.append("#SBATCH --requeue" if slurm.requeue else "#SBATCH --no-requeue")
+    return lines + [f"#SBATCH {directive}" for directive in slurm.directives]
+
+
+def _command(job: Job, launch: Launch) -> list[str]:
+    """Lines that set the array ``command``; in a sweep each task adds its overrides, and a folder of its own."""
+    if not launch.slurm.sweep:
+        return [f"command=({shlex.join(job.command)})"]
+    kept = without(job.command, "job.dump_folder")
+    lines = [f"command=({shlex.join(kept)})", 'case "$SLURM_ARRAY_TASK_ID" in']
+    for number, entry in enumerate(launch.slurm.sweep):
+        lines.append(f"{number}) command+=({shlex.join(shlex.split(entry))}) ;;")
+    return [*lines, "esac", f'command+=(--job.dump_folder {shlex.quote(job.dump_folder)}/sweep-"$SLURM_ARRAY_TASK_ID")']
+
+
+def _container(job: Job, launch: Launch) -> list[str]:
+    kind, image = launch.slurm.container, job.image or ""
+    mounts = [f"{m.source}:{m.path}" + (":ro" if m.read_only else "") for m in job.mounts]
+    if kind in ("apptainer", "singularity"):
+        words = [kind, "exec", *(["--nv"] if job.devices else [])]
+        words += [word for mount in mounts for word in ("--bind", mount)]
+        return [*words, *(["--pwd", job.workdir] if job.workdir else []), image]
+    if kind == "pyxis":
+        words = [f"--container-image={image}", "--no-container-mount-home"]
+        words += [f"--container-mounts={','.join(mounts)}"] if mounts else []
+        return words + ([f"--container-workdir={job.workdir}"] if job.workdir else [])
+    return []
+
+
+def note_missing(job: Job, launch: Launch) -> None:
+    """Tell what is not on this machine, though it may be on the nodes: the image of a container, and the folder."""
+    image = job.image or ""
+    named = [("launch.workdir", job.workdir)] if job.workdir and launch.slurm.container == "none" else []
+    if launch.slurm.container in ("apptainer", "singularity") and "://" not in image:
+        named.append(("launch.image", image))
+    for option, path in named:
+        if path and not Path(path).exists():
+            print(f"note: {option}={path} is not on this machine; all nodes must have it", file=sys.stderr)
+
+
+def ask(command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[str, str] | None = None) -> str:
+    """Run a command of a scheduler; gives its output. ``fixes`` are what it may say (a pattern), and what to do then.
+
+    Raises:
+        ConfigError: it is missing, fails, or does not answer; one line with its own words.
+    """
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    except FileNotFoundError:
+        raise ConfigError(Problem(command[0], None, "is not on this machine", fix or "install it")) from None
+    except subprocess.TimeoutExpired:
+        rule = f"did not answer within {WAIT_SECONDS} s"
+        raise ConfigError(Problem(command[0], None, rule, "is the cluster up? try again later")) from None
+    if done.returncode:
+        said = [
+            re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in (done.stderr or done.stdout).splitlines()
+        ]
+        words = "; ".join(filter(None, said))[-500:] or f"exit status {done.returncode}"
+        known = (advice for pattern, advice in (fixes or {}).items() if re.search(pattern, words))
+        advice = next(known, "correct [launch], or ask the cluster")
+        raise ConfigError(Problem(command[0], None, f"refused: {words}", advice))
+    return done.stdout

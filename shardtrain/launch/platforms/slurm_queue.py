@@ -1,0 +1,295 @@
+"""What Slurm is asked: to queue a job, how it stands, where its log is, and to stop it; each answer is one line.
+
+Slurm accepts much that can never run (``EnforcePartLimits=NO`` is its default) and says so in a job's ``Reason`` alone.
+Reasons: https://slurm.schedmd.com/job_reason_codes.html, and src/common/slurm_protocol_defs.c of Slurm 22.05 to 25.05.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtrain.launch.platforms.slurm import ask
+from shardtrain.utils.errors import ConfigError, Problem
+
+SUBMIT = ("sbatch", "--parsable")
+REASON_SECONDS = 3.0
+"""How long a submitted job is looked at: the scheduler gives the reason with its first look, mostly at once."""
+
+REFUSALS = {
+    r"[Ii]nvalid partition": "correct launch.slurm.partition; `sinfo` lists them",
+    r"[Rr]equested time limit": "lower launch.slurm.time_limit_minutes; `sinfo -o '%P %l'` shows the limits",
+    r"[Ii]nvalid account|[Ii]nvalid qos|account/partition combination": (
+        "correct launch.slurm.account and launch.slurm.qos; `sacctmgr show associations user=$USER` lists yours"
+    ),
+    r"violates accounting/QOS policy|QOS[A-Z]\w*Limit|Assoc[A-Z]\w*Limit": (
+        "ask for less, or wait until your other jobs have ended; `sacctmgr show qos` shows the limits"
+    ),
+    r"generic resource|gres": "correct launch.devices_per_node; `sinfo -o '%P %G'` shows what nodes have",
+    r"Memory specification": "lower launch.memory_gib_per_node; `sinfo -o '%P %m'` shows what nodes have, in MiB",
+    r"CPU count|More processors": "lower launch.cpus_per_node; `sinfo -o '%P %c'` shows what nodes have",
+    r"[Nn]ode count|node configuration is not available": (
+        "lower launch.nodes or what is asked for on each; `sinfo -o '%P %D %c %m %G'` shows what there is"
+    ),
+    r"[Ii]nvalid feature|[Ii]nvalid node name|reservation": "correct launch.slurm.directives",
+    r"group not permitted|[Aa]ccess/permission|not permitted to use": "ask the cluster for access, or use another",
+    r"Zero Bytes": "is the controller up, and does munge have the cluster's key here? `scontrol ping` tells",
+    r"contact slurm controller|timed out|configuration (source|file)": (
+        "is the controller up, and this a login node of the cluster? `scontrol ping` tells; try again later"
+    ),
+    r"[Mm]unge|authentication|credential": "munge does not work on this machine; tell the cluster's administrators",
+}
+"""What sbatch may say, and the fix."""
+
+_NO_TASK = "4294967294"
+"""Stands in the name of a log for the number of a task, in arrays that have not begun."""
+_LIMIT = "a limit of your account or QOS; `sacctmgr show qos` shows them"
+REASONS: dict[str, tuple[str, bool]] = {
+    r"PartitionTimeLimit": ("launch.slurm.time_limit_minutes is above the limit of the partition", True),
+    r"PartitionNodeLimit": ("launch.nodes is not what the partition allows", True),
+    r"PartitionConfig|BadConstraints": ("the partition has no such nodes, or not so many, or not for so long", True),
+    r"AccountNotAllowed|Job's account": ("the partition is not for launch.slurm.account", True),
+    r"QOSNotAllowed|Job's QOS": ("the partition is not for launch.slurm.qos", True),
+    r"InvalidAccount": ("launch.slurm.account is not known", True),
+    r"InvalidQOS": ("launch.slurm.qos is not known", True),
+    r"(Assoc|QOS)\w*(PerJob|PerNode)\w*": (_LIMIT, True),
+    r"QOSMin\w*": ("less than the least of the QOS; `sacctmgr show qos` shows it", True),
+    r"(Assoc|QOS|MaxCpu|MaxMem|MaxJobs)\w*": (_LIMIT + "; it starts when others of your jobs have ended", False),
+    r"PartitionDown|PartitionInactive": ("the partition is closed; it starts when it is opened", False),
+    r"ReqNodeNotAvail.*|Nodes? ?Down.*|Nodes required for job are.*": ("nodes are down, drained or reserved", False),
+    r"JobHeldUser|JobHeldAdmin|.*requeued held": ("it is held; `scontrol release` lets it go on", False),
+    r"BeginTime": ("it was queued again or has a start time; Slurm waits up to two minutes", False),
+    r"JobArrayTaskLimit": ("launch.slurm.sweep_at_once tasks run already", False),
+    r"Priority": ("others come first", False),
+    r"Resources": ("it waits for nodes to become free", False),
+    r"Dependency": ("it waits for another job", False),
+    r"DependencyNeverSatisfied": ("the job that it waits for has failed", True),
+}
+"""A pending job's reason, what it means, and whether it will last until somebody changes the job or the cluster."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What Slurm knows of one job, or of one task of an array; texts as Slurm writes them, empty where it says none."""
+
+    number: str
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    count: str = ""
+    run_time: str = ""
+    time_limit: str = ""
+    restarts: str = ""
+    exit_code: str = ""
+    log: str = ""
+
+    def line(self) -> str:
+        """All of it on one line.
+
+        >>> Record("7", "RUNNING", nodes="n[1-2]", run_time="00:05:00", time_limit="02:00:00", restarts="1").line()
+        'slurm/7: RUNNING on n[1-2] for 00:05:00, 1:55:00 left, queued again 1 time'
+        """
+        words = f"slurm/{self.number}: {self.state}"
+        if self.state == "PENDING":
+            words += f" on {self.count} nodes" if self.count not in ("", "1") else ""
+            meant, lasts = meaning(self.reason)
+            words += f", {self.reason or 'no reason yet'}" + (f": {meant}" if meant else "")
+            words += "; it will not start" if lasts else ""
+        else:
+            words += f" on {self.nodes}" if self.nodes not in ("", "(null)", "None assigned") else ""
+            words += f" for {self.run_time}" if self.run_time else ""
+        left = _left(self.run_time, self.time_limit) if self.state == "RUNNING" else ""
+        words += f", {left} left" if left else ""
+        if self.exit_code and self.state not in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETED"):
+            code, _, number = self.exit_code.partition(":")
+            words += f", exit code {code}" + (f", signal {number}" if number not in ("", "0") else "")
+            words += f", {self.reason}" if self.reason not in ("", "None", "NonZeroExitCode") else ""
+        if self.restarts not in ("", "0"):
+            words += f", queued again {self.restarts} time{'s' * (self.restarts != '1')}"
+        return words + (f", log {self.log}" if self.log else "")
+
+
+def meaning(reason: str) -> tuple[str, bool]:
+    """What a pending job's reason means, and whether the job will never start because of it.
+
+    >>> meaning("PartitionTimeLimit")[1], meaning("Resources")[1], meaning("(null)")
+    (True, False, ('', False))
+    """
+    for pattern, answer in REASONS.items():
+        if re.match(rf"(?:{pattern})(?:$|\W)", reason):
+            return answer
+    return "", False
+
+
+def submit(text: str) -> str:
+    """Give the script to sbatch; gives the job's number.
+
+    A job that could never start is taken back; one that cannot start now stays, with a note.
+
+    Raises:
+        ConfigError: sbatch is missing, or refuses the script, or accepts what can never run.
+    """
+    missing = "is slurm's client installed here? launch from a login node, or use --dry-run"
+    number = ask([*SUBMIT], text, missing, REFUSALS).strip().partition(";")[0]
+    record = _first_look(number)
+    if record is None or record.state != "PENDING":
+        return number
+    meant, lasts = meaning(record.reason)
+    if lasts:
+        ask(["scancel", number])
+        rule = f"would never start ({record.reason}): {meant}"
+        fix = "correct [launch]; or submit the script of --dry-run yourself, if the cluster is about to change"
+        raise ConfigError(Problem("sbatch", None, f"accepted a job that {rule}", fix))
+    if meant and record.reason not in ("Priority", "Resources"):
+        print(f"note: slurm/{number} waits, {record.reason}: {meant}", file=sys.stderr)
+    return number
+
+
+def _first_look(number: str) -> Record | None:
+    """How a job stands once the scheduler has looked at it, or after ``REASON_SECONDS``."""
+    end, record = time.monotonic() + REASON_SECONDS, None
+    while time.monotonic() < end:
+        try:
+            record = next(records(number), None)
+        except ConfigError:
+            return None
+        # PartitionConfig is the first word for what is named later, as PartitionTimeLimit
+        if record is None or record.state != "PENDING" or record.reason not in ("None", "(null)", "PartitionConfig"):
+            return record
+        time.sleep(0.3)
+    return record
+
+
+def records(number: str) -> Iterator[Record]:
+    """What Slurm remembers of a job, or of each task of an array.
+
+    Raises:
+        ConfigError: Slurm does not answer, or has forgotten the job.
+    """
+    told = ask(["scontrol", "--oneliner", "show", "job", number], fixes=REFUSALS)
+    for one in told.splitlines():
+        if "JobId=" in one:
+            yield _record(dict(re.findall(r"(\S+?)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)", one)))
+
+
+def _record(has: dict[str, str]) -> Record:
+    task = f"{has['ArrayJobId']}_{has.get('ArrayTaskId', '')}" if "ArrayJobId" in has else has.get("JobId", "")
+    return Record(
+        number=task,
+        state=has.get("JobState", "UNKNOWN"),
+        reason=has.get("Reason", "").replace("_", " "),
+        nodes=has.get("NodeList", ""),
+        count=has.get("NumNodes", "").partition("-")[0],
+        run_time=has.get("RunTime", ""),
+        time_limit=has.get("TimeLimit", ""),
+        restarts=has.get("Restarts", ""),
+        exit_code=has.get("ExitCode", ""),
+        log="" if _NO_TASK in has.get("StdOut", "") else has.get("StdOut", ""),
+    )
+
+
+def status(number: str) -> int:
+    """Print a line for a job, or for each task of an array.
+
+    Raises:
+        ConfigError: Slurm does not answer, or nothing is known of the job any more.
+    """
+    try:
+        found = list(records(number))
+    except ConfigError as error:
+        found = _accounted(number, error)
+    print("\n".join(record.line() for record in found))
+    return 0
+
+
+def logs(number: str) -> int:
+    """Print the log of a job; of an array those of all tasks, each below its name.
+
+    Raises:
+        ConfigError: Slurm does not answer, or there is no log yet or here.
+    """
+    try:
+        named = [Path(record.log) for record in records(number) if record.log]
+    except ConfigError as error:
+        _forgotten(error)
+        # as the scripts of launch name it, in the folder where they were submitted
+        named = sorted(Path.cwd().glob(f"*-{number}.log")) or sorted(Path.cwd().glob(f"*-{number}_*.log"))
+        if not named:
+            rule = "is no longer in Slurm's memory, and there is no log of its number here"
+            fix = f"look for NAME-{number}.log in the folder from which it was launched"
+            raise ConfigError(Problem("id", f"slurm/{number}", rule, fix)) from None
+    there = [path for path in dict.fromkeys(named) if path.exists()]
+    if not there:
+        raise ConfigError(Problem("id", f"slurm/{number}", "has no log yet", "ask for its status"))
+    for path in there:
+        if len(named) > 1:
+            print(f"==> {path} <==")
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            sys.stdout.writelines(lines)
+    return 0
+
+
+def stop(number: str) -> int:
+    """Ask a job, an array or a task of one to stop.
+
+    Raises:
+        ConfigError: Slurm does not answer, or does not know it.
+    """
+    try:
+        next(records(number), None)  # scancel has no status of its own for a job that it does not know
+    except ConfigError as error:
+        _forgotten(error)
+        rule = "is no job that Slurm remembers: it has ended, or is another cluster's"
+        raise ConfigError(Problem("id", f"slurm/{number}", rule, "use what launch printed")) from None
+    ask(["scancel", number], fixes=REFUSALS)
+    return 0
+
+
+def _forgotten(error: ConfigError) -> None:
+    """Go on where Slurm has no such job in its memory; all else is told as it is."""
+    if "Invalid job id" not in str(error):
+        raise error
+
+
+def _accounted(number: str, error: ConfigError) -> list[Record]:
+    """What the accounting knows of a job that the controller has forgotten."""
+    _forgotten(error)
+    fields = "JobID,State,ExitCode,Elapsed,Timelimit,NodeList"
+    try:
+        told = ask(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}", f"--format={fields}"])
+    except ConfigError:
+        told = ""
+    found = [line.split("|") for line in told.splitlines() if line.count("|") == fields.count(",")]
+    if not found:
+        rule = "is no longer in Slurm's memory (some minutes after its end), and in no accounting"
+        fix = f"its log is NAME-{number}.log in the folder from which it was launched"
+        raise ConfigError(Problem("id", f"slurm/{number}", rule, fix))
+    return [
+        Record(task, state, nodes=nodes, run_time=run, time_limit=limit, exit_code=code)
+        for task, state, code, run, limit, nodes in found
+    ]
+
+
+def _left(run_time: str, limit: str) -> str:
+    """The time that a job still has, as Slurm writes times; empty where there is no limit.
+
+    >>> _left("00:00:30", "1-00:00:00"), _left("00:00:30", "UNLIMITED")
+    ('23:59:30', '')
+    """
+    spent, most = _seconds(run_time), _seconds(limit)
+    if spent is None or most is None:
+        return ""
+    minutes, seconds = divmod(max(0, most - spent), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def _seconds(text: str) -> int | None:
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,0 +1,264 @@
+"""The connections of one launch by ssh: started together, followed, and ended together whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from shardtrain import __version__
+from shardtrain.config.schema.launch import LaunchSSH
+from shardtrain.launch import addresses
+from shardtrain.launch import remote_agent as remote
+from shardtrain.launch.agent import status_of
+from shardtrain.launch.failure import NOT_SAVED
+from shardtrain.launch.platforms import pdsh
+from shardtrain.launch.platforms.ssh import ENDPOINT, LOCAL_ADDRESS, Plan
+from shardtrain.utils.errors import ConfigError, PeerError, Problem
+from shardtrain.utils.redact import visible
+
+START_SECONDS = 20
+"""Added to the time of a connection: Python's own start on a cold file system."""
+END_SECONDS = 5.0
+"""What the hosts have to end what they run when they are told to kill it, before their connections are cut."""
+LOST = 255
+"""Exit status of ssh where the connection could not be made, or was lost."""
+HINTS = (
+    ("Host key verification failed", "accept its key by hand, after `ssh-keygen -R {name}` if it may have changed;"),
+    ("Permission denied", "is your public key in its authorized_keys, and the private one in an agent or in ~/.ssh?"),
+    ("Could not resolve", "is the name right?"),
+    ("timed out", "is it up, and its network?"),
+    ("refused", "is its sshd up?"),
+    ("user config file", "correct launch.ssh.config_file;"),
+)
+"""What ssh says, and what helps."""
+
+
+@dataclass
+class _Connection:
+    plan: Plan
+    process: pdsh.Reached | subprocess.Popen[bytes]
+    ready: bool = False
+    address: str | None = None
+    last: str = ""
+    asked: bool = False
+    log: IO[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.plan.host.label
+
+    def say(self, words: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            assert self.process.stdin is not None
+            self.process.stdin.write(words)
+            self.process.stdin.flush()
+
+
+class Run:
+    """The connections of one launch."""
+
+    def __init__(self, plans: Sequence[Plan], options: LaunchSSH, folder: Path) -> None:
+        self._plans, self._options, self._folder = plans, options, folder
+        self._open: list[_Connection] = []
+        self._lines: queue.Queue[tuple[_Connection, bytes | None]] = queue.Queue()
+        self._fan: pdsh.Fan | None = None
+        self._requests, self._kill_at = 0, float("inf")
+        self._ended = threading.Event()
+        self._beats = threading.Thread(target=self._beat, daemon=True)
+
+    def __call__(self) -> int:
+        """Run to the end; gives the status of the run.
+
+        Raises:
+            ConfigError: a host cannot be reached, or has no Python with this package; nothing was started anywhere.
+            PeerError: the connection to a host was lost.
+        """
+        before = {number: signal.signal(number, self._request) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._connect()
+            if self._requests:
+                return self._stopped("before anything was started")
+            for one, known in zip(self._open, self._found(), strict=True):
+                one.say(one.plan.message(os.environ, known))
+            return self._follow()
+        finally:
+            self._end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _request(self, *_: object) -> None:
+        self._requests += 1
+
+    def _connect(self) -> None:
+        """Open all connections; no host gets its command before all have answered."""
+        for plan, process in zip(self._plans, self._start(), strict=True):
+            one = _Connection(plan, process, log=(self._folder / f"{plan.host.label}.log").open("ab"))
+            self._open.append(one)
+            threading.Thread(target=self._read, args=(one,), daemon=True).start()
+        self._beats.start()
+        seconds = self._options.connect_timeout_seconds + START_SECONDS
+        end = time.monotonic() + seconds
+        while not all(one.ready for one in self._open) and not self._requests:
+            late = [one for one in self._open if not one.ready]
+            if time.monotonic() > end:
+                rule = f"did not start shardtrain within {seconds:g} s"
+                raise ConfigError(Problem("host", late[0].name, rule, "is it overloaded, or its disk gone?"))
+            ended = [one for one in self._open if one.process.poll() is not None]
+            self._take()
+            if ended and self._lines.empty():
+                raise self._lost(ended[0]) if ended[0].ready else self._not_started(ended[0])
+
+    def _start(self) -> Iterator[pdsh.Reached | subprocess.Popen[bytes]]:
+        """Start what reaches each host."""
+        if self._options.via == "pdsh":
+            self._fan = pdsh.Fan(self._plans)
+            yield from self._fan.channels
+            return
+        for plan in self._plans:
+            try:
+                yield subprocess.Popen(
+                    plan.ssh,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for the launcher, which asks the hosts to stop
+                )
+            except FileNotFoundError:
+                raise ConfigError(Problem("ssh", None, "is not on this machine", "install OpenSSH's client")) from None
+
+    def _not_started(self, one: _Connection) -> ConfigError:
+        code, said = one.process.wait(), one.last or "nothing was said"
+        if code == LOST:
+            hint = next((hint.format(name=one.name) for words, hint in HINTS if words in said), "is it up?")
+            words = [word for word in one.plan.ssh[:-1] if word != "BatchMode=yes" or "by hand" not in hint]
+            by_hand = shlex.join(words).replace(" -o -o ", " -o ")
+            fix = f"{hint} try `{by_hand} true`"
+            return ConfigError(Problem("host", one.name, f"cannot be reached by ssh: {said}", fix))
+        fix = "install shardtrain and torch there, or set launch.python and launch.workdir to where they are"
+        return ConfigError(Problem("host", one.name, f"cannot start shardtrain: {said}", fix))
+
+    def _lost(self, one: _Connection) -> PeerError:
+        told = f"the connection to host {one.name} was lost"
+        return PeerError(f"{told}; is it up? The same command goes on from the last checkpoint")
+
+    def _read(self, one: _Connection) -> None:
+        assert one.process.stdout is not None
+        for line in one.process.stdout:
+            self._lines.put((one, line))
+        self._lines.put((one, None))
+
+    def _beat(self) -> None:
+        """Let the hosts hear that somebody is there; a thread of its own, because a terminal may hold up the other."""
+        while not self._ended.wait(remote.BEAT_SECONDS):
+            for one in self._open:
+                one.say(remote.BEAT)
+
+    def _take(self) -> None:
+        """Take one line of any host, to the terminal and to the host's file; or wait a moment for none."""
+        try:
+            one, line = self._lines.get(timeout=0.05)
+        except queue.Empty:
+            return
+        if line is None or one.log is None:
+            return
+        text = line.decode(errors="replace").rstrip("\r\n")
+        if not one.ready and text.startswith(remote.READY):
+            self._welcome(one, text.removeprefix(remote.READY).split())
+            return
+        one.last = visible(text.strip()) or one.last
+        one.log.write(line)
+        one.log.flush()
+        if one.ready:
+            print(f"[{one.name}] {visible(text, colors=True)}", file=sys.stderr, flush=True)
+
+    def _welcome(self, one: _Connection, words: Sequence[str]) -> None:
+        """Take a host's first words: its version, which must be ours, and the address at which it was reached."""
+        version, address = (*words, "", "")[:2]
+        if version != __version__:
+            rule = f"has shardtrain {version or 'of unknown version'}, and this machine has {__version__}"
+            fix = "install one version on all, or set launch.python and launch.workdir to where it is"
+            raise ConfigError(Problem("host", one.name, rule, fix))
+        one.ready = True
+        one.address = address if address.strip("-") and "%" not in address else None
+
+    def _found(self) -> list[Mapping[str, str]]:
+        """Variables of each host that are known now: where the others reach the first, however it is called here."""
+        reached = [one.address for one in self._open]
+        address = addresses.meeting(reached)
+        if len(reached) == 1 or address is None:
+            return [{} for _ in reached]
+        place = f"[{address}]" if ":" in address else address
+        known = {} if self._options.rendezvous_host else {ENDPOINT: f"{place}:{self._options.rendezvous_port}"}
+        if not addresses.is_loopback(address):
+            return [known for _ in reached]
+        return [{**known, LOCAL_ADDRESS: str(own)} for own in reached]
+
+    def _follow(self) -> int:
+        """Wait for all hosts; the first that fails ends the others, and so does a request to stop."""
+        while any(one.process.poll() is None for one in self._open) or not self._lines.empty():
+            self._take()
+            failed = [one for one in self._open if one.process.poll() not in (None, 0)]
+            if failed or self._requests:
+                self._ask_to_stop(failed)
+            if self._requests > 1 and self._kill_at == float("inf"):
+                self._kill_at = time.monotonic() + END_SECONDS
+                for one in self._open:
+                    one.say(remote.KILL)
+            if time.monotonic() > self._kill_at:  # a host that does not answer ends by itself: nobody speaks to it
+                return self._stopped("at once, while hosts did not answer; those end what they run by themselves")
+        codes = [one.process.wait() for one in self._open]
+        lost = [one for one, code in zip(self._open, codes, strict=True) if code == LOST]
+        if lost and not self._requests:
+            raise self._lost(lost[0])
+        if self._requests:  # a node that was told before its ranks ran has died of it
+            codes = [NOT_SAVED if code > 128 else code for code in codes]
+        return status_of([-code if code > 128 else code for code in codes])
+
+    def _stopped(self, how: str) -> int:
+        print(f"stopped[{NOT_SAVED}]: stopped {how}", file=sys.stderr, flush=True)
+        return NOT_SAVED
+
+    def _ask_to_stop(self, failed: Sequence[_Connection]) -> None:
+        running = [one for one in self._open if not one.asked and one.process.poll() is None]
+        for one in running:
+            one.asked = True
+            one.say(remote.STOP)
+        if failed and running and not self._requests:
+            what = "is lost" if failed[0].process.poll() == LOST else f"has ended with {failed[0].process.poll()}"
+            print(f"note: host {failed[0].name} {what}; the others are asked to stop", file=sys.stderr, flush=True)
+
+    def _end(self) -> None:
+        """Leave nothing behind: an end of its input makes each host stop what it runs."""
+        self._ended.set()
+        for one in self._open:
+            if one.process.poll() is None and one.ready:
+                one.say(remote.KILL)
+            elif one.process.poll() is None:
+                one.process.kill()  # it waits for its host, which has been told nothing
+            with contextlib.suppress(OSError, ValueError):
+                assert one.process.stdin is not None
+                one.process.stdin.close()
+        end = time.monotonic() + END_SECONDS
+        for one in self._open:
+            try:
+                one.process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                one.process.kill()
+                one.process.wait()
+            if one.log:
+                one.log.close()
+        if self._fan:
+            self._fan.close()
+        if self._beats.is_alive():
+            self._beats.join(END_SECONDS)

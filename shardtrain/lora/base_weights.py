@@ -1,0 +1,121 @@
+"""The frozen weights of an adapter run: loaded at every start, never saved, known by a fingerprint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardtrain import models, tasks
+from shardtrain.checkpoint.collectives import exchange, together
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.checkpoint.storage import Place, place
+from shardtrain.config import derived
+from shardtrain.config.schema import Config
+from shardtrain.hf import importing
+from shardtrain.hf.as_is import is_as_is
+from shardtrain.lora import quantize as lowbit
+from shardtrain.lora import spec
+from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
+from shardtrain.lora.linear import is_adapter
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
+from shardtrain.utils.log import logger
+
+if TYPE_CHECKING:
+    from shardtrain.distributed import Runner
+    from shardtrain.train.run import Run
+
+PATH = "checkpoint.initial_load_path"
+
+
+def load(
+    config: Config, runner: Runner, adapters: spec.Spec, device: torch.device, checkpoints: Checkpoints
+) -> dict[str, Any]:
+    """Fill the frozen weights, and what is trained whole with what it starts from (a collective).
+
+    Gives what checkpoints say of the adapters, and whose weights they are beside.
+
+    Raises:
+        ConfigError: when the path holds adapters, or another model than the one configured.
+        CheckpointError: when it cannot be used.
+    """
+    held: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
+    tensors = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in held.items() if not is_adapter(name)}
+    if config.checkpoint.initial_load_in_hf:
+        tensors = _without_new_head(config, tensors)
+    if config.lora.base_dtype != lowbit.WHOLE:
+        lowbit.load(config, runner, device, tensors)
+        tensors = {}
+    if config.lora.random_base:
+        mark: dict[str, Any] = {"path": None, "fingerprint": random_fingerprint(config, device.type)}
+    elif config.checkpoint.initial_load_in_hf:
+        mark = _load_hub(config, tensors)
+    else:
+        mark = _load_checkpoint(place(str(config.checkpoint.initial_load_path)), checkpoints, tensors)
+    if adapters.use_dora:
+        for part in runner.parts:
+            spec.start_magnitudes(part)
+    logger.info(
+        f"frozen weights: {mark['path'] or 'as initialised (lora.random_base)'}, {str(mark['fingerprint'])[:20]}"
+    )
+    return {**adapters.facts(), "base": mark}
+
+
+def _without_new_head(config: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A head of labels on a model of ours is not in a Hugging Face folder, and starts anew."""
+    module = models.find(config.model.name)
+    if not tasks.open_task(config).num_labels or is_as_is(module):
+        return tensors
+    head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
+
+
+def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that is none of adapters, or whose adapters were trained beside other weights.
+
+    Raises:
+        ConfigError: when the weights are others.
+        CheckpointError: when the checkpoint holds no adapters.
+    """
+    saved = facts.get(spec.FACT)
+    if spec.read_facts(facts, path) is None or not isinstance(saved, dict):
+        raise CheckpointError(
+            f"checkpoint {path} holds a whole model and no adapters; start from it with {PATH}, in another folder"
+        )
+    base = saved.get("base")
+    old, new = base.get("fingerprint") if isinstance(base, dict) else None, run.lora["base"]["fingerprint"]
+    if old != new:
+        rule = f"holds other weights than those beside which the adapters of {path} were trained"
+        where = base.get("path") if isinstance(base, dict) else None
+        raise ConfigError(Problem(PATH, run.lora["base"]["path"], rule, f"give those again: they were at {where}"))
+
+
+def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    model = config.model
+    module, quantized = models.find(model.name), config.checkpoint.initial_load_in_hf_quantized
+    shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+    folder = Path(str(derived.initial_weights(config)))
+    if tensors:
+        resize = config.checkpoint.initial_load_resize_embeddings
+        together(lambda: importing.fill(tensors, folder, module, shape, quantized, resize))
+    shares = together(lambda: fingerprint(folder, True, *_place()))
+    return {"path": str(folder), "in_hf": True, "fingerprint": joined({k: v for s in shares for k, v in s.items()})}
+
+
+def _load_checkpoint(path: Place, checkpoints: Checkpoints, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    if spec.FACT in checkpoints.facts(path):
+        rule = "holds adapters, and not the weights beside which they were trained"
+        raise ConfigError(Problem(PATH, str(path), rule, "merge them first (shardtrain merge), or name a whole model"))
+    if tensors:
+        checkpoints.load(path, tensors, {})
+    mark = exchange(joined(fingerprint(path, False)))[0]
+    return {"path": str(path), "in_hf": False, "fingerprint": mark}
+
+
+def _place() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()

@@ -1,0 +1,172 @@
+"""Frozen weights in 4 or 8 bits beside adapters (QLoRA: Dettmers et al. 2023): torchao's formats, restored at each use.
+
+The linear modules of the layers are held so; embedding, norms and head are not. A weight is restored for its product
+and let go, in forward and again in backward, so that no more than one is in memory. Each rank holds those of its
+layers whole: at half a byte or a byte per weight they are cheaper to hold than to gather.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardtrain import models
+from shardtrain.config import derived
+from shardtrain.layout import Layout, word_of
+from shardtrain.lora.linear import FrozenLinear, is_linear
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
+from shardtrain.utils.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardtrain.config.schema import Config
+    from shardtrain.distributed import Runner
+
+OPTION = "lora.base_dtype"
+WHOLE = "training"
+"""The word for weights that are held as ``training.dtype`` says."""
+_BLOCK, _SCALES = 64, 256
+"""Weights with a scale in common, and scales that are themselves kept in 8 bits together: the paper's sizes."""
+
+
+class Packed:
+    """A weight (O, I) in low bits."""
+
+    def __init__(self, weight_OI: Tensor, kind: str) -> None:
+        self._held: Any = _nf4(weight_OI) if kind == "nf4" else _int8(weight_OI)
+        self._shape = tuple(weight_OI.shape)
+
+    def restored(self, dtype: torch.dtype) -> Tensor:
+        """The weight that the bits stand for."""
+        get = getattr(self._held, "get_original_weight", None) or self._held.dequantize
+        return get().reshape(self._shape).to(dtype)  # type: ignore[no-any-return]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all that is held."""
+        return _bytes(self._held)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product with an input (..., I): (..., O)."""
+        return _Product.apply(x, self)  # type: ignore[no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, of which only x has a gradient; W is restored again for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Packed) -> Tensor:
+        ctx.packed = packed
+        return F.linear(x, packed.restored(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] @ ctx.packed.restored(gradients[0].dtype), None
+
+
+def names(model: nn.Module, layout: Layout) -> list[str]:
+    """Paths of the modules whose weights are held in low bits, those that are trained left out."""
+    words = ("colwise", "rowwise", "replicate")
+    if hasattr(model, "hf"):
+        return [
+            path
+            for path, module in model.named_modules()
+            if (is_linear(module) or isinstance(module, FrozenLinear))
+            and any(path.startswith(f"{block}.") for block in model.blocks)  # type: ignore[union-attr]
+        ]
+    linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [path for path in linears if path.startswith(f"{layout.layers}.") and word_of(layout, path) in words]
+
+
+def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
+    """Leave the weights that will be held in low bits out of a model on the meta device, in place.
+
+    Raises:
+        ConfigError: when torchao is missing, or a weight does not divide into blocks.
+    """
+    if kind == WHOLE:
+        return
+    _torchao()
+    for path in names(model, layout):
+        linear: Any = model.get_submodule(path)
+        if linear.weight.requires_grad:  # lora.modules_to_save
+            continue
+        if kind == "nf4" and linear.weight.numel() % _BLOCK:
+            rule = f"keeps blocks of {_BLOCK} weights, of which the {linear.weight.numel()} of {path} are no multiple"
+            raise ConfigError(Problem(OPTION, kind, rule, 'use "int8"'))
+        if not isinstance(linear, FrozenLinear):
+            owner, _, leaf = path.rpartition(".")
+            linear = FrozenLinear(linear)
+            setattr(model.get_submodule(owner), leaf, linear)
+        linear.register_parameter("weight", None)
+
+
+def load(config: Config, runner: Runner, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the other frozen weights, and pack those that were taken out, one at a time (a collective).
+
+    Raises:
+        ConfigError, CheckpointError: as ``frozen.Frozen`` does.
+    """
+    from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+    from shardtrain.lora.frozen import Frozen
+
+    model = config.model
+    module = models.find(model.name)
+    shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+    path = None if config.lora.random_base else Path(str(derived.initial_weights(config)))
+    held = whole = 0
+    with Frozen(path, module, shape, config) as weights:
+        weights.fill({name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()})
+        for part in runner.parts:
+            for name, linear in part.named_modules():
+                if isinstance(linear, FrozenLinear) and linear.weight is None:
+                    weight = weights.read(f"{name}.weight", device)
+                    weight = weight.to(device, getattr(torch, config.training.dtype))
+                    weight = weight.t().contiguous() if linear.transposed else weight
+                    linear.low_bits = packed = Packed(weight, config.lora.base_dtype)
+                    held, whole = held + packed.bytes, whole + weight.nbytes
+    logger.info(f"frozen weights in {config.lora.base_dtype}: {format_bytes(held)} in place of {format_bytes(whole)}")
+
+
+def _torchao() -> Any:
+    try:
+        import torchao.quantization as torchao
+    except ImportError:
+        fix = "install the qlora extra (pip install shardtrain[qlora])"
+        raise ConfigError(Problem(OPTION, None, "needs torchao, which is not installed", fix)) from None
+    return torchao
+
+
+def _nf4(weight_OI: Tensor) -> Any:
+    blocks = weight_OI.numel() // _BLOCK
+    together = next(size for size in (_SCALES >> shift for shift in range(9)) if blocks % size == 0)
+    return _to_nf4()(weight_OI.contiguous(), _BLOCK, together)
+
+
+@functools.cache
+def _to_nf4() -> Any:
+    torchao = _torchao()
+    if hasattr(torchao, "to_nf4"):
+        return torchao.to_nf4
+    from torchao.dtypes.nf4tensor import to_nf4  # where it was before torchao 0.18
+
+    return to_nf4
+
+
+def _int8(weight_OI: Tensor) -> Any:
+    torchao = _torchao()
+    linear = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight_OI, requires_grad=False)
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+    return linear.weight
+
+
+def _bytes(tensor: Any) -> int:
+    inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return sum(_bytes(getattr(tensor, name)) for name in inner) if inner else int(tensor.nbytes)

@@ -1,0 +1,233 @@
+"""Looking into a run: profiler traces, snapshots of device memory, and when Python collects garbage.
+
+torch is imported when a profiler starts, not with this module.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardtrain.config.schema import Config
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
+from shardtrain.utils.units import format_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+SNAPSHOT_ENTRIES = 100_000
+"""Allocations that the memory history keeps."""
+
+
+def profiling_problems(config: Config, device_type: str) -> list[Problem]:
+    """What in ``[profiling]`` cannot take effect on a device: for the trainer's check of its configuration."""
+    options = config.profiling
+    problems = []
+    busy = options.profiler_warmup + options.profiler_active
+    if options.enable_profiling and options.profiler_active < 1:
+        rule = "records nothing"
+        problems.append(Problem("profiling.profiler_active", options.profiler_active, rule, "set it to at least 1"))
+    if options.enable_profiling and options.profiler_warmup < 0:
+        rule = "is negative"
+        problems.append(Problem("profiling.profiler_warmup", options.profiler_warmup, rule, "set it to at least 0"))
+    if options.enable_profiling and options.profile_freq < busy:
+        rule = f"is less than profiler_warmup + profiler_active, {busy} steps"
+        problems.append(Problem("profiling.profile_freq", options.profile_freq, rule, f"set it to at least {busy}"))
+    if options.enable_memory_snapshot and options.profile_freq < 1:
+        rule = "must be at least 1"
+        problems.append(Problem("profiling.profile_freq", options.profile_freq, rule, "set it to 10"))
+    if options.enable_memory_snapshot and device_type != "cuda":
+        rule = f"needs the CUDA allocator, and this run is on {device_type}"
+        problems.append(Problem("profiling.enable_memory_snapshot", True, rule, "turn it off"))
+    return problems
+
+
+class Profiler:
+    """What ``profiler`` yields: call ``step`` at the end of each training step."""
+
+    def __init__(self, parts: Sequence[_Trace | _MemorySnapshot] = ()) -> None:
+        self._parts = parts
+
+    def step(self) -> None:
+        """Tell the profiler and the memory history that a step has ended."""
+        for part in self._parts:
+            part.step()
+
+
+@contextmanager
+def profiler(config: Config, run_folder: Path, rank: int, device_type: str, start_step: int = 0) -> Iterator[Profiler]:
+    """Trace steps and snapshot memory as ``[profiling]`` says, while the context is open.
+
+    Every ``profile_freq`` steps a trace goes to ``save_traces_folder/iteration_N/rankR_trace.json`` and a snapshot to
+    ``save_memory_snapshot_folder/iteration_N/rankR_memory_snapshot.pickle``, below ``run_folder``; N is the step that
+    has just ended, counted on from ``start_step``. Running out of memory writes one more, in ``iteration_N_exit``.
+    Raises ConfigError where an option cannot take effect.
+    """
+    problems = profiling_problems(config, device_type)
+    if problems:
+        raise ConfigError(problems)
+    options, folder = config.profiling, Path(run_folder)
+    parts: list[_Trace | _MemorySnapshot] = []
+    try:
+        if options.enable_memory_snapshot:
+            snapshots = folder / options.save_memory_snapshot_folder
+            parts.append(_MemorySnapshot(snapshots, options.profile_freq, rank, start_step))
+        if options.enable_profiling:
+            parts.append(_Trace(config, folder, rank, device_type, start_step))
+        yield Profiler(parts)
+    except BaseException as error:
+        for part in parts:
+            if isinstance(part, _MemorySnapshot) and _is_out_of_memory(error):
+                part.dump("_exit")
+        raise
+    finally:
+        for part in parts:
+            part.close()
+
+
+class _Trace:
+    """PyTorch's profiler, which writes a trace at the end of every ``profile_freq`` steps."""
+
+    def __init__(self, config: Config, run_folder: Path, rank: int, device_type: str, start_step: int) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity
+
+        options = config.profiling
+        activities = [ProfilerActivity.CPU]
+        if device_type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._folder, self._rank = run_folder / options.save_traces_folder, rank
+        self._in_step = False
+        # Each trace holds its own steps: what the warning calls a loss is what is wanted.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+        self._profile = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(
+                wait=options.profile_freq - options.profiler_warmup - options.profiler_active,
+                warmup=options.profiler_warmup,
+                active=options.profiler_active,
+            ),
+            on_trace_ready=self._save,
+            record_shapes=True,
+        )
+        self._profile.step_num = start_step
+        # The action of the first step was chosen for step 0, before the number was set.
+        self._profile.current_action = self._profile.schedule(start_step)  # type: ignore[assignment]
+        self._profile.start()
+
+    def step(self) -> None:
+        """Count a step, and write the trace where it is due."""
+        self._in_step = True
+        self._profile.step()
+        self._in_step = False
+
+    def close(self) -> None:
+        """Stop profiling; a recording that is not complete is dropped."""
+        self._profile.stop()
+
+    def _save(self, profile: torch.profiler.profile) -> None:
+        """Write one trace whole or not at all; a full disk costs the trace, not the run."""
+        if not self._in_step:
+            return  # called by stop(), within a recording
+        start = time.perf_counter()
+        path = self._folder / f"iteration_{profile.step_num}" / f"rank{self._rank}_trace.json"
+        temporary = path.with_name(f".{path.name}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(temporary))
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:
+            logger.warning(f"cannot write the trace {path}: {error}; training goes on")
+            return
+        logger.info(f"trace written to {path} in {format_seconds(time.perf_counter() - start)}")
+
+
+class _MemorySnapshot:
+    """Records the CUDA allocator's history and dumps it every ``freq`` steps."""
+
+    def __init__(self, folder: Path, freq: int, rank: int, start_step: int) -> None:
+        import torch
+
+        self._memory = torch.cuda.memory
+        self._folder, self._freq, self._rank, self._step = folder, freq, rank, start_step
+        self._memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+
+    def step(self) -> None:
+        """Count a step, and dump where it is due."""
+        self._step += 1
+        if self._step % self._freq == 0:
+            self.dump()
+
+    def dump(self, suffix: str = "") -> None:
+        """Write the history up to now; a failure is a warning."""
+        folder = self._folder / f"iteration_{self._step}{suffix}"
+        path = folder / f"rank{self._rank}_memory_snapshot.pickle"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._memory._dump_snapshot(str(path))
+        except (OSError, RuntimeError) as error:
+            logger.warning(f"cannot write the memory snapshot {path}: {error}")
+            return
+        logger.info(f"memory snapshot written to {path}")
+
+    def close(self) -> None:
+        """Stop recording."""
+        self._memory._record_memory_history(enabled=None)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, is the device running out of memory."""
+    import torch
+
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class GarbageCollection:
+    """Collects Python's garbage every ``freq`` steps, on all ranks at the same step, and never in between.
+
+    A collection that starts by itself on one rank makes all others wait. ``debug`` collects everything every step
+    and logs what was found. ``close`` (or the end of the context) gives the collector back to Python. Raises
+    ConfigError for a ``freq`` below 1.
+    """
+
+    def __init__(self, freq: int, debug: bool = False) -> None:
+        if freq < 1:
+            raise ConfigError(Problem("training.gc_freq", freq, "must be at least 1", "set it to 50"))
+        self._freq, self._debug = freq, debug
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+
+    def step(self, step: int) -> None:
+        """Collect where it is due; call it once per training step."""
+        if self._debug:
+            start = time.perf_counter()
+            unreachable = gc.collect()
+            seconds = format_seconds(time.perf_counter() - start)
+            logger.info(f"gc: step {step}: {unreachable} objects in cycles, {len(gc.garbage)} not freed, {seconds}")
+        elif step % self._freq == 0:
+            # The young generations only: a full collection walks every object of the process.
+            gc.collect(1)
+
+    def close(self) -> None:
+        """Let Python collect by itself again, if it did before."""
+        if self._was_enabled:
+            gc.enable()
+
+    def __enter__(self) -> GarbageCollection:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the collector back."""
+        self.close()

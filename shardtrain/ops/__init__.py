@@ -1,0 +1,1 @@
+"""Kernels and fused functions on plain tensors; no meshes here."""

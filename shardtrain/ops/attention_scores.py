@@ -1,0 +1,178 @@
+"""Attention whose scores are more than q k / sqrt(H): another scale, a soft cap, a slope per head (ALiBi).
+
+The score of query i and key j is ``cap(scale q_i k_j) - slope (i - j)`` with ``cap(s) = softcap tanh(s / softcap)``
+(Gemma 2, section 2.2; Press et al. 2022). Flash kernels know the scale alone, so the rest is written out, with the
+log-sum-exp by which parts over keys can be merged and its own exact backward pass.
+Shape suffixes: B batch, T tokens, l queries, s keys, N heads, K key-value heads, H head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardtrain.ops.sliding_window import Band
+
+QUERIES_AT_ONCE = 256
+"""Queries whose scores are in memory at a time: (B, N, this, s) numbers."""
+
+
+class Scores(NamedTuple):
+    """How an attention core scores a query and a key.
+
+    ``scale`` None is 1 / sqrt(H), ``softcap`` 0 is none, ``slopes`` has one number per query head, or none.
+    """
+
+    scale: float | None = None
+    softcap: float = 0.0
+    slopes: tuple[float, ...] = ()
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether flash kernels compute it."""
+        return not self.softcap and not self.slopes
+
+
+PLAIN = Scores()
+
+
+def scores_of(core: Any) -> Scores:
+    """What an attention core's attributes ``scale``, ``softcap`` and ``alibi_slopes`` say; it may have any of them."""
+    scale, slopes = getattr(core, "scale", None), getattr(core, "alibi_slopes", None)
+    softcap = getattr(core, "softcap", None) or 0.0
+    return Scores(
+        None if scale is None else float(scale), float(softcap), tuple(float(slope) for slope in slopes or ())
+    )
+
+
+def with_sinks(out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of attention, once a sink of each head has taken its share (gpt-oss, OpenAI 2025).
+
+    A sink is one more key that every query of a head scores alike and whose value is zero: it takes part in the sum of
+    the softmax, and in nothing else. Given what this gives, the backward pass of attention is what it is without.
+    """
+    both_BNl = torch.logaddexp(lse_BNl, sinks_N.to(lse_BNl.dtype)[:, None])
+    share_BlN1 = (lse_BNl - both_BNl).exp().transpose(1, 2)[..., None]
+    return (out_BlNH * share_BlN1).to(out_BlNH.dtype), both_BNl
+
+
+def sinks_gradient(gradient_BlNH: Tensor, out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor) -> Tensor:
+    """Gradient (N,) of sinks, from the output and log-sum-exp that ``with_sinks`` gave and the output's gradient."""
+    # d softmax: p (dp - sum of p dp); the sink's value is zero, and so is its dp
+    sum_BNl = (gradient_BlNH.to(lse_BNl.dtype) * out_BlNH).sum(-1).transpose(1, 2)
+    weight_BNl = (sinks_N.to(lse_BNl.dtype)[:, None] - lse_BNl).exp()
+    return -(weight_BNl * sum_BNl).sum((0, 2)).to(sinks_N.dtype)
+
+
+def attention(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    documents_BT: Tensor | None,
+    window: int,
+    scores: Scores,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Causal attention written out, in documents and a window (0 is none): (B, T, N, H), by (B, N, T, T) scores."""
+    tokens = q_BTNH.size(1)
+    seen_1TT = torch.ones(1, tokens, tokens, dtype=torch.bool, device=q_BTNH.device).tril()
+    if window:
+        seen_1TT = seen_1TT.triu(1 - window)
+    seen_BTT = seen_1TT if documents_BT is None else seen_1TT & (documents_BT[:, :, None] == documents_BT[:, None])
+    return masked_attention(q_BTNH, k_BTKH, v_BTKH, seen_BTT[:, None], scores, sinks_N)
+
+
+def masked_attention(
+    q_BlNH: Tensor,
+    k_BsKH: Tensor,
+    v_BsKH: Tensor,
+    seen: Tensor | None,
+    scores: Scores,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Attention of queries that end where the keys do: (B, l, N, H). ``seen`` is (B or 1, 1, l, s), None for all."""
+    q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
+    score_BNls, _ = _score(q, k, k.size(2) - q.size(2), scores)
+    if seen is not None:
+        score_BNls = score_BNls.masked_fill(~seen, -torch.inf)
+    if sinks_N is not None:  # one more column, whose value is zero
+        column_BNl1 = sinks_N.to(score_BNls.dtype)[:, None, None].expand(*score_BNls.shape[:3], 1)
+        weight_BNls = torch.cat((score_BNls, column_BNl1), dim=-1).softmax(-1)[..., :-1]
+    else:
+        weight_BNls = score_BNls.softmax(-1)
+    return (weight_BNls @ v).transpose(1, 2).to(q_BlNH.dtype)
+
+
+def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Output (B, l, N, H) of a part of the keys and its log-sum-exp (B, N, l), float32; each query must see a key."""
+    q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
+    score_BNls, _ = _score(q, k, band.last, scores, band)
+    lse_BNl = score_BNls.logsumexp(-1)
+    out_BNlH = (score_BNls - lse_BNl[..., None]).exp() @ v
+    return out_BNlH.transpose(1, 2).to(q_BlNH.dtype), lse_BNl.float()
+
+
+def attend_backward(
+    gradient_BlNH: Tensor,
+    q_BlNH: Tensor,
+    k_BsKH: Tensor,
+    v_BsKH: Tensor,
+    out_BlNH: Tensor,
+    lse_BNl: Tensor,
+    band: Band,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values from a part of the keys, given output and log-sum-exp over all of them."""
+    q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
+    gradient, out = (x.transpose(1, 2).to(q.dtype) for x in (gradient_BlNH, out_BlNH))
+    score_BNls, slope_of_cap = _score(q, k, band.last, scores, band)
+    weight_BNls = (score_BNls - lse_BNl[..., None]).exp()
+    dv = weight_BNls.transpose(-2, -1) @ gradient
+    # d softmax: p (dp - sum of p dp), the sum over all keys being that of gradient times output
+    d_score = weight_BNls * (gradient @ v.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True))
+    if slope_of_cap is not None:
+        d_score = d_score * slope_of_cap
+    d_score = d_score * _scale(q, scores)
+    grads = (d_score @ k, d_score.transpose(-2, -1) @ q, dv)
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    groups = q_BlNH.size(2) // k_BsKH.size(2)
+    if groups > 1:  # each key head served several query heads
+        dk, dv = (x.unflatten(2, (-1, groups)).sum(3) for x in (dk, dv))
+    return dq.to(q_BlNH.dtype), dk.to(k_BsKH.dtype), dv.to(v_BsKH.dtype)
+
+
+def _score(
+    q_BNlH: Tensor, k_BNsH: Tensor, offset: int, scores: Scores, band: Band | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Scores (B, N, l, s), and the derivative of the cap; query 0 is ``offset`` tokens past key 0."""
+    score_BNls = (q_BNlH * _scale(q_BNlH, scores)) @ k_BNsH.transpose(-2, -1)
+    slope_of_cap = None
+    if scores.softcap:
+        tanh_BNls = (score_BNls / scores.softcap).tanh()
+        score_BNls, slope_of_cap = scores.softcap * tanh_BNls, 1.0 - tanh_BNls.square()
+    queries, keys = q_BNlH.size(2), k_BNsH.size(2)
+    if scores.slopes:
+        if len(scores.slopes) != q_BNlH.size(1):
+            raise ValueError(f"alibi_slopes has {len(scores.slopes)} numbers for {q_BNlH.size(1)} heads")
+        place_l1 = torch.arange(offset, offset + queries, device=q_BNlH.device)[:, None]
+        distance_ls = (place_l1 - torch.arange(keys, device=q_BNlH.device)).to(score_BNls.dtype)
+        slope_N11 = torch.tensor(scores.slopes, device=q_BNlH.device, dtype=score_BNls.dtype)[:, None, None]
+        score_BNls = score_BNls - slope_N11 * distance_ls
+    if band is not None:
+        seen_ls = torch.ones(queries, keys, dtype=torch.bool, device=q_BNlH.device).tril_(band.last).triu_(band.first)
+        score_BNls = score_BNls.masked_fill(~seen_ls, -torch.inf)
+    return score_BNls, slope_of_cap
+
+
+def _scale(q_BNlH: Tensor, scores: Scores) -> float:
+    return q_BNlH.size(-1) ** -0.5 if scores.scale is None else scores.scale
+
+
+def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All with the heads of the queries, (B, N, tokens, H), in float32 at least."""
+    groups, dtype = q_BlNH.size(2) // k_BsKH.size(2), torch.promote_types(q_BlNH.dtype, torch.float32)
+    k, v = (x.repeat_interleave(groups, dim=2) if groups > 1 else x for x in (k_BsKH, v_BsKH))
+    q, k, v = (x.transpose(1, 2).to(dtype) for x in (q_BlNH, k, v))
+    return q, k, v

@@ -1,0 +1,333 @@
+"""Packed documents: attention in which no document sees another, and which parts of two stretches of a row share one.
+
+``documents_BT`` numbers the documents of each row, ascending along it. A token attends to earlier tokens of its own
+number alone; with a window, to the nearest of them (``window.py``).
+Shape suffixes: B batch, T tokens, l queries, s keys, N heads, K key-value heads, H head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardtrain.ops import attention_scores as scores
+from shardtrain.ops import flash_attention as flash
+from shardtrain.ops.attention_scores import Scores
+from shardtrain.ops.sliding_window import blocks, queries_at_once
+
+_QUERIES_AT_ONCE = 1024
+"""Queries that share a mask where a device has no kernel for documents: it is (B, 1, this, T), not (B, 1, T, T)."""
+
+
+class Shared(NamedTuple):
+    """A document that occurs in a stretch of queries and in one of keys: its row, and its tokens in either."""
+
+    row: slice
+    queries: slice
+    keys: slice
+
+
+def attention(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    documents_BT: Tensor | None,
+    window: int = 0,
+    scale: float | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Causal attention within each document and window: (B, T, N, H). Without ``documents_BT`` a row is one document.
+
+    ``window`` counts the tokens that a token sees, itself among them; 0 is no window. ``scale`` is 1 / sqrt(H) unless
+    given. ``sinks_N`` are the scores of a sink per head: see ``scores.with_sinks``. On a CPU the flash kernel runs
+    once per document, which costs no more than the documents do (20 documents in 2,048 tokens: an eighth of the time of
+    a mask), or once per block of queries where the window is shorter; on CUDA its form for ragged sequences runs once.
+    Other types and devices mask a part of the queries at a time.
+
+    Raises:
+        ValueError: when the numbers of a row do not ascend.
+    """
+    if q_BTNH.device.type in ("cpu", "meta") or (q_BTNH.is_cuda and flash.has_flash(q_BTNH)):
+        return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N, window, scale)[0]  # type: ignore[no-any-return]
+    if sinks_N is not None:
+        return scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, Scores(scale), sinks_N)
+    return masked_attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
+
+
+def masked_attention(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    documents_BT: Tensor | None,
+    window: int = 0,
+    scale: float | None = None,
+) -> Tensor:
+    """The same by boolean masks: works on any device and type, and does the work of all that it masks."""
+    # heads are repeated: with grouped heads and a mask PyTorch falls back to (B, N, T, T) numbers
+    k_BTNH, v_BTNH = flash.repeat_heads(q_BTNH, k_BTKH, v_BTKH)
+    q_BNTH, k_BNTH, v_BNTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTNH, v_BTNH))
+    tokens, outputs = q_BTNH.size(1), []
+    for start in range(0, tokens, _QUERIES_AT_ONCE):
+        stop = min(start + _QUERIES_AT_ONCE, tokens)
+        low = max(0, start - window + 1) if window else 0
+        mask_Bls = torch.ones(1, stop - start, stop - low, dtype=torch.bool, device=q_BTNH.device).tril(start - low)
+        if window:
+            mask_Bls = mask_Bls.triu(start - low - window + 1)
+        if documents_BT is not None:
+            mask_Bls = mask_Bls & (documents_BT[:, start:stop, None] == documents_BT[:, None, low:stop])
+        parts = (q_BNTH[:, :, start:stop], k_BNTH[:, :, low:stop], v_BNTH[:, :, low:stop])
+        outputs.append(F.scaled_dot_product_attention(*parts, attn_mask=mask_Bls[:, None], scale=scale))
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def chunked(documents_BT: Tensor | None, chunk: int, shape: tuple[int, int], device: torch.device) -> Tensor | None:
+    """Documents cut into chunks of so many tokens, each of which then sees itself alone (Llama 4); 0 cuts nothing.
+
+    A document is cut from its own beginning, as if it were alone. Without ``documents_BT`` the rows of ``shape`` (B, T)
+    are cut. None where all of a row sees itself.
+
+    >>> chunked(torch.tensor([[0, 0, 0, 4, 4]]), 2, (1, 5), torch.device("cpu"))
+    tensor([[0, 0, 1, 2, 2]])
+    """
+    if not 0 < chunk < shape[1]:
+        return documents_BT
+    if torch.compiler.is_compiling() or device.type == "meta":
+        whole_BT = torch.zeros(shape, dtype=torch.int64, device=device) if documents_BT is None else documents_BT
+        return _cut(whole_BT, chunk)
+    if documents_BT is None:
+        return _on_device(_cut(torch.zeros(shape, dtype=torch.int64), chunk), device)
+    known = _chunks.setdefault(documents_BT, {})
+    if chunk not in known:  # once for all layers
+        known[chunk] = _on_device(_cut(on_host(documents_BT), chunk), device)
+    return known[chunk]
+
+
+_chunks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _on_device(on_host_BT: Tensor, device: torch.device) -> Tensor:
+    """A copy that is read without waiting for the device."""
+    copy_BT = on_host_BT.to(device, non_blocking=True)
+    remember(copy_BT, on_host_BT)
+    return copy_BT
+
+
+def _cut(documents_BT: Tensor, chunk: int) -> Tensor:
+    place_T = torch.arange(documents_BT.size(1), device=documents_BT.device)
+    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    first_BT = torch.where(begins_BT, place_T, 0).cummax(1).values
+    return (begins_BT | ((place_T - first_BT) % chunk == 0)).cumsum(1) - 1
+
+
+def shared(queries_Bl: Tensor, keys_Bs: Tensor) -> list[Shared]:
+    """The documents that occur both in a stretch of queries and in one of keys, given the numbers of their tokens.
+
+    Raises:
+        ValueError: when the numbers of a row do not ascend.
+
+    >>> shared(torch.tensor([[3, 3, 4]]), torch.tensor([[2, 3]]))
+    [Shared(row=slice(0, 1, None), queries=slice(0, 2, None), keys=slice(1, 2, None))]
+    """
+    of_queries = _places(queries_Bl)
+    of_keys = of_queries if keys_Bs is queries_Bl else _places(keys_Bs)
+    return [
+        Shared(slice(row, row + 1), places, keys[number])
+        for row, (queries, keys) in enumerate(zip(of_queries, of_keys, strict=True))
+        for number, places in queries.items()
+        if number in keys
+    ]
+
+
+def _places(documents_Bl: Tensor) -> list[dict[int, slice]]:
+    """Where each document of each row lies: its number -> its tokens."""
+    rows = []
+    for documents_l in documents_Bl:
+        numbers, lengths = torch.unique_consecutive(documents_l, return_counts=True)
+        if bool((numbers[1:] <= numbers[:-1]).any()):
+            raise ValueError("documents_BT must ascend along each row: a number came back, or a smaller one followed")
+        stops = lengths.cumsum(0)
+        starts = stops - lengths
+        ranges = zip(numbers.tolist(), starts.tolist(), stops.tolist(), strict=True)
+        rows.append({number: slice(start, stop) for number, start, stop in ranges})
+    return rows
+
+
+_host_copies = WeakTensorKeyDictionary()
+
+
+def remember(documents_BT: Tensor, on_host_BT: Tensor) -> None:
+    """Note what a tensor on a device holds, so that reading it need not wait for the device."""
+    if documents_BT.device.type != "cpu" and on_host_BT.device.type == "cpu":
+        _host_copies[documents_BT] = on_host_BT
+
+
+def on_host(documents_BT: Tensor) -> Tensor:
+    """The numbers in host memory; copied from the device once per tensor, not once per layer."""
+    if documents_BT.device.type == "cpu":
+        return documents_BT
+    if documents_BT not in _host_copies:
+        _host_copies[documents_BT] = documents_BT.cpu()
+    return _host_copies[documents_BT]  # type: ignore[no-any-return]
+
+
+def ragged(documents_BT: Tensor) -> tuple[Tensor, int]:
+    """Where each document begins with all rows laid end to end, and their end, int32; and the tokens of the longest.
+
+    >>> ragged(torch.tensor([[0, 0, 1], [0, 0, 0]]))
+    (tensor([0, 2, 3, 6], dtype=torch.int32), 3)
+    """
+    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    end = torch.tensor([documents_BT.numel()])
+    starts = torch.cat((begins_BT.flatten().nonzero().flatten(), end))
+    return starts.to(torch.int32), int(starts.diff().max())
+
+
+_ragged_copies = WeakTensorKeyDictionary()
+
+
+def _ragged_on_device(documents_BT: Tensor) -> tuple[Tensor, int]:
+    """``ragged`` with the starts on the documents' device; made once per tensor, without waiting for the device."""
+    if documents_BT not in _ragged_copies:
+        starts, longest = ragged(on_host(documents_BT))
+        # from page-locked memory: any other copy would first wait for all work that the device was given
+        _ragged_copies[documents_BT] = starts.pin_memory().to(documents_BT.device, non_blocking=True), longest
+    return _ragged_copies[documents_BT]  # type: ignore[no-any-return]
+
+
+def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterator[tuple[slice, slice, slice, Any]]:
+    """What the kernel of a CPU is given at a time: rows, queries, keys, and what it is told of who sees whom."""
+    tokens, at_once = slice(0, q_BTNH.size(1)), queries_at_once(window, q_BTNH.device)
+    rows = [Shared(slice(None), tokens, tokens)] if documents_BT is None else shared(documents_BT, documents_BT)
+    for row, document, _ in rows:
+        length = document.stop - document.start
+        if not window or length <= window:
+            yield row, document, document, {"causal": True}
+            continue
+        for queries, keys, band in blocks(length, length, 0, window, at_once):
+            yield row, shifted(queries, document.start), shifted(keys, document.start), {"causal": False, "band": band}
+
+
+def shifted(places: slice, by: int) -> slice:
+    """The places of a stretch in what the stretch is a part of, where it begins at ``by``."""
+    return slice(places.start + by, places.stop + by)
+
+
+def _ragged_rows(q_BTNH: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, int]:
+    if documents_BT is not None:
+        return _ragged_on_device(documents_BT)
+    rows, tokens = q_BTNH.shape[:2]
+    return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=q_BTNH.device), tokens
+
+
+# One operation, so that a compiler does not look inside, selective recomputation can keep its result, and tensors
+# without data pass through. Its backward is another.
+@torch.library.custom_op("shardtrain::document_attention", mutates_args=())
+def _attention(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    documents_BT: Tensor | None,
+    sinks_N: Tensor | None,
+    window: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    out_BTNH, lse_BNT = _without_sinks(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
+    return (out_BTNH, lse_BNT) if sinks_N is None else scores.with_sinks(out_BTNH, lse_BNT, sinks_N)
+
+
+def _without_sinks(
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    if q_BTNH.is_cuda:
+        starts, longest = _ragged_rows(q_BTNH, documents_BT)
+        q_SNH, k_SKH, v_SKH = (x.flatten(0, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
+        out_SNH, lse_NS = flash.attend_ragged(q_SNH, k_SKH, v_SKH, starts, longest, window, scale)
+        return out_SNH.view_as(q_BTNH), lse_NS.unflatten(1, q_BTNH.shape[:2]).transpose(0, 1).contiguous()
+    out_BTNH, lse_BNT = _like_attention(q_BTNH)
+    for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
+        q, k, v = q_BTNH[row, queries], k_BTKH[row, keys], v_BTKH[row, keys]
+        out_BTNH[row, queries], lse_BNT[row, :, queries] = flash.attend(q, k, v, **sight, scores=Scores(scale))
+    return out_BTNH, lse_BNT
+
+
+@_attention.register_fake
+def _(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    documents_BT: Tensor | None,
+    sinks_N: Tensor | None,
+    window: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    return _like_attention(q_BTNH)
+
+
+def _like_attention(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
+    B, T, N, _ = q_BTNH.shape
+    out_BTNH = torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
+    return out_BTNH, q_BTNH.new_empty((B, N, T), dtype=torch.promote_types(q_BTNH.dtype, torch.float32))
+
+
+@torch.library.custom_op("shardtrain::document_attention_backward", mutates_args=())
+def _attention_backward(
+    gradient_BTNH: Tensor,
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    out_BTNH: Tensor,
+    lse_BNT: Tensor,
+    documents_BT: Tensor | None,
+    window: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = (q_BTNH, k_BTKH, v_BTKH)
+    if q_BTNH.is_cuda:
+        starts, longest = _ragged_rows(q_BTNH, documents_BT)
+        gradient, q, k, v, out = (x.flatten(0, 1) for x in (gradient_BTNH, *inputs, out_BTNH))
+        lse_NS = lse_BNT.transpose(0, 1).flatten(1)
+        grads = flash.attend_ragged_backward(gradient, q, k, v, out, lse_NS, starts, longest, window, scale)
+        dq, dk, dv = (grad.view_as(x) for grad, x in zip(grads, inputs, strict=True))
+        return dq, dk, dv
+    # blocks of queries share keys, whose gradients are then summed in float32
+    exact = torch.promote_types(q_BTNH.dtype, torch.float32) if window else q_BTNH.dtype
+    dq, dk, dv = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in inputs)
+    for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
+        gradient, q, out = (x[row, queries] for x in (gradient_BTNH, q_BTNH, out_BTNH))
+        k, v, lse = k_BTKH[row, keys], v_BTKH[row, keys], lse_BNT[row, :, queries]
+        part = flash.attend_backward(gradient, q, k, v, out, lse, **sight, scores=Scores(scale))
+        dq[row, queries] = part[0]
+        dk[row, keys] += part[1]
+        dv[row, keys] += part[2]
+    return dq.to(q_BTNH.dtype), dk.to(q_BTNH.dtype), dv.to(q_BTNH.dtype)
+
+
+@_attention_backward.register_fake
+def _(gradient_BTNH: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, inputs[3], inputs[4])
+    ctx.window, ctx.scale = inputs[5:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, gradient_BTNH: Tensor, _: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None, None, None]:
+    *saved, sinks_N = ctx.saved_tensors
+    out_BTNH, lse_BNT = saved[3:5]
+    dsinks_N = None if sinks_N is None else scores.sinks_gradient(gradient_BTNH, out_BTNH, lse_BNT, sinks_N)
+    return *_attention_backward(gradient_BTNH, *saved, ctx.window, ctx.scale), None, dsinks_N, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)

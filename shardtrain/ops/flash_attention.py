@@ -1,0 +1,230 @@
+"""Attention to a part of the keys with its log-sum-exp, by a device's flash kernel (Dao et al. 2022), and its backward.
+
+Outputs over parts of the keys can be merged by their log-sum-exps, and each part has its own exact backward pass given
+the merged ones. Shape suffixes: B batch, l queries, s keys, N heads, K key-value heads, H head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardtrain.ops import attention_scores as scored
+from shardtrain.ops.attention_scores import PLAIN, Scores
+from shardtrain.ops.sliding_window import Band, mask
+from shardtrain.utils.errors import ConfigError, Problem
+
+
+def attend(
+    q_BlNH: Tensor,
+    k_BsKH: Tensor,
+    v_BsKH: Tensor,
+    causal: bool,
+    band: Band | None = None,
+    scores: Scores = PLAIN,
+) -> tuple[Tensor, Tensor]:
+    """Attention output (B, l, N, H) and its log-sum-exp (B, N, l) in float32, by the device's flash kernel.
+
+    With a ``band``, which takes the place of ``causal``, each query must see a key. Scores that no kernel computes need
+    one: it says where the queries lie.
+    """
+    if not scores.has_kernel:
+        assert band is not None
+        return scored.attend(q_BlNH, k_BsKH, v_BsKH, band, scores)
+    if band is not None and q_BlNH.device.type != "cpu":
+        _check_flash(q_BlNH)
+        (q, k, v), rows = _end_to_end(q_BlNH, k_BsKH, v_BsKH), _Rows(q_BlNH, k_BsKH, band)
+        out_SNH, lse_NS, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *rows.starts, *rows.lengths, 0.0, False, False, scale=scores.scale, **rows.window
+        )
+        return out_SNH.view_as(q_BlNH), lse_NS.unflatten(1, q_BlNH.shape[:2]).transpose(0, 1).contiguous()
+    q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=_mask(q, k, band), scale=scores.scale
+        )
+    else:
+        _check_flash(q)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scores.scale)
+    return out.transpose(1, 2), lse.to(torch.promote_types(q.dtype, torch.float32))
+
+
+def attend_backward(
+    gradient_BlNH: Tensor,
+    q_BlNH: Tensor,
+    k_BsKH: Tensor,
+    v_BsKH: Tensor,
+    out_BlNH: Tensor,
+    lse_BNl: Tensor,
+    causal: bool,
+    band: Band | None = None,
+    scores: Scores = PLAIN,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values from one part of the keys, given the output and log-sum-exp over all."""
+    if not scores.has_kernel:
+        assert band is not None
+        return scored.attend_backward(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, band, scores)
+    if band is not None and q_BlNH.device.type != "cpu":
+        (gradient, q, k, v, out), rows = (
+            _end_to_end(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH),
+            _Rows(q_BlNH, k_BsKH, band),
+        )
+        lse_NS = lse_BNl.transpose(0, 1).flatten(1).contiguous()
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            gradient,
+            q,
+            k,
+            v,
+            out,
+            lse_NS,
+            *rows.starts,
+            *rows.lengths,
+            0.0,
+            False,
+            *_no_randomness(q),
+            scale=scores.scale,
+            **rows.window,
+        )
+        return dq.view_as(q_BlNH), dk.view_as(k_BsKH), dv.view_as(v_BsKH)
+    q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
+    gradient, out = (x.transpose(1, 2).contiguous() for x in (gradient_BlNH, out_BlNH))
+    lse = lse_BNl.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
+    if q.device.type == "cpu":
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(q, k, band), scale=scores.scale
+        )
+    else:
+        # lengths and random state of the forward call: dense inputs and no dropout, so neither is read
+        lengths = torch.empty(0, dtype=torch.int32, device=q.device)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            lengths,
+            lengths,
+            q.size(2),
+            k.size(2),
+            0.0,
+            causal,
+            *_no_randomness(q),
+            scale=scores.scale,
+        )
+    dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
+    groups = q_BlNH.size(2) // k_BsKH.size(2)
+    if groups > 1:  # each key head served several query heads
+        dk, dv = (x.unflatten(2, (-1, groups)).float().sum(3).to(x.dtype) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def has_flash(x_BTNH: Tensor) -> bool:
+    """Whether a CUDA device has a flash kernel for heads of this type and width."""
+    half = x_BTNH.dtype in (torch.float16, torch.bfloat16)
+    return half and x_BTNH.size(-1) % 8 == 0 and x_BTNH.size(-1) <= 256 and _device_has_flash(x_BTNH.device)
+
+
+def _mask(q_BNlH: Tensor, k_BNsH: Tensor, band: Band | None) -> Tensor | None:
+    return None if band is None else mask(q_BNlH.size(2), k_BNsH.size(2), band, q_BNlH)
+
+
+class _Rows:
+    """Rows of equal stretches of queries and keys as sequences laid end to end, which is how kernels take a window."""
+
+    def __init__(self, q_BlNH: Tensor, k_BsKH: Tensor, band: Band) -> None:
+        self.lengths = q_BlNH.size(1), k_BsKH.size(1)
+        self.starts = [
+            torch.arange(0, (q_BlNH.size(0) + 1) * n, n, dtype=torch.int32, device=q_BlNH.device) for n in self.lengths
+        ]
+        past = self.lengths[1] - self.lengths[0]  # kernels count from where the last query meets the last key
+        self.window = {"window_size_left": past - band.first, "window_size_right": band.last - past}
+
+
+def _end_to_end(*tensors: Tensor) -> list[Tensor]:
+    return [x.flatten(0, 1).contiguous() for x in tensors]
+
+
+def _ragged_window(window: int) -> dict[str, int]:
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def attend_ragged(
+    q_SNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    starts: Tensor,
+    longest: int,
+    window: int = 0,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention within each of some sequences laid end to end, on CUDA: output (S, N, H), log-sum-exp (N, S).
+
+    ``starts`` are where the sequences begin, and S at the end, int32 on the device; ``longest`` is the most tokens of
+    one. This is what ``torch.nn.attention.varlen`` calls, with its log-sum-exp. ``window`` 0 is none.
+    """
+    q, k, v = (x.contiguous() for x in (q_SNH, k_SKH, v_SKH))
+    lengths, causal = (starts, starts, longest, longest), not window
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *lengths, 0.0, causal, False, scale=scale, **_ragged_window(window)
+    )
+    return out, lse
+
+
+def attend_ragged_backward(
+    gradient_SNH: Tensor,
+    q_SNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    out_SNH: Tensor,
+    lse_NS: Tensor,
+    starts: Tensor,
+    longest: int,
+    window: int = 0,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values of ``attend_ragged``."""
+    gradient, q, k, v, out = (x.contiguous() for x in (gradient_SNH, q_SNH, k_SKH, v_SKH, out_SNH))
+    lengths, causal = (starts, starts, longest, longest), not window
+    return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
+        gradient,
+        q,
+        k,
+        v,
+        out,
+        lse_NS.contiguous(),
+        *lengths,
+        0.0,
+        causal,
+        *_no_randomness(q),
+        scale=scale,
+        **_ragged_window(window),
+    )
+
+
+def repeat_heads(q_BTNH: Tensor, *keys_values: Tensor) -> list[Tensor]:
+    """Keys and values with as many heads as the queries: each serves a group of N / K of them."""
+    groups = q_BTNH.size(2) // keys_values[0].size(2)
+    return [x.repeat_interleave(groups, dim=2) if groups > 1 else x for x in keys_values]
+
+
+def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BlNH, *repeat_heads(q_BlNH, k_BsKH, v_BsKH)))
+    return q, k, v
+
+
+def _no_randomness(q: Tensor) -> tuple[Tensor, Tensor]:
+    random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return random_state, random_state
+
+
+def _device_has_flash(device: torch.device) -> bool:
+    available = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)()
+    return available and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _check_flash(q: Tensor) -> None:
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        rule = "has no flash attention kernel on CUDA, which splitting a sequence needs"
+        fix = 'use bfloat16 or float16, or parallelism.context_parallel_method="ulysses"'
+        raise ConfigError(Problem("training.mixed_precision_param", str(q.dtype).removeprefix("torch."), rule, fix))

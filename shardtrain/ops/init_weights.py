@@ -1,0 +1,84 @@
+"""Initial weights that do not depend on the mesh.
+
+The rows of a parameter fall into fixed blocks; block i of parameter ``name`` is drawn by a generator seeded from
+(seed, name, i). A rank draws the blocks that its shard touches and keeps its part, so that every mesh of one device
+type starts from bitwise equal weights, with no broadcast and no seed checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shardtrain import layout as layouts
+from shardtrain.layout import Draw, Layout
+from shardtrain.ops.dtensor import local_slices, local_tensor
+
+BLOCK_NUMEL = 1 << 16
+"""Numbers per block: few, so that a shard draws little that it throws away; fixed for ever: it defines weights."""
+
+
+def plan(names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_layers: int) -> dict[str, Draw]:
+    """The draw of each parameter of the whole model, first matching rule wins, with the depth already in ``std``.
+
+    Raises KeyError for a parameter without a rule (``models.build`` has checked that there is none).
+    """
+    draws = {}
+    for name in names:
+        rule = next((draw for pattern, draw in rules.items() if layouts.matches(name, pattern)), None)
+        if rule is None:
+            raise KeyError(name)
+        layer = re.match(rf"{re.escape(layout.layers)}\.(\d+)\.", name)
+        if rule.depth == "layer" and layer:
+            rule = replace(rule, std=rule.std / math.sqrt(2 * (int(layer[1]) + 1)), depth="none")
+        elif rule.depth == "total":
+            rule = replace(rule, std=rule.std / math.sqrt(2 * num_layers), depth="none")
+        draws[name] = rule
+    return draws
+
+
+@torch.no_grad()
+def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
+    """Fill this rank's part of a parameter in place; equal on every mesh of one device type."""
+    local, slices = local_tensor(parameter), local_slices(parameter)
+    if draw.distribution in ("ones", "zeros"):
+        local.fill_(1.0 if draw.distribution == "ones" else 0.0)
+        return
+    if parameter.ndim == 0:
+        local.copy_(_draw_block((1,), draw, _generator(seed, name, 0, local.device), local.device)[0])
+        return
+    rows, *rest = parameter.shape
+    rows_per_block = max(1, BLOCK_NUMEL // max(1, math.prod(rest)))
+    first, stop = slices[0].start, slices[0].stop
+    for block in range(first // rows_per_block, -(-stop // rows_per_block)):
+        start = block * rows_per_block
+        size = min(rows_per_block, rows - start)
+        values = _draw_block((size, *rest), draw, _generator(seed, name, block, local.device), local.device)
+        low, high = max(first, start), min(stop, start + size)
+        local[low - first : high - first].copy_(values[(slice(low - start, high - start), *slices[1:])])
+
+
+def _draw_block(shape: tuple[int, ...], draw: Draw, generator: torch.Generator, device: torch.device) -> Tensor:
+    # Drawn in float32 whatever the parameter's type, so that a bfloat16 run starts from the same weights, rounded.
+    values = torch.empty(shape, dtype=torch.float32, device=device)
+    if math.isnan(draw.std):  # nobody knows how it starts: what is loaded stands, and nothing else goes unnoticed
+        return values.fill_(math.nan)
+    if draw.distribution == "normal":
+        return values.normal_(0.0, draw.std, generator=generator)
+    if draw.distribution == "uniform":
+        return values.uniform_(-draw.std * math.sqrt(3), draw.std * math.sqrt(3), generator=generator)
+    # Inverse transform sampling of a normal between -cutoff and cutoff standard deviations
+    edge = math.erf(draw.cutoff / math.sqrt(2))
+    values.uniform_(-edge, edge, generator=generator).erfinv_().mul_(draw.std * math.sqrt(2))
+    return values.clamp_(-draw.cutoff * draw.std, draw.cutoff * draw.std)
+
+
+def _generator(seed: int, name: str, block: int, device: torch.device) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=7).digest()
+    return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big"))

@@ -1,0 +1,74 @@
+"""Loss scaling for float16: gradients that would vanish below float16's range are lifted into it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
+
+SMALLEST = 2.0**-14
+"""Floor of the scale: float16's smallest normal number. Backward starts from the scale itself, which loses bits below;
+gradients that overflow even here are not a matter of scale."""
+LARGEST = 2.0**24
+"""Ceiling of the scale. All-zero gradients are finite at any scale; without a bound it would grow to infinity."""
+_BACKOFF, _GROWTH = 0.5, 2.0
+
+
+class LossScaler:
+    """Dynamic loss scale: halved when a gradient overflows, doubled after a row of finite steps.
+
+    Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. Multiply the loss by ``scale`` before backward
+    and divide the gradients by it before clipping. Every rank decides alike, because ``finite`` is a property of the
+    global gradient norm.
+
+    Raises:
+        ConfigError: when a constant is out of range.
+    """
+
+    def __init__(self, initial: float, growth_interval: int) -> None:
+        if not (math.isfinite(initial) and SMALLEST <= initial <= LARGEST):
+            rule = "must be between 2**-14 and 2**24"
+            raise ConfigError(Problem("training.initial_loss_scale", initial, rule, "use 65536.0"))
+        if growth_interval < 1:
+            rule = "must be at least 1"
+            raise ConfigError(Problem("training.loss_scale_growth_interval", growth_interval, rule, "use 2000"))
+        self.scale = float(initial)
+        self._growth_interval = growth_interval
+        self._finite_steps = 0
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether a smaller scale is left to try; numbers that are not finite at the smallest are no overflow."""
+        return self.scale > SMALLEST
+
+    def update(self, finite: bool) -> bool:
+        """Take the outcome of a step and set the scale of the next; true when this step's update may be applied."""
+        if not finite:
+            self.scale = max(SMALLEST, self.scale * _BACKOFF)
+            self._finite_steps = 0
+            return False
+        self._finite_steps += 1
+        if self._finite_steps == self._growth_interval:
+            self.scale = min(LARGEST, self.scale * _GROWTH)
+            self._finite_steps = 0
+        return True
+
+    def state(self) -> dict[str, float | int]:
+        """The scale and the finite steps since it last changed, for a checkpoint."""
+        return {"scale": self.scale, "finite_steps": self._finite_steps}
+
+    def load(self, state: Mapping[str, float | int]) -> None:
+        """Continue from ``state()`` of another run.
+
+        Raises:
+            CheckpointError: when a value is missing or out of range.
+        """
+        scale, finite_steps = state.get("scale"), state.get("finite_steps")
+        if scale is None or not SMALLEST <= scale <= LARGEST or finite_steps is None or finite_steps < 0:
+            raise CheckpointError(
+                f"the loss scaler's state {dict(state)} is no scale and count; use another checkpoint"
+            )
+        self.scale = float(scale)
+        # a run continued with a shorter interval must still reach it
+        self._finite_steps = min(int(finite_steps), self._growth_interval - 1)

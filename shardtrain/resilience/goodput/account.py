@@ -1,0 +1,178 @@
+"""Adding up: each second of a run's life falls into one bin, over attempts, restarts and other numbers of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shardtrain.resilience.goodput.events import Death, Event, Progress, Start
+
+BINS = ("productive", "checkpoint", "data", "validation", "compile", "start", "restart", "lost")
+MEANINGS = {
+    "productive": "forward, backward and update of the steps that count",
+    "checkpoint": "waiting for saves",
+    "data": "waiting for the data of the steps that count",
+    "validation": "validation passes",
+    "compile": "the first step of each attempt, beyond a usual one",
+    "start": "imports, building, loading; and the way out after the last step",
+    "restart": "from a failure to the start of the next attempt, within one command",
+    "lost": "steps after the checkpoint that a later attempt went on from, done again",
+    "idle": "between two commands: no part of the ratio",
+}
+
+
+@dataclass
+class Attempt:
+    """One start of the ranks, and what it is known to have done."""
+
+    start: Start
+    points: list[Progress] = field(default_factory=list)
+    """In their order; the last one tells how far it came."""
+    died: float | None = None
+    """When the launcher saw a rank fail, in seconds since the epoch."""
+
+    @property
+    def last_known(self) -> float:
+        """The end of what its own lines tell, in seconds since the epoch."""
+        return self.start.started + (sum(self.points[-1].seconds.values()) if self.points else 0.0)
+
+    @property
+    def saved_step(self) -> int:
+        """What another attempt would go on from."""
+        return self.points[-1].saved_step if self.points else self.start.step
+
+    @property
+    def ended(self) -> float:
+        """When it ended, as far as somebody wrote it down."""
+        said_so = bool(self.points) and self.points[-1].ended
+        return self.last_known if said_so else max(self.last_known, self.died or 0.0)
+
+
+@dataclass(frozen=True)
+class Account:
+    """Seconds by bin, and what they are compared with; ``idle_seconds`` is part of the wall time alone."""
+
+    seconds: dict[str, float]
+    idle_seconds: float = 0.0
+    attempts: int = 0
+    failures: int = 0
+    """Attempts after which the same command made another one, and a last one that died."""
+    saves: int = 0
+    after_failure_seconds: float = 0.0
+    """Start and compilation of the attempts that a failure made necessary; in ``start`` and ``compile`` too."""
+
+    @property
+    def running_seconds(self) -> float:
+        """Wall time while some command was there."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """Productive part of the running time, 0..1."""
+        return self.seconds["productive"] / self.running_seconds if self.running_seconds else 0.0
+
+    @property
+    def recovery_seconds(self) -> float:
+        """All that failures cost beside lost steps."""
+        return self.seconds["restart"] + self.after_failure_seconds
+
+    @property
+    def ettr(self) -> float:
+        """Effective training time ratio: running time without saves, lost steps and recovery, 0..1."""
+        if not self.running_seconds:
+            return 0.0
+        gone = self.seconds["checkpoint"] + self.seconds["lost"] + self.recovery_seconds
+        return 1 - gone / self.running_seconds
+
+    def predicted_ettr(self) -> float | None:
+        """What Young and Daly's model gives for the stall, interval, recovery and failures measured here.
+
+        ETTR = (1 - (R + T/2) / MTTF) / (1 + stall / T), arXiv 2410.18124; None without a save.
+        """
+        if not self.saves:
+            return None
+        work = self.running_seconds - self.seconds["checkpoint"] - self.seconds["lost"] - self.recovery_seconds
+        interval, stall = work / self.saves, self.seconds["checkpoint"] / self.saves
+        failed = 0.0
+        if self.failures:
+            failed = (self.recovery_seconds / self.failures + interval / 2) / (self.running_seconds / self.failures)
+        return max(0.0, 1 - failed) / (1 + stall / interval) if interval > 0 else None
+
+
+def attempts_of(events: Iterable[Event]) -> list[Attempt]:
+    """Attempts in the order of their starts; lines of one that never started are left out."""
+    found: dict[str, Attempt] = {}
+    newest: Attempt | None = None
+    for event in events:
+        if isinstance(event, Start):
+            newest = found.setdefault(event.attempt, Attempt(event))
+        elif isinstance(event, Progress) and event.attempt in found:
+            found[event.attempt].points.append(event)
+        elif isinstance(event, Death) and newest and newest.died is None and newest.start.job == event.job:
+            newest.died = event.time
+    return list(found.values())
+
+
+def account(attempts: Sequence[Attempt]) -> Account:
+    """The account of a run's whole life until its last line."""
+    total, idle, failures, after = dict.fromkeys(BINS, 0.0), 0.0, 0, 0.0
+    kept_step: float = float("inf")
+    for attempt in reversed(attempts):
+        if attempt is attempts[-1] and attempt.died is not None:
+            kept_step = attempt.saved_step  # it has no successor yet, and what was not saved is as good as lost
+        for name, seconds in bins(attempt, kept_step).items():
+            total[name] += seconds
+        total["lost"] += max(0.0, attempt.ended - attempt.last_known)  # it died before it could write the next line
+        kept_step = min(kept_step, attempt.start.step)
+    for number, attempt in enumerate(attempts):
+        before = attempts[number - 1] if number else None
+        same = before is not None and before.start.job == attempt.start.job
+        begun = before.ended if same and before else attempt.start.job_started
+        total["restart"] += max(0.0, attempt.start.started - begun)
+        if before and not same:
+            idle += max(0.0, attempt.start.job_started - before.ended)
+        if same or attempt.start.restarts:
+            failures += 1
+            own = bins(attempt, float("inf"))
+            after += own["start"] + own["compile"]
+    failures += bool(attempts and attempts[-1].died is not None)
+    saves = sum(attempt.points[-1].saves for attempt in attempts if attempt.points)
+    return Account(total, idle, len(attempts), failures, saves, after)
+
+
+def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
+    """Seconds of one attempt by bin; what it trained after ``kept_step`` is lost."""
+    if not attempt.points:
+        return dict.fromkeys(BINS, 0.0)
+    last, first_step = attempt.points[-1], attempt.start.step
+    spent = {name: last.seconds.get(name, 0.0) for name in ("start", "end", "compile", "step", "data")}
+    steps = last.step - first_step
+    # the first step is also a step: of its time, what a usual one takes is no compilation
+    usual = min(spent["compile"], spent["step"] / (steps - 1)) if steps > 1 else 0.0
+    kept = _at(attempt, kept_step)
+    keeps_first = kept_step > first_step
+    return {
+        "productive": kept["step"] + usual * keeps_first,
+        "checkpoint": last.seconds.get("checkpoint", 0.0),
+        "data": kept["data"],
+        "validation": last.seconds.get("validation", 0.0),
+        "compile": spent["compile"] - usual,
+        "start": spent["start"] + spent["end"],
+        "restart": 0.0,
+        "lost": spent["step"] - kept["step"] + spent["data"] - kept["data"] + usual * (not keeps_first),
+    }
+
+
+def _at(attempt: Attempt, step: float) -> dict[str, float]:
+    """Seconds of steps and data when an attempt had done ``step``; between two lines in a straight line."""
+    names = ("step", "data")
+    if step >= attempt.points[-1].step:
+        return {name: attempt.points[-1].seconds.get(name, 0.0) for name in names}
+    before_step, before = attempt.start.step, dict.fromkeys(names, 0.0)
+    for point in attempt.points:
+        now = {name: point.seconds.get(name, 0.0) for name in names}
+        if point.step > step:
+            share = max(0.0, step - before_step) / (point.step - before_step)
+            return {name: before[name] + share * (now[name] - before[name]) for name in names}
+        before_step, before = point.step, now
+    return before

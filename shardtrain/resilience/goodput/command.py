@@ -1,0 +1,57 @@
+"""The verb ``goodput``: where the wall time of a run went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardtrain.resilience.goodput import events
+from shardtrain.resilience.goodput.account import MEANINGS, Account, Attempt, account, attempts_of
+from shardtrain.utils.errors import ConfigError, Problem
+
+USAGE = """\
+usage: shardtrain goodput RUN_FOLDER
+
+Where the wall time of a run went, over all its attempts, from RUN_FOLDER/goodput.jsonl (RUN_FOLDER is job.dump_folder).
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the table of a run folder; raises ConfigError and DataError."""
+    if any(word in ("--help", "-h") for word in words):
+        print(USAGE, end="")
+        return 0
+    if len(words) != 1 or words[0].startswith("-"):
+        given = " ".join(words) or None
+        fix = "write it like shardtrain goodput outputs"
+        raise ConfigError(Problem("shardtrain goodput", given, "takes the folder of one run", fix, "command line"))
+    found, bad = events.read(Path(words[0]))
+    attempts = attempts_of(found)
+    if bad:
+        print(f"{bad} lines of {Path(words[0]) / events.FILE} are torn or damaged and count for nothing")
+    for text in table(attempts, account(attempts)):
+        print(text)
+    return 0
+
+
+def table(attempts: Sequence[Attempt], found: Account) -> list[str]:
+    """The lines of the report."""
+    if not attempts:
+        return ["no attempt has come to its first step"]
+    running = found.running_seconds
+    sizes = " ".join(str(attempt.start.world_size) for attempt in attempts[:20])
+    more = " ..." if len(attempts) > 20 else ""
+    lines = [
+        f"{found.attempts} attempts on {sizes}{more} ranks, {found.failures} failures, {found.saves} saves",
+        "",
+    ]
+    for name, seconds in found.seconds.items():
+        share = 100 * seconds / running if running else 0.0
+        lines.append(f"{name:<11} {seconds:12.1f} s {share:6.1f} %  {MEANINGS[name]}")
+    lines.append(f"{'running':<11} {running:12.1f} s  100.0 %")
+    lines.append(f"{'idle':<11} {found.idle_seconds:12.1f} s           {MEANINGS['idle']}")
+    lines += ["", f"goodput {100 * found.goodput:.1f} %: productive of running time"]
+    predicted = found.predicted_ettr()
+    compared = f"; predicted from these numbers: {100 * predicted:.1f} %" if predicted is not None else ""
+    lines.append(f"ETTR    {100 * found.ettr:.1f} %: running time without saves, lost steps and recovery{compared}")
+    return lines

@@ -1,0 +1,150 @@
+"""The lines of ``goodput.jsonl``: what an attempt of a run was doing until when, and when it died.
+
+A file is appended to, one write per line, so that a process that is killed loses what it did since its last line and
+nothing else. The launcher may add a line of its own; see ``Death``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shardtrain.utils.errors import DataError
+
+FILE = "goodput.jsonl"
+PHASES = ("start", "compile", "data", "step", "validation", "checkpoint", "end")
+
+
+@dataclass(frozen=True)
+class Start:
+    """An attempt is about to take its first step, after ``step``; times are seconds since the epoch."""
+
+    attempt: str
+    job: str
+    """The command that this attempt belongs to: a gap between two attempts of one is a restart."""
+    job_started: float
+    started: float
+    """When the process of rank 0 began."""
+    step: int
+    world_size: int
+    restarts: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What an attempt has done by now: seconds of each phase since it started."""
+
+    attempt: str
+    time: float
+    step: int
+    saves: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    ended: bool = False
+    """The last line of an attempt that could still write one."""
+    saved_step: int = 0
+    """The newest step of which there is a checkpoint; one that is written beside training is there some steps later."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """The launcher saw a rank of this job fail at ``time``."""
+
+    job: str
+    time: float
+
+
+Event = Start | Progress | Death
+KINDS: dict[str, type[Start] | type[Progress] | type[Death]] = {"start": Start, "progress": Progress, "death": Death}
+
+
+def line(event: Event) -> bytes:
+    """One line of the file.
+
+    >>> line(Death("a1", 5.0))
+    b'{"kind": "death", "job": "a1", "time": 5.0}\\n'
+    """
+    kind = next(name for name, known in KINDS.items() if type(event) is known)
+    return json.dumps({"kind": kind, **asdict(event)}, allow_nan=False).encode() + b"\n"
+
+
+def parse(text: bytes) -> Event:
+    """The event of one line; raises ValueError for anything else than what ``line`` writes.
+
+    >>> parse(line(Death("a1", 5.0)))
+    Death(job='a1', time=5.0)
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(found, dict) or not isinstance(found.get("kind"), str) or found["kind"] not in KINDS:
+        raise ValueError("no event")
+    known = KINDS[found.pop("kind")]
+    if found.keys() != {one.name for one in fields(known)}:
+        raise ValueError("not the fields of its kind")
+    for one in fields(known):
+        _check(one.name, str(one.type), found[one.name])
+    return known(**found)
+
+
+def read(folder: Path) -> tuple[list[Event], int]:
+    """The events of a run folder in their order, and how many lines are none (a kill may tear one).
+
+    Raises:
+        DataError: there is no such file, or it cannot be read.
+    """
+    path = folder / FILE
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        rule = f"{path} cannot be read ({error.strerror})"
+        raise DataError(f"{rule}; give the folder of a run (job.dump_folder) that has trained a step") from error
+    events: list[Event] = []
+    bad = 0
+    for text in content.split(b"\n"):
+        if not text.strip():
+            continue
+        try:
+            events.append(parse(text))
+        except ValueError:
+            bad += 1
+    return events, bad
+
+
+def append(path: Path, event: Event) -> None:
+    """Add one line, on a line of its own whatever a kill or a full disk left; raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed under the run
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        content = b"\n" * torn + line(event)
+        if os.write(descriptor, content) != len(content):
+            raise OSError(f"cannot write a whole line to {path}")
+    finally:
+        os.close(descriptor)
+
+
+def _check(name: str, kind: str, value: Any) -> None:
+    good = {
+        "str": lambda: isinstance(value, str),
+        "bool": lambda: isinstance(value, bool),
+        "int": lambda: type(value) is int and 0 <= value < 2**62,
+        "float": lambda: _is_seconds(value),
+        "dict[str, float]": lambda: _are_phases(value),
+    }[kind]()
+    if not good:
+        raise ValueError(f"{name} is no {kind}")
+
+
+def _is_seconds(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 <= value < 1e12  # type: ignore[arg-type, operator]
+
+
+def _are_phases(value: object) -> bool:
+    return isinstance(value, Mapping) and all(name in PHASES and _is_seconds(value[name]) for name in value)

@@ -1,0 +1,218 @@
+"""Writing the account while a run trains: one small line per save and, at most once a second, per logged step."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from shardtrain.resilience.goodput import events
+from shardtrain.resilience.goodput.account import Account, Attempt, account, attempts_of, bins
+from shardtrain.resilience.phases import Phase, Phases
+from shardtrain.utils.errors import DataError
+from shardtrain.utils.log import logger
+from shardtrain.utils.units import format_seconds
+
+JOB, STARTED = "SHARDTRAIN_JOB", "SHARDTRAIN_STARTED"
+"""Set by the launcher: its own name and when it began; when it started this attempt (seconds since the epoch)."""
+MOST_SECONDS_BETWEEN_LINES = 60.0
+
+
+class Ledger:
+    """The account of this attempt, in the file of its run; every rank makes one, and rank 0's alone does anything.
+
+    Leave it as a context manager, so that the file says that the attempt has ended. A file that cannot be written is
+    one warning and never the end of a run.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        phases: Phases | None = None,
+        step: int = 0,
+        world_size: int = 1,
+        environment: Mapping[str, str] = os.environ,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """``folder`` is the run's, None for a rank that keeps no account; ``step`` is the one it goes on from."""
+        self._path = folder / events.FILE if folder else None
+        self._phases, self._now = phases or Phases(), now
+        self._offset: dict[Phase, float] = {}
+        self._step = self._saved_step = step
+        self._saves, self._written = 0, -float("inf")
+        if folder is None:
+            return
+        own = sum(self._phases.seconds().values())
+        job, job_started, started = _origin(environment, now(), now() - own)
+        self._before = max(0.0, now() - started - own)
+        restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._start = events.Start(
+            secrets.token_hex(8),
+            job,
+            job_started,
+            started,
+            step,
+            world_size,
+            int(restarts) if restarts.isdecimal() else 0,
+        )
+        earlier = self._earlier(folder)
+        if earlier and step == 0 and earlier[-1].start.job != job:
+            self._put_aside(folder)
+            earlier = []
+        self._past = account([*earlier, Attempt(self._start)])
+        self._write(self._start)
+
+    def note(self, step: int, is_logged: bool, measures: Callable[[], dict[str, float]] = dict) -> dict[str, float]:
+        """``step`` is done. For the record of a logged one: ``measures()`` and, on rank 0, the account until now."""
+        self._step = step
+        if not is_logged:
+            return {}
+        measured = measures()
+        if self._path is None:
+            return measured
+        age = sum(self._phases.seconds().values())
+        if age - self._written >= min(MOST_SECONDS_BETWEEN_LINES, max(1.0, age / 1000)):
+            self._progress()
+        found = self.account()
+        seconds = {f"goodput_{name}_seconds": value for name, value in found.seconds.items()}
+        return {**measured, "goodput": found.goodput, **seconds}
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of this step is there, perhaps some steps later: what a later attempt goes on from."""
+        self._step, self._saved_step, self._saves = max(self._step, step), step, self._saves + 1
+        if self._path is not None:
+            self._progress()
+
+    def go_back(self, step: int) -> None:
+        """The run has taken the state of an older step in place: what came after that one is lost."""
+        if self._path is None:
+            return
+        self._write(self._point(ended=True))
+        self._step = self._saved_step = step
+        self._offset, self._before, self._saves = self._phases.seconds(), 0.0, 0
+        earlier = self._earlier(self._path.parent)
+        attempt, now = secrets.token_hex(8), self._now()
+        self._start = dataclasses.replace(self._start, attempt=attempt, started=now, step=step)
+        self._past = account([*earlier, Attempt(self._start)])
+        self._write(self._start)
+
+    def account(self) -> Account:
+        """The account of all attempts until now; rank 0's alone."""
+        current = Attempt(self._start, [self._point()])
+        seconds = {name: self._past.seconds[name] + value for name, value in bins(current, float("inf")).items()}
+        saves = self._past.saves + self._saves
+        return Account(seconds, self._past.idle_seconds, self._past.attempts, self._past.failures, saves)
+
+    def __enter__(self) -> Ledger:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write the last line, and tell where the time went."""
+        if self._path is None:
+            return
+        self._write(self._point(ended=True))
+        found = self.account()
+        parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in found.seconds.items() if s >= 0.5)
+        attempts = f"{found.attempts} attempt{'s' if found.attempts > 1 else ''}"
+        logger.info(
+            f"goodput: {100 * found.goodput:.1f}% of {format_seconds(found.running_seconds)} in {attempts}: {parts}"
+        )
+
+    def _point(self, ended: bool = False) -> events.Progress:
+        rounded = {
+            str(name): round(value - self._offset.get(name, 0.0) + self._before * (name == "start"), 4)
+            for name, value in self._phases.seconds().items()
+        }
+        now = round(self._now(), 3)
+        return events.Progress(self._start.attempt, now, self._step, self._saves, rounded, ended, self._saved_step)
+
+    def _progress(self) -> None:
+        self._written = sum(self._phases.seconds().values())
+        self._write(self._point())
+
+    def _write(self, event: events.Event) -> None:
+        if self._path is None:
+            return
+        try:
+            events.append(self._path, event)
+        except OSError as error:
+            logger.warning(
+                f"cannot write {self._path}: {error.strerror or error}; goodput is not recorded from here on"
+            )
+            self._path = None
+
+    def _earlier(self, folder: Path) -> list[Attempt]:
+        if not (folder / events.FILE).exists():
+            return []
+        try:
+            found, bad = events.read(folder)
+        except DataError as error:
+            logger.warning(f"{error}; earlier attempts are left out of the goodput")
+            return []
+        if bad > 1:
+            logger.warning(f"{folder / events.FILE}: {bad} lines are damaged and count for nothing")
+        return attempts_of(found)
+
+    def _put_aside(self, folder: Path) -> None:
+        path = folder / events.FILE
+        aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
+        try:
+            path.rename(aside)
+        except OSError as error:
+            logger.warning(f"cannot rename {path}: {error.strerror}; it now holds two runs")
+
+
+def note_death(folder: Path, job: str, time_seconds: float) -> None:
+    """The launcher's line: a rank of its job (see ``new_job``) failed. Without a file there is nothing to add to."""
+    path = folder / events.FILE
+    try:
+        if path.exists():
+            events.append(path, events.Death(job.partition(":")[0], time_seconds))
+    except OSError:
+        pass  # the account is a little less exact; the failure itself is being told
+
+
+def new_job() -> str:
+    """A name for a command, with the time at which its process began."""
+    return f"{secrets.token_hex(8)}:{process_started(time.time(), time.time()):.3f}"
+
+
+def process_started(now: float, otherwise: float) -> float:
+    """When this process began, in seconds since the epoch; ``otherwise`` where the system does not tell."""
+    if sys.platform == "linux":
+        try:
+            with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+                ticks = int(stat.read().rpartition(")")[2].split()[19])
+                age = float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, IndexError):
+            return otherwise
+        return now - age if 0 <= age < 1e9 else otherwise
+    return otherwise
+
+
+def _origin(environment: Mapping[str, str], now: float, at_least: float) -> tuple[str, float, float]:
+    """The job of this attempt, when that began, and when this attempt did.
+
+    Without a launcher of ours the job is torchrun's, or Slurm's until it is requeued, or this process, which began
+    ``at_least`` where the system does not tell.
+    """
+    if JOB in environment:
+        job, _, begun = environment[JOB].partition(":")
+        return job, float(begun), float(environment[STARTED])
+    started = process_started(now, at_least)
+    run = environment.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return secrets.token_hex(8), started, started
+    # "none" is torchrun's word when nobody gave an id: then it is the same command if it is the same parent
+    own = f"{socket.gethostname()}:{os.getppid()}" if run == "none" else run
+    parts = ["torchrun", own, *(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))]
+    return " ".join(part for part in parts if part), started, started

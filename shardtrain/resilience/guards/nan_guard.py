@@ -1,0 +1,53 @@
+"""What happens to a step whose loss or gradient is no finite number: the update is skipped, or the run stops."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardtrain import data
+from shardtrain.distributed import process_group as world
+from shardtrain.resilience.guards import nonfinite_tensor as culprit
+from shardtrain.resilience.guards.history import RECENT_STEPS
+from shardtrain.utils.errors import NumericalError
+from shardtrain.utils.log import logger
+
+if TYPE_CHECKING:
+    from shardtrain.train.run import Run
+
+
+def stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
+    """Say which rank's numbers went wrong, and stop the run unless it may skip; the same on all ranks.
+
+    Raises:
+        NumericalError: unless the update may be skipped; names ranks and the first bad tensor.
+    """
+    own = [] if bool(torch.isfinite(loss)) else [run.mesh.device_mesh.get_rank()]
+    ranks = world.gather_flags(bool(own), run.mesh.device)
+    step = run.state.step + 1
+    if own:
+        ids = [int(i) for batch in local for i in batch.sample_ids_B]
+        logger.error(f"step {step}: the loss of this rank is not finite; sample ids {ids}")
+    culprits = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient"
+    if run.scaler and run.scaler.can_shrink:
+        logger.warning(f"step {step}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}")
+        return
+    first, advice = culprit.find(run, local, in_loss=bool(ranks))
+    training, skips = run.config.training, run.state.nonfinite_skips
+    bound = ""
+    if training.nonfinite_policy == "skip":
+        if skips >= training.nonfinite_max_skips:
+            bound = f"; {skips} updates in a row were skipped (training.nonfinite_max_skips)"
+        elif not run.guard.may_skip(step, training.nonfinite_max_skip_fraction):
+            count = sum(skipped > step - RECENT_STEPS for skipped in run.guard.skipped_steps)
+            bound = f"; {count} of {RECENT_STEPS} updates were skipped (training.nonfinite_max_skip_fraction)"
+        else:
+            skipped = f"the update is skipped ({skips + 1} in a row)"
+            logger.warning(f"step {step}: {culprits} is not finite; {first}; {skipped}")
+            return
+    raise NumericalError(
+        f"step {step}: {culprits} is not finite; the weights are still those of step {step - 1}; {first}{bound}; "
+        f"{advice}{'' if bound else ', or set training.nonfinite_policy=skip'}"
+    )

@@ -1,0 +1,87 @@
+"""Ranks that hold the same numbers compare them: hardware that computes wrongly in silence is found and named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shardtrain.checkpoint import replica_comparison as alike
+from shardtrain.checkpoint.collectives import exchange
+from shardtrain.checkpoint.save import Saver
+from shardtrain.distributed.grad_clip import NORMS_AGREE
+from shardtrain.ops.dtensor import local_slices
+from shardtrain.train import resume
+from shardtrain.utils.errors import NumericalError
+from shardtrain.utils.log import logger
+
+if TYPE_CHECKING:
+    from shardtrain.train.run import Run
+
+
+class Replicas:
+    """Parameters, buffers and the optimizer's state of which several ranks hold the same part: compared at intervals.
+
+    Asked by all ranks together; idle with ``training.replica_check_interval = 0``. Saves compare for themselves.
+    """
+
+    def __init__(self, run: Run, checkpoints: Saver) -> None:
+        self._run, self._checkpoints = run, checkpoints
+        self._interval = run.config.training.replica_check_interval
+        self._holders: dict[tuple[str, object], list[int]] | None = None
+
+    def check(self, step: int) -> None:
+        """Compare after every interval.
+
+        Raises:
+            NumericalError: on all ranks, when two differ; names the first tensor, the odd ranks, and the checkpoint
+                to go on from.
+        """
+        if not self._interval or step % self._interval or self._run.mesh.device_mesh.size() == 1:
+            return
+        tensors = {**resume.everything(self._run), **resume.optimizer_state(self._run)}
+        if self._holders is None:
+            self._holders = self._find_holders(tensors)
+        if odd := alike.find_odd(tensors, self._holders, self._run.state.to_dict()):
+            self._checkpoints.refuse(step, odd)
+
+    def _find_holders(self, tensors: Mapping[str, Tensor]) -> dict[tuple[str, object], list[int]]:
+        """Once: who holds which part of what; ranks of a pipeline hold different names."""
+        holders: dict[tuple[str, object], list[int]] = {}
+        for rank, boxes in enumerate(exchange({name: _box(tensor) for name, tensor in tensors.items()})):
+            for name, box in boxes.items():
+                holders.setdefault((name, box), []).append(rank)
+        if not any(len(ranks) > 1 for ranks in holders.values()):
+            logger.warning("training.replica_check_interval: no two ranks hold the same weights; counters are compared")
+        return holders
+
+
+def refuse_norms(run: Run, norm: Tensor) -> None:
+    """Stop before an update whose global gradient norm is not the same on all ranks, as ``clip.agree`` suspects.
+
+    Raises:
+        NumericalError: on all ranks the same; names the odd ranks. Not where ``run.compares_norms`` is off.
+    """
+    if not run.compares_norms:
+        return
+    step, norms = run.state.step + 1, exchange(float(norm))
+    middle = sorted(norms)[len(norms) // 2]
+    odd = [rank for rank, value in enumerate(norms) if abs(value - middle) > NORMS_AGREE * middle]
+    if not odd:  # of many ranks, rounding in the sums that agree found
+        return
+    if 2 * len(odd) < len(norms):
+        others = f"{middle:.6g} on the other {len(norms) - len(odd)}"
+        who = f"{', '.join(f'{norms[rank]:.6g} on rank {rank}' for rank in odd[:8])} and {others}"
+    else:
+        who = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(norms[:8]))
+    raise NumericalError(
+        f"step {step}: the gradient norm is {who}, where all ranks must have the same; the weights are still those of "
+        f"step {step - 1}. At the first step the model's LAYOUT is to be suspected (shardtrain verify names what "
+        "differs), later a device that computes wrongly: go on from the last checkpoint without it"
+    )
+
+
+def _box(tensor: Tensor) -> str:
+    """Where this rank's part lies in the whole tensor; two ranks with the same box hold the same numbers."""
+    return ",".join(f"{part.start or 0}:{part.stop}" for part in local_slices(tensor))

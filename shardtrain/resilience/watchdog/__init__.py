@@ -1,0 +1,41 @@
+"""A heartbeat beside the process group: hangs are found, and the rank and phase that did not arrive are named.
+
+Each rank says every two seconds through the run's store where it is; a few of them read what all say. ``judge`` holds
+the rules of hangs, ``marks`` those of slow ranks and of ranks that have gone another way, ``heart`` the threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from shardtrain.config.schema import Config
+from shardtrain.distributed import private_store
+from shardtrain.distributed.private_store import FolderStore
+from shardtrain.distributed.process_group import World
+from shardtrain.resilience.phases import Phases
+from shardtrain.resilience.watchdog.watchdog import Heart
+
+__all__ = ["Heart", "beating"]
+
+
+@contextmanager
+def beating(config: Config, here: World, phases: Phases) -> Iterator[None]:
+    """Let this rank's heart beat until the block ends; a process that hangs in it is ended, and the run with it."""
+    if here.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
+        yield
+        return
+    own: Any = here.store
+    folder = private_store.folder_of(os.environ)
+    # a connection of its own: a wait in the process group's would hold the heartbeat too
+    store: Any = FolderStore(folder / "heartbeat") if folder else dist.PrefixStore("heartbeat", own.clone())
+    heart = Heart(store, here.rank, here.size, config, phases, here.device.type)
+    heart.start()
+    try:
+        yield
+    finally:
+        heart.close()

@@ -1,0 +1,179 @@
+"""Whether a run hangs, and which rank is to blame: a function of what ranks say, without threads, stores or clocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+from shardtrain.resilience.watchdog.heartbeat import Sign
+
+OF_COLLECTIVES = 0.9
+"""Share of a collective's own limit after which a hang is declared: PyTorch's error would name the wrong rank."""
+MISSED_BEATS = 3.0
+SILENT_SHARE = 0.5
+"""A rank is without a sign of life after this share of the limit, or after MISSED_BEATS, whichever is longer."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the run ends: the rank to blame, what is said of it, and what every rank did."""
+
+    rank: int
+    host: str
+    phase: str
+    message: str
+    """Continues "rank 1 (host node7) "."""
+    table: tuple[str, ...] = ()
+    """One line per group of ranks that do the same."""
+    declared_by: int = -1
+    """The rank whose verdict it is."""
+    silent: tuple[int, ...] = ()
+    """Ranks without a sign of life."""
+    kind: str = "Hang"
+
+
+def to_json(verdict: Verdict) -> str:
+    """A verdict as JSON."""
+    return json.dumps(asdict(verdict))
+
+
+def from_json(text: str | bytes) -> Verdict:
+    """The verdict in a text that a rank of this run wrote."""
+    fields = json.loads(text)
+    return Verdict(**{**fields, "table": tuple(fields["table"]), "silent": tuple(fields["silent"])})
+
+
+@dataclass
+class _Seen:
+    """What a rank last said, and since when it says the same."""
+
+    sign: Sign
+    beat_seconds: float
+    moved_seconds: float
+
+
+class Judge:
+    """Watches signs of life; times are seconds of one clock of the caller's, so no two hosts' clocks are compared."""
+
+    def __init__(self, world_size: int, beat_seconds: float, cold_limit: float, warm_limit: float) -> None:
+        """``cold_limit`` and ``warm_limit`` are those of collectives, until the first step is done and after it."""
+        self._size, self._beat = world_size, beat_seconds
+        self._collective_limits = {True: OF_COLLECTIVES * cold_limit, False: OF_COLLECTIVES * warm_limit}
+        self._seen: dict[int, _Seen] = {}
+        self._last = self._limit = 0.0
+
+    def observe(self, now: float, signs: Mapping[int, Sign]) -> Verdict | None:
+        """Note what ranks say at a moment; gives a verdict when nothing has moved for too long."""
+        paused = now - self._last if self._last else 0.0
+        if self._last and paused > max(MISSED_BEATS * self._beat, SILENT_SHARE * self._limit):
+            for seen in self._seen.values():  # this process was stopped, or asleep with its machine, and knows nothing
+                seen.beat_seconds, seen.moved_seconds = seen.beat_seconds + paused, seen.moved_seconds + paused
+        self._last = now
+        for rank in range(self._size) if not self._seen else ():
+            self._seen[rank] = _Seen(
+                Sign(0, "unknown", limit_seconds=self._beat), now, now
+            )  # and what if it never speaks?
+        for rank, sign in signs.items():
+            seen = self._seen[rank]
+            if sign.beat != seen.sign.beat:
+                seen.beat_seconds = now
+            if sign.progress != seen.sign.progress:
+                seen.moved_seconds = now
+            seen.sign = sign
+        present = {rank: seen for rank, seen in self._seen.items() if not seen.sign.has_left}
+        if not present:
+            return None
+        self._limit = self._limit_of([seen.sign for seen in present.values()])
+        still = now - max(seen.moved_seconds for seen in present.values())
+        if not self._limit or still < self._limit:
+            return None
+        return self._blame(now, present)
+
+    def _limit_of(self, signs: list[Sign]) -> float:
+        """How long nothing may move; 0 where there is no limit."""
+        if not all(sign.limit_seconds for sign in signs):
+            return 0.0
+        waiting = [sign for sign in signs if sign.collective]
+        if not waiting and any(sign.is_cold for sign in signs):
+            return 0.0
+        caps = [self._collective_limits[sign.is_cold] for sign in waiting]
+        return min([max(sign.limit_seconds for sign in signs), *caps])
+
+    def _blame(self, now: float, present: dict[int, _Seen]) -> Verdict:
+        quiet = max(MISSED_BEATS * self._beat, SILENT_SHARE * self._limit)
+        silent = [rank for rank, seen in present.items() if now - seen.beat_seconds > quiet]
+        table = tuple(table_of({rank: seen.sign for rank, seen in present.items()}, silent))
+        signs = {rank: seen.sign for rank, seen in present.items()}
+        busy = [rank for rank, sign in signs.items() if not sign.collective]
+        left = {rank: seen.sign for rank, seen in self._seen.items() if seen.sign.has_left and seen.sign.phase != "end"}
+        behind = silent or _furthest_behind(signs, busy)
+        if left and not behind:
+            sign = left[min(left)]
+            message = f"has left in phase {sign.phase} of step {sign.step}, and others wait for it"
+            return Verdict(min(left), sign.host, sign.phase, message, table)
+        if behind:
+            first = min(behind)
+            sign = signs[first]
+            age = now - present[first].moved_seconds
+            life = " and gives no sign of life" if silent else ""
+            where = f" at {sign.at}" if sign.at and not silent else ""
+            rest = [rank for rank in behind if rank != first]
+            others = f"; nor have ranks {spans(rest)}" if rest else ""
+            message = (
+                f"has not arrived{life}: last seen in phase {sign.phase} of step {sign.step}{where}, {age:.0f} s ago"
+            )
+            return Verdict(first, sign.host, sign.phase, message + others, table, silent=tuple(sorted(silent)))
+        return _all_wait(signs, table)
+
+
+def _furthest_behind(signs: Mapping[int, Sign], ranks: Iterable[int]) -> list[int]:
+    """Of some ranks those that have entered the fewest phases."""
+    ranks = sorted(ranks)
+    fewest = min((signs[rank].entered for rank in ranks), default=0)
+    return [rank for rank in ranks if signs[rank].entered == fewest]
+
+
+def _all_wait(signs: Mapping[int, Sign], table: tuple[str, ...]) -> Verdict:
+    """Each rank is in a collective: in different ones, or there is nobody to blame."""
+    groups: dict[str, list[int]] = {}
+    for rank, sign in sorted(signs.items()):
+        groups.setdefault(sign.waits_in, []).append(rank)
+    # the odd ones: of equally many, those that have come less far, and then the higher ranks
+    odd = min(groups.values(), key=lambda ranks: (len(ranks), signs[ranks[0]].entered, -ranks[0]))
+    sign = signs[odd[0]]
+    if len(groups) == 1:
+        message = f"waits, as all ranks do, in {sign.waits_in} of step {sign.step}: none is behind; look at the network"
+    else:
+        told = ", ".join(f"{_name(ranks)} in {place}" for place, ranks in groups.items())
+        message = f"waits in another collective than others in phase {sign.phase} of step {sign.step}: {told}"
+    return Verdict(odd[0], sign.host, sign.phase, message, table)
+
+
+def table_of(signs: Mapping[int, Sign], silent: Iterable[int]) -> list[str]:
+    """What every rank does, one line for all that do the same."""
+    groups: dict[str, list[int]] = {}
+    for rank, sign in sorted(signs.items()):
+        place = f"waits in {sign.waits_in}" if sign.collective else f"at {sign.at}" if sign.at else "busy"
+        life = ", no sign of life" if rank in silent else ""
+        groups.setdefault(f"phase {sign.phase} of step {sign.step}, {place}{life}", []).append(rank)
+    return [f"{_name(ranks)}: {text}" for text, ranks in groups.items()]
+
+
+def _name(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers in short.
+
+    >>> spans([7, 0, 1, 2, 5])
+    '0-2,5,7'
+    """
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)

@@ -1,0 +1,109 @@
+"""What marks of all ranks tell together: a rank that has gone another way, and ranks slower than their peers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from shardtrain.resilience.progress import Mark
+from shardtrain.resilience.watchdog.hang_detector import Verdict, spans
+from shardtrain.resilience.watchdog.heartbeat import Sign
+
+RATIO = 1.3
+"""A straggler is busy for more than this many times the median of its peers ..."""
+SHARE_OF_STEP = 0.1
+"""... which costs more than this share of a step ..."""
+WINDOWS = 5
+"""... in so many windows in a row."""
+MIN_SAMPLES = 20
+"""A window with fewer samples is put together with the next one."""
+
+
+def common(signs: Mapping[int, Sign], world_size: int, after: int) -> dict[int, Mark] | None:
+    """The newest marks that all ranks made at the same step, later than ``after`` steps; None where there are none."""
+    if len(signs) < world_size:
+        return None
+    found: list[dict[int, Mark]] = []
+    for grain in next(iter(signs.values())).marks:
+        marks = {rank: sign.marks[grain] for rank, sign in signs.items() if grain in sign.marks}
+        begun = {mark.begun for mark in marks.values()}
+        if len(marks) == world_size and len(begun) == 1 and max(begun) > after:
+            found.append(marks)
+    return max(found, key=lambda marks: marks[0].begun, default=None)
+
+
+def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Sign]) -> Verdict | None:
+    """Name the ranks that have counted otherwise than the rest: their numbers can no longer be right."""
+    groups: dict[str, list[int]] = {}
+    for rank, mark in sorted(marks.items()):
+        groups.setdefault(mark.facts, []).append(rank)
+    if len(groups) == 1:
+        return None
+    odd = min(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    told = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {facts}" for facts, ranks in groups.items())
+    sign = signs[odd[0]]
+    message = f"has counted otherwise than others after {marks[odd[0]].begun} steps together: {told}"
+    return Verdict(odd[0], sign.host, sign.phase, message, kind="Divergence")
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A slow rank; ``seconds`` of own work per step, and the median of its peers'."""
+
+    rank: int
+    host: str
+    seconds: float
+    usual_seconds: float
+    phase: str
+
+    def __str__(self) -> str:
+        """The line of the log."""
+        return (
+            f"rank {self.rank} on {self.host} is slow: {self.seconds:.3g} s of work per step, and its peers "
+            f"{self.usual_seconds:.3g} s, in {WINDOWS} windows in a row; most of it in phase {self.phase}"
+        )
+
+
+class Stragglers:
+    """Compares how long ranks work, window by window; ranks of one stage of a pipeline are peers."""
+
+    def __init__(self, world_size: int, num_stages: int = 1) -> None:
+        self._per_stage = max(1, world_size // num_stages)
+        self._before: Mapping[int, Mark] = {}
+        self._strikes: dict[int, int] = {}
+
+    def add(self, marks: Mapping[int, Mark], signs: Mapping[int, Sign]) -> list[Straggler] | None:
+        """Those that have been slow for five windows; None where the window is too short to say."""
+        if not self._before:
+            self._before = marks
+            return None
+        windows = {rank: _Window(self._before[rank], mark) for rank, mark in marks.items()}
+        if min(window.samples for window in windows.values()) < MIN_SAMPLES:
+            return None
+        self._before = marks
+        slow = {straggler.rank: straggler for straggler in self._slow(windows, signs)}
+        self._strikes = {rank: self._strikes.get(rank, 0) + 1 for rank in slow}
+        return [straggler for rank, straggler in slow.items() if self._strikes[rank] >= WINDOWS]
+
+    def _slow(self, windows: Mapping[int, _Window], signs: Mapping[int, Sign]) -> Iterator[Straggler]:
+        for rank, window in windows.items():
+            first = rank // self._per_stage * self._per_stage
+            peers = [windows[r].work for r in range(first, first + self._per_stage) if r != rank and r in windows]
+            if not peers:
+                continue
+            usual = statistics.median(peers)
+            if window.work > RATIO * usual and window.work - usual > SHARE_OF_STEP * window.step_seconds:
+                yield Straggler(rank, signs[rank].host, window.work, usual, window.phase)
+
+
+class _Window:
+    """The steps between two marks of a rank."""
+
+    def __init__(self, before: Mark, after: Mark) -> None:
+        steps = after.begun - before.begun
+        self.samples = after.samples - before.samples
+        data, step = after.busy_data - before.busy_data, after.busy_step - before.busy_step
+        self.step_seconds = (after.seconds - before.seconds) / steps
+        self.work = self.step_seconds * (data + step) / max(1, self.samples)
+        self.phase = "data" if data > step else "step"

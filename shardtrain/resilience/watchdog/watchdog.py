@@ -1,0 +1,268 @@
+"""The two threads of a rank that keep its run from hanging in silence, beside the process group and without it.
+
+One speaks with the store: it writes this rank's sign, reads the verdict, and on a few ranks reads everybody's signs.
+The other never touches the store, which may itself hang: it samples the main thread, and notices a store that is mute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardtrain.config.schema import Config
+from shardtrain.launch import exit_report as last_words
+from shardtrain.launch import failure
+from shardtrain.resilience import progress as moving
+from shardtrain.resilience import signals as stopping
+from shardtrain.resilience.phases import Phases
+from shardtrain.resilience.watchdog import heartbeat as sign
+from shardtrain.resilience.watchdog import stack as frames
+from shardtrain.resilience.watchdog.hang_detector import Judge, Verdict, from_json, to_json
+from shardtrain.resilience.watchdog.heartbeat import Sign
+from shardtrain.resilience.watchdog.stragglers import Stragglers, common, find_odd
+from shardtrain.utils.log import logger
+
+STEPS_LONG = 5.0
+"""A step, or a save, may take so many times what 99 of 100 took."""
+BEATS_PER_LIMIT, LONGEST_BEAT_SECONDS, SHORTEST_BEAT_SECONDS = 10.0, 2.0, 0.1
+SAMPLE_SECONDS = 0.02
+MUTE_LIMITS = 1.7
+"""A store that has not answered for so many times the limit is called mute, where this rank does not move either."""
+COLD = ("start", "compile", "end")
+WORK = ("data", "step")
+VERDICT, DUMPED = "verdict", "dumped"
+
+
+def beat_seconds(hang_timeout_seconds: float) -> float:
+    """Seconds between two beats: a tenth of the limit, from 0.1 to 2."""
+    wanted = (hang_timeout_seconds or float("inf")) / BEATS_PER_LIMIT
+    return min(max(wanted, SHORTEST_BEAT_SECONDS), LONGEST_BEAT_SECONDS)
+
+
+def monitors(world_size: int) -> set[int]:
+    """Ranks that read everybody's signs: a few, on different nodes where there are several."""
+    return {0, min(1, world_size - 1), world_size // 2, world_size - 1}
+
+
+class Heart:
+    """The heartbeat of one rank; ``store`` is a connection that nobody else uses."""
+
+    def __init__(self, store: Any, rank: int, world_size: int, config: Config, phases: Phases, device: str) -> None:
+        comm, self._store, self._rank, self._size = config.comm, store, rank, world_size
+        self._comm, self._phases, self._device = comm, phases, device
+        self._folder = Path(config.job.dump_folder)
+        self._log = self._folder / config.metrics.save_log_file.replace("{rank}", str(rank))
+        self._beat = beat_seconds(comm.hang_timeout_seconds)
+        self._host = socket.gethostname()
+        self._moving = moving.restart(comm.straggler_window_steps)
+        self._stop = stopping.current()
+        self._judge = Judge(world_size, self._beat, comm.init_timeout_seconds, comm.train_timeout_seconds)
+        self._stragglers = Stragglers(world_size, config.parallelism.pipeline_parallel_degree)
+        self._known: set[int] = set()
+        self._named: set[int] = set()
+        self._compared = 0
+        self._exchanged_at = time.monotonic()
+        self._closed, self._dying = threading.Event(), threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._exchange, name="heartbeat", daemon=True),
+            threading.Thread(target=self._watch, name="heartbeat-watch", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Begin to beat."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """This rank leaves, and is not missed."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(2 * self._beat)  # a mute store holds the first one; it dies with the process
+
+    # --- what this rank says
+
+    def _sign(self, beat: int) -> Sign:
+        place = frames.main_thread(self._device)
+        phase, now = self._phases.name, self._moving
+        limit, is_cold = self._limit(phase, place)
+        return Sign(
+            beat=beat,
+            host=self._host,
+            step=now.step,
+            phase=phase,
+            entered=self._phases.entered,
+            ticks=now.ticks,
+            collective=place.collective,
+            at=place.at,
+            limit_seconds=limit,
+            is_cold=is_cold,
+            has_left=self._closed.is_set(),
+            marks=dict(now.marks),
+        )
+
+    def _limit(self, phase: str, place: frames.Place) -> tuple[float, bool]:
+        """How long this rank may stand still in its place (0: for ever), and whether it is cold there."""
+        hang = float(self._comm.hang_timeout_seconds)
+        if not hang or place.debugging:
+            return 0.0, False
+        if phase in COLD or place.compiling or self._moving.begun < 2:
+            return max(hang, float(self._comm.init_timeout_seconds)), True
+        if phase == "checkpoint":
+            save = self._stop.saves.p95()
+            return max(hang, STEPS_LONG * (self._stop.assumed_save_seconds if save is None else save)), False
+        return max(hang, STEPS_LONG * (self._stop.steps.p99() or 0.0)), False
+
+    # --- the thread that speaks with the store
+
+    def _exchange(self) -> None:
+        beat = 0
+        try:
+            while True:
+                beat += 1
+                own = self._sign(beat)
+                self._store.set(f"sign-{self._rank}", sign.write(own))
+                if own.has_left:
+                    return
+                if self._store.check([VERDICT]):
+                    self._die(from_json(self._store.get(VERDICT)))
+                if self._rank in monitors(self._size):
+                    self._judge_all()
+                self._exchanged_at = time.monotonic()
+                self._closed.wait(self._beat)
+        except dist.DistError as error:  # the store has gone with its host; the other thread looks after the run
+            if not self._closed.is_set():
+                logger.warning(f"the heartbeat has lost the store: {str(error).splitlines()[0]}")
+        except Exception:
+            logger.exception("the heartbeat of this rank has ended by a fault of its own; training goes on without")
+
+    def _judge_all(self) -> None:
+        signs = self._read()
+        verdict = self._judge.observe(time.monotonic(), signs)
+        marks = common(signs, self._size, self._compared)
+        if marks:
+            self._compared = marks[0].begun
+            verdict = verdict or find_odd(marks, signs)
+            if self._rank == 0:
+                self._name_stragglers(marks, signs)
+        if verdict:
+            text = to_json(Verdict(**{**vars(verdict), "declared_by": self._rank}))
+            self._die(from_json(self._store.compare_set(VERDICT, "", text)))
+
+    def _read(self) -> dict[int, Sign]:
+        missing = [rank for rank in range(self._size) if rank not in self._known]
+        self._known |= {rank for rank in missing if self._store.check([f"sign-{rank}"])}
+        ranks = sorted(self._known)
+        found = zip(ranks, map(sign.read, self._store.multi_get([f"sign-{rank}" for rank in ranks])), strict=True)
+        return {rank: said for rank, said in found if said is not None}
+
+    def _name_stragglers(self, marks: dict[int, moving.Mark], signs: dict[int, Sign]) -> None:
+        found = self._stragglers.add(marks, signs)
+        if found is None:
+            return
+        for straggler in found:
+            if straggler.rank not in self._named:
+                logger.warning(str(straggler))
+        for rank in sorted(self._named - {straggler.rank for straggler in found}):
+            logger.info(f"rank {rank} is as fast as its peers again")
+        if found or self._named:
+            self._moving.measures = {"stragglers": float(len(found))}
+        self._named = {straggler.rank for straggler in found}
+
+    # --- the thread that never waits for anybody
+
+    def _watch(self) -> None:
+        samples = bool(self._comm.straggler_window_steps) and self._size > 1
+        interval = SAMPLE_SECONDS if samples else self._beat
+        moved_at = last = time.monotonic()
+        progress = (0, 0, 0)
+        while not self._closed.wait(interval):
+            now = time.monotonic()
+            here = (self._moving.step, self._phases.entered, self._moving.ticks)
+            if here != progress or now - last > 3 * self._beat:  # the second: this process was stopped
+                progress, moved_at = here, now
+            if samples and self._phases.name in WORK:
+                self._sample(now - last)
+            mute = now - max(self._exchanged_at, moved_at)
+            last = now
+            if mute > self._beat * BEATS_PER_LIMIT:
+                limit, is_cold = self._limit(self._phases.name, place := frames.main_thread(self._device))
+                # much longer than a verdict takes: who can still speak knows more
+                if limit and mute > MUTE_LIMITS * limit and (place.collective or not is_cold):
+                    self._die(self._mute_store(place, mute))
+
+    def _sample(self, seconds: float) -> None:
+        now = self._moving
+        now.samples += 1
+        now.seconds += seconds
+        if not frames.main_thread(self._device).collective:
+            if self._phases.name == "data":
+                now.busy_data += 1
+            else:
+                now.busy_step += 1
+
+    def _mute_store(self, place: frames.Place, seconds: float) -> Verdict:
+        """The store gives no answer: with its host, the first rank or the launcher, something is wrong."""
+        host = os.environ.get("MASTER_ADDR", self._host)
+        doing = f"waits in {place.collective} ({place.at})" if place.collective else f"is at {place.at}"
+        own = f"rank {self._rank} {doing}, in phase {self._phases.name} of step {self._moving.step}"
+        message = f"gives no sign of life, or its launcher, which has the store, does not: for {seconds:.0f} s; {own}"
+        return Verdict(0, host, self._phases.name, message, declared_by=self._rank, silent=(0,))
+
+    # --- the end
+
+    def _die(self, verdict: Verdict) -> None:
+        """Tell of the verdict, write the stacks, wait until all that live have done so, and leave."""
+        self._dying.acquire()  # for ever: the first thread that comes here ends the process
+        if self._closed.is_set():
+            return self._dying.release()
+        told = failure.Failure(
+            rank=verdict.rank,
+            host=verdict.host,
+            kind=verdict.kind,
+            message=verdict.message,
+            where="",
+            time_seconds=time.time(),
+            exit_code=failure.PEER,
+            phase=verdict.phase,
+        )
+        with contextlib.suppress(Exception):
+            last_words.record(told, self._log, self._folder, self._size, verdict.declared_by == self._rank)
+        with contextlib.suppress(Exception):
+            self._write_stacks(verdict)
+        with contextlib.suppress(Exception):
+            self._wait_for_stacks(self._size - len(verdict.silent))
+        last_words.end(failure.PEER)
+
+    def _write_stacks(self, verdict: Verdict) -> None:
+        logger.error(f"rank {verdict.rank} (host {verdict.host}) {verdict.message}")
+        for line in verdict.table if self._rank in monitors(self._size) else ():
+            logger.error(line)
+        for child in multiprocessing.active_children():
+            state = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            logger.error(f"process {child.pid}, which prepares data: {_STATES.get(state, state)}")
+        logger.error("stacks of all threads of this rank:")
+        with self._log.open("a", encoding="utf-8") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def _wait_for_stacks(self, living: int) -> None:
+        """So that nobody's end cuts short what another has to say; not for long."""
+        deadline = time.monotonic() + 3 * self._beat
+        with contextlib.suppress(Exception):
+            # in a thread of its own, for the store may be mute
+            thread = threading.Thread(target=self._store.add, args=(DUMPED, 1), daemon=True)
+            thread.start()
+            thread.join(self._beat)
+            while not thread.is_alive() and time.monotonic() < deadline and self._store.add(DUMPED, 0) < living:
+                time.sleep(0.05)
+
+
+_STATES = {"T": "stopped", "S": "waits", "D": "waits for a disk", "R": "works", "Z": "has ended"}

@@ -1,0 +1,1 @@
+"""Programs beside the trainer, one package per verb; the trainer imports none of them."""

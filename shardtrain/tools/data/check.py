@@ -1,0 +1,293 @@
+"""``shardtrain data check``: reads whole datasets, and says what is in them and what is wrong, before a run does."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardtrain import models, tasks
+from shardtrain.config import Config, derived, load, machine_notes
+from shardtrain.config import rules as check
+from shardtrain.config.schema import Training, Validation
+from shardtrain.data import build_dataset as opening
+from shardtrain.data import sources
+from shardtrain.data.encode import open_encoder
+from shardtrain.data.mix import Mixture
+from shardtrain.data.packing import Packing
+from shardtrain.data.read_documents import BadRows
+from shardtrain.data.shards import ShardLine
+from shardtrain.data.sources import Table
+from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.launch import environment
+from shardtrain.tools.data.progress import Progress
+from shardtrain.tools.data.survey import Survey, survey_line, survey_rows
+from shardtrain.tools.data.words import take, whole_number
+from shardtrain.utils.errors import ConfigError, DataError
+
+USAGE = """usage: shardtrain data check [CONFIG.toml] [--world_size N] [--json] [--section.key VALUE ...]
+
+Reads the datasets of a configuration from end to end: counts, bad rows by reason with file and line, exact duplicates,
+documents that training and validation share, lengths, ids beyond the model's vocabulary, and the steps of an epoch.
+Prepared shards are verified byte by byte.
+
+  --world_size N   ranks of the run, for the steps per epoch; those of `train` here unless set (--nproc is the same)
+  --json           print one JSON object
+
+Exit status: 0 usable, 3 bad rows or nothing usable, 2 something to correct in the configuration.
+"""
+OF_DOCUMENTS = ("language_model", "distillation")
+"""Tasks whose rows are packed documents; those of others are rows of the files."""
+DUPLICATES_WARN = 0.01
+"""Share of duplicates above which they are worth a warning."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found in all datasets.
+
+    tables:    per dataset, the facts to print, by name.
+    warnings:  what deserves a look and stops no run.
+    problems:  what stops a run for its configuration; ``bad`` is what stops it for its data.
+    """
+
+    tables: dict[str, dict[str, Any]]
+    warnings: list[str]
+    problems: list[str]
+    bad: list[str]
+
+    @property
+    def exit_code(self) -> int:
+        """Exit status of the verb."""
+        if self.problems:
+            return ConfigError.exit_code
+        return DataError.exit_code if self.bad else 0
+
+
+def main(words: list[str]) -> int:
+    """Run the verb; returns the exit status."""
+    found = take(words, {"--world_size": whole_number, "--nproc": whole_number}, flags=("--json",))
+    if found.help:
+        print(USAGE, end="")
+        return 0
+    loaded = load(found.config_file, found.overrides)
+    world_size = found.own.get("--world_size") or found.own.get("--nproc")
+    if problems := [*check(loaded), *(machine_notes(loaded, world_size, None, None) if world_size else ())]:
+        raise ConfigError(problems)
+    report = examine(loaded.config, world_size or _ranks_here(loaded.config))
+    print(json.dumps(_as_json(report), indent=1) if "--json" in found.own else "\n".join(_as_text(report)))
+    return report.exit_code
+
+
+def examine(config: Config, world_size: int) -> Report:
+    """Read all datasets of training, and of validation where it is enabled."""
+    tokenizer = opening.tokenizer_of(config)
+    report = Report({}, [], [], [])
+    vocab_size = _model_vocabulary(config)
+    if tokenizer.vocab_size > vocab_size:
+        report.problems.append(
+            f"the tokenizer has {tokenizer.vocab_size} ids, and the model's vocabulary {vocab_size}; set "
+            f"model.overrides.vocab_size to {tokenizer.vocab_size} or more"
+        )
+    training = list(surveys(config, config.training, tokenizer))
+    packings = _packings(config, config.training, tokenizer)
+    for survey, epoch in zip(training, _epochs(config, training, packings, world_size), strict=True):
+        packing = packings[survey.name]
+        report.tables[survey.name] = _facts(survey, packing) | epoch
+        _judge(survey, config, vocab_size, packing, report)
+    if config.validation.enable:
+        packings = _packings(config, config.validation, tokenizer)
+        for survey in surveys(config, config.validation, tokenizer):
+            packing = packings[survey.name]
+            name = f"validation: {survey.name}"
+            report.tables[name] = _facts(survey, packing) | {"sequences per pass": survey.num_rows(packing)}
+            _judge(survey, config, vocab_size, packing, report)
+            _judge_leak(survey, training, report)
+    return report
+
+
+def _packings(config: Config, section: Training | Validation, tokenizer: Tokenizer) -> dict[str, Packing]:
+    """How the rows of each source are made, by its name."""
+    every = opening.named_sources(config, section)
+    return {named.name: opening.packing_of(config, section, tokenizer, named) for named in every}
+
+
+def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer) -> Iterator[Survey]:
+    """Read the datasets of a section, one after the other."""
+    for named in opening.named_sources(config, section):
+        module = sources.find(named.source.dataset, named.dataset_option)
+        request = opening.request_for(config, named)
+        if hasattr(module, "open_line"):
+            line: ShardLine = module.open_line(request, tokenizer)
+            size = sum(file.bytes for file in line.index.files())
+            with Progress(f"checking {named.name}", size) as progress:
+                yield survey_line(named.name, line, _Ticker(progress, line.num_documents))
+            continue
+        source = module.open_source(request)
+        encoder = open_encoder(tokenizer, config.data, named.source)
+        opening.check_template(source, encoder, named)
+        num_rows = source.num_rows if isinstance(source, Table) else None
+        with Progress(f"checking {named.name}", source.total_bytes) as progress:
+            yield survey_rows(named.name, source, encoder, _Ticker(progress, num_rows))
+
+
+class _Ticker:
+    """Adds up what was read and shows it."""
+
+    def __init__(self, progress: Progress, total: int | None) -> None:
+        self._progress, self._total, self._read = progress, total, 0
+
+    def __call__(self, count: int) -> None:
+        self._read += count
+        self._progress.show(self._read / self._total if self._total else 0.0, 0)
+
+
+def _facts(survey: Survey, packing: Packing) -> dict[str, Any]:
+    """Counts of one dataset, by the words that are printed."""
+    tally, lengths = survey.tally, survey.lengths
+    num_duplicates, examples = survey.duplicates()
+    shape = (int(lengths.min()), int(np.median(lengths)), int(lengths.max())) if len(lengths) else (0, 0, 0)
+    return {
+        "rows": tally.rows,
+        "documents": tally.documents,
+        "tokens": tally.tokens,
+        "learned tokens": tally.learned,
+        "bad rows": tally.num_bad,
+        "harmless rows": tally.harmless.total(),
+        "reasons": tally.reasons(),
+        "shortest document": shape[0],
+        "median document": shape[1],
+        "longest document": shape[2],
+        "longer than seq_len": int((lengths - 1 > packing.seq_len).sum()),
+        "duplicates": num_duplicates,
+        "first duplicates": [f"{again} = {first}" for again, first in examples],
+        "largest id": survey.max_id,
+    }
+
+
+@dataclass
+class _Counted:
+    mean_targets: float
+
+
+def _epochs(
+    config: Config, surveys: list[Survey], packings: dict[str, Packing], world_size: int
+) -> list[dict[str, Any]]:
+    """What one pass over each training set is in sequences and steps, counted as training does.
+
+    The last step of a pass may be smaller. In a mixture they are the steps until the last row of a source has come,
+    with the weights and stages of the configuration; none where it never comes.
+    """
+    batch = derived.global_batch_size(config, world_size)
+    rows = [survey.num_rows(packings[survey.name]) for survey in surveys]
+    ends: list[int | None] = list(rows)
+    if len(surveys) > 1 and all(rows):
+        feeds = [_Counted(survey.mean_targets(packings[survey.name])) for survey in surveys]
+        mixture = Mixture(opening.stages_of(config, feeds))
+        ends = [mixture.first_position_beyond(index, count) for index, count in enumerate(rows)]
+    elif config.task.name not in OF_DOCUMENTS:
+        ends = [_end_of_task(config, world_size)]
+    tables = []
+    for count, end in zip(rows, ends, strict=True):
+        table: dict[str, Any] = {"sequences per epoch": count, "sequences per step": batch}
+        if end is not None:
+            table["steps per epoch"] = -(-end // batch)
+        tables.append(table)
+    return tables
+
+
+def _end_of_task(config: Config, world_size: int) -> int:
+    """Places of an epoch of rows of a task, whose last step is as training.last_batch says."""
+    stream = tasks.open_task(config).open_stream(
+        batch_rank=0,
+        num_batch_ranks=derived.data_parallel_degree(config, world_size),
+        accumulation=derived.accumulation_steps(config, world_size),
+    )
+    return int(stream.places_per_epoch or 0)
+
+
+def _judge(survey: Survey, config: Config, vocab_size: int, packing: Packing, report: Report) -> None:
+    """Enter what is wrong with one dataset into the report."""
+    tally, policy = survey.tally, BadRows.of(config.data)
+    report.bad.extend(survey.damage)
+    if not policy.skip and tally.num_bad:
+        fix = 'correct or remove them, or set data.bad_rows="skip"'
+        if tally.num_bad == tally.rows:
+            fix = "see whether the dataset, data.format and the names of its columns are right"
+        report.bad.append(f"dataset {survey.name} has {tally.num_bad} bad of {tally.rows} rows; {fix}")
+    else:
+        try:
+            policy.judge(tally, f"dataset {survey.name}")
+        except DataError as error:
+            report.bad.append(str(error))
+    if tally.documents and not tally.learned and not survey.damage:
+        report.bad.append(f"dataset {survey.name} has no token that is learned; see data.format")
+    elif tally.documents and not survey.damage and not survey.num_rows(packing):
+        rule = f"gives no sequence with packing {packing.kind}, and seq_len {packing.seq_len}"
+        report.bad.append(f"dataset {survey.name} {rule}; see data.long_documents, and documents of one token")
+    num_long = int((survey.lengths - 1 > packing.seq_len).sum())
+    if num_long and packing.kind != "concat" and packing.long_documents != "split":
+        fate = {"cut": f"lose what lies beyond {packing.seq_len + 1} tokens", "drop": "are left out"}
+        which = f"{num_long} of {tally.documents} documents"
+        report.warnings.append(f"dataset {survey.name}: {which} {fate[packing.long_documents]}")
+    if survey.max_id >= vocab_size:
+        report.problems.append(
+            f"dataset {survey.name} has the id {survey.max_id}, and the model's vocabulary is {vocab_size}; set "
+            f"model.overrides.vocab_size to {survey.max_id + 1} or more"
+        )
+    num_duplicates, _ = survey.duplicates()
+    if num_duplicates > DUPLICATES_WARN * max(1, tally.documents):
+        share = 100 * num_duplicates / tally.documents
+        report.warnings.append(
+            f"dataset {survey.name}: {share:.1f} % of the documents are exact copies of earlier ones"
+        )
+
+
+def _judge_leak(survey: Survey, training: list[Survey], report: Report) -> None:
+    count, examples = survey.shared_with(training)
+    if count:
+        report.warnings.append(
+            f"validation set {survey.name}: {count} of {survey.tally.documents} documents are in the training data "
+            f"({', '.join(examples)}{', ...' if count > len(examples) else ''})"
+        )
+
+
+def _ranks_here(config: Config) -> int:
+    """Ranks that ``train`` would start on this machine."""
+    accelerators = environment.count_accelerators(config.training.device)
+    return environment.choose_processes(config, None, os.environ, accelerators, environment.usable_cores()).count
+
+
+def _model_vocabulary(config: Config) -> int:
+    module = models.find(config.model.name)
+    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    return int(shape.vocab_size)
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    return {
+        "datasets": report.tables,
+        "warnings": report.warnings,
+        "problems": [*report.problems, *report.bad],
+        "exit_code": report.exit_code,
+    }
+
+
+def _as_text(report: Report) -> Iterator[str]:
+    """The report as lines."""
+    for name, table in report.tables.items():
+        yield f"dataset {name}"
+        width = max(map(len, table))
+        for word, value in table.items():
+            if isinstance(value, list):
+                yield from (f"  {word:{width}}  {line}" for line in value)
+            else:
+                yield f"  {word:{width}}  {value:,}"
+    yield from (f"warning: {line}" for line in report.warnings)
+    yield from (f"problem: {line}" for line in [*report.problems, *report.bad])
+    if not report.warnings and not report.problems and not report.bad:
+        yield "all is well"

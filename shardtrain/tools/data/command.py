@@ -1,0 +1,25 @@
+"""``shardtrain data``: one module of this package per verb."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from shardtrain.tools.data import USAGE
+from shardtrain.utils.errors import ConfigError, Problem
+
+VERBS = ("prepare", "check", "show", "probe", "tokenizer", "download")
+
+
+def main(words: list[str]) -> int:
+    """Run one verb; gives the exit status."""
+    verb, rest = (words[0], words[1:]) if words else ("", [])
+    if verb in ("", "help", "--help", "-h"):
+        print(USAGE, end="")
+        return 0
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, 1)
+        fix = (f"did you mean {near[0]}? " if near else "") + f"verbs are {', '.join(VERBS)}"
+        raise ConfigError(Problem("shardtrain data", verb, "is no verb", fix, "command line"))
+    tool = importlib.import_module(f"shardtrain.tools.data.{verb}")
+    return int(tool.main(rest))

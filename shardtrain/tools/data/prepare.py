@@ -1,0 +1,329 @@
+"""``shardtrain data prepare``: text to shards of tokens, on all cores, with the same bytes whatever their number.
+
+The source is cut into units of some megabytes. Processes tokenize them into files of the folder ``unfinished``; this
+process lays those end to end into the shards, in the order of the source, and notes every few seconds how far it came.
+A command that was killed goes on from there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config import Config, load
+from shardtrain.config import rules as check
+from shardtrain.data import build_dataset as opening
+from shardtrain.data import sources
+from shardtrain.data.document import Encoder
+from shardtrain.data.encode import open_encoder
+from shardtrain.data.read_documents import BadRows, Tally
+from shardtrain.data.shard_index import INDEX, UNFINISHED, Index, read_index
+from shardtrain.data.shard_writer import ShardWriter, default_shard_tokens, storing, write_whole
+from shardtrain.data.sources import Shards, Table
+from shardtrain.tools.data import pool, units
+from shardtrain.tools.data.progress import Progress
+from shardtrain.tools.data.words import COMMAND_LINE, take, whole_number
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.units import format_bytes, format_seconds
+
+USAGE = """usage: shardtrain data prepare [CONFIG.toml] --output FOLDER [--processes N] [--shard_tokens N]
+                               [--section.key VALUE ...]
+
+Tokenizes the dataset of a configuration (training.dataset and dataset_path, or every one of [data.sources] into
+FOLDER/NAME) and writes shards of tokens, to be trained on with training.dataset = "tokens".
+
+  --output FOLDER     where to write; a command that was stopped goes on when it is started again
+  --processes N       processes that tokenize; all cores unless set. The result is the same for any number
+  --shard_tokens N    tokens per file; as many as make 512 MB unless set
+"""
+SAVE_SECONDS = 10.0
+"""Time between two notes of how far the work came."""
+_PROGRESS = "progress.json"
+_LOCK = "lock"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One dataset on its way into one folder."""
+
+    name: str
+    config: Config
+    format: str
+    source: Table | Shards
+    encoder: Encoder
+    folder: Path
+    shard_tokens: int
+    facts: Mapping[str, Any]
+    """What must be the same for the folder to be continued."""
+
+
+def main(words: list[str]) -> int:
+    """Run the verb; returns the exit status."""
+    found = take(words, {"--output": str, "--processes": whole_number, "--shard_tokens": whole_number})
+    if found.help:
+        print(USAGE, end="")
+        return 0
+    if not found.own.get("--output"):
+        raise ConfigError(Problem("--output", None, "is not given", "write --output FOLDER", COMMAND_LINE))
+    loaded = load(found.config_file, found.overrides)
+    if problems := check(loaded):
+        raise ConfigError(list(problems))
+    processes = found.own.get("--processes") or len(os.sched_getaffinity(0))
+    folder = Path(found.own["--output"])
+    try:
+        for job in jobs(loaded.config, folder, found.own.get("--shard_tokens")):
+            print(prepare(job, processes), flush=True)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[Job]:
+    """The datasets of a config, opened one after the other."""
+    tokenizer = opening.tokenizer_of(config)
+    shard_tokens = shard_tokens or default_shard_tokens(tokenizer.vocab_size)
+    for named in opening.named_sources(config, config.training):
+        module = sources.find(named.source.dataset, named.dataset_option)
+        if not hasattr(module, "open_source"):
+            fix = "name the text that is to be prepared"
+            raise ConfigError(Problem(named.dataset_option, named.source.dataset, "is prepared already", fix))
+        request = opening.request_for(config, named)
+        source = module.open_source(request)
+        encoder = open_encoder(tokenizer, config.data, named.source)
+        opening.check_template(source, encoder, named)
+        facts = {
+            "dataset": named.source.dataset,
+            "split": request.split,
+            "subset": request.subset,
+            "max_row_bytes": request.max_row_bytes,
+            "files": dict(source.files()),
+            "tokenizer": tokenizer.fingerprint,
+            "encoder": encoder.fingerprint,
+            "shard_tokens": shard_tokens,
+            "rows_per_unit": units.rows_per_unit(source),
+            "num_units": len(units.Units(source)),
+        }
+        target = folder / named.name if config.data.sources else folder
+        kind = named.source.format or config.data.format
+        yield Job(named.name, config, kind, source, encoder, target, shard_tokens, facts)
+
+
+def prepare(job: Job, processes: int) -> str:
+    """Prepare one dataset, or go on with it; returns the line that says what came of it.
+
+    Raises:
+        ConfigError: when the folder holds something else, or a file changed meanwhile.
+        DataError: at a bad row or too many of them, or when none is usable.
+        StorageError: when a file cannot be written.
+        PeerError: when a process died.
+    """
+    if (job.folder / INDEX).exists():
+        index = read_index(job.folder, "--output")
+        _same_facts(job, {**index.prepared_from, "files": index.sources})
+        shutil.rmtree(job.folder / UNFINISHED, ignore_errors=True)
+        return f"{job.folder} is prepared already: {_contents(index)}"
+    _refuse_foreign(job.folder)
+    with storing(job.folder):
+        (job.folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
+    with _locked(job.folder):
+        work = _Work(job)
+        try:
+            with work.progress as done:
+                work.run(processes)
+                index = work.finish()
+        finally:
+            work.close()
+        # a process of a killed command may still write into it; the index alone says that the folder is whole
+        shutil.rmtree(job.folder / UNFINISHED, ignore_errors=True)
+    seconds = max(done.seconds, 1e-9)
+    speed = f" ({done.megabytes(1.0) / seconds:.2f} MB/s, {work.tokens / seconds:,.0f} tokens/s)"
+    if not work.tokens:
+        speed = ""  # all was tokenized before the command was stopped
+    lines = [f"prepared {job.folder}: {_contents(index)}, in {format_seconds(seconds)}{speed}"]
+    return "\n".join(lines + [f"  left out {reason}" for reason in work.tally.reasons()])
+
+
+class _Work:
+    """The state of a folder on its way: what was laid into the shards, and which units wait to be."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.folder = job, job.folder / UNFINISHED
+        self._units = units.Units(job.source)
+        state = self._read_state()
+        self.tally = units.tally_from_json(state["tally"])
+        self.merged: int = state["merged"]
+        self.tokens = 0
+        self._writer = ShardWriter(
+            job.folder, job.encoder.tokenizer.vocab_size, job.shard_tokens, state.get("position")
+        )
+        self._waiting: dict[int, Mapping[str, Any]] = {}
+        self._to_remove: list[int] = []
+        self._find_finished()
+        self._saved = time.monotonic()
+        # a lone row more or less in the last unit does not matter to a bar
+        self._share_done = (self.merged + len(self._waiting)) / max(1, len(self._units))
+        self.progress = Progress(f"preparing {job.name}", job.source.total_bytes, self._share_done)
+
+    def run(self, processes: int) -> None:
+        """Do all units, and lay them into the shards."""
+        job, policy = self.job, BadRows.of(self.job.config.data)
+
+        def work(number: int, say: pool.Say) -> dict[str, Any]:
+            return units.write_unit(self.folder, job.source, job.encoder, policy, self._units[number], say)
+
+        skip = {*range(self.merged), *self._waiting}
+        if not isinstance(job.source, Table) and len(self._units) < processes:
+            count = len(self._units)
+            parts, have = ("1 part", "has") if count == 1 else (f"{count} parts", "have")
+            print(
+                f"dataset {job.name} has {parts} (compressed files, row groups) with one reader each, so that {count} "
+                f"of {processes} processes {have} work; cut it into more files to use all",
+                file=sys.stderr,
+            )
+        rows = 0
+        self._merge()
+        for number, news in pool.run(len(self._units), skip, work, processes):
+            if number is not None:
+                self._waiting[number] = news
+                self._merge()
+            else:
+                rows += news.get("rows", 0)
+                self.tokens += news.get("tokens", 0)
+            self.progress.show(self._share(rows), self.tokens)
+            if time.monotonic() - self._saved >= SAVE_SECONDS:
+                self.save()
+        self.save()
+
+    def close(self) -> None:
+        """Close the files, as far as they came."""
+        self._writer.close()
+
+    def _share(self, rows: int) -> float:
+        source = self.job.source
+        if isinstance(source, Table):
+            return min(1.0, self._share_done + rows / max(1, source.num_rows))
+        return (self.merged + len(self._waiting)) / max(1, len(self._units))
+
+    def _merge(self) -> None:
+        """Lay the units that are next in order into the shards; their files stay until that is safely on the disk."""
+        while (done := self._waiting.pop(self.merged, None)) is not None:
+            units.append_unit(self.folder, self._units[self.merged], done, self._writer)
+            self.tally.merge(units.tally_from_json(done["tally"]))
+            self._to_remove.append(self.merged)
+            self.merged += 1
+
+    def save(self) -> None:
+        """Note how far the shards came, and delete the units that they hold."""
+        position = self._writer.position()
+        self._write_state({"merged": self.merged, "position": position, "tally": units.tally_to_json(self.tally)})
+        for number in self._to_remove:
+            units.remove_unit(self.folder, self._units[number])
+        self._to_remove, self._saved = [], time.monotonic()
+
+    def finish(self) -> Index:
+        """Judge the whole, and write the index."""
+        job = self.job
+        BadRows.of(job.config.data).judge(self.tally, f"dataset {job.name}")
+        job.source.check_unchanged()
+        return self._writer.finish(
+            tokenizer=job.encoder.tokenizer.fingerprint,
+            tokenizer_name=job.config.model.tokenizer_path or job.config.model.hf_assets_path,
+            encoder=job.encoder.fingerprint,
+            format=job.format,
+            source_bytes=job.source.total_bytes,
+            sources=dict(job.source.files()),
+            tally=units.tally_to_json(self.tally),
+            prepared_from={key: fact for key, fact in job.facts.items() if key != "files"},
+        )
+
+    def _read_state(self) -> dict[str, Any]:
+        path = self.folder / _PROGRESS
+        fresh = {"merged": 0, "tally": units.tally_to_json(Tally()), "facts": dict(self.job.facts)}
+        if not path.exists():
+            self._write_state(fresh)
+            return fresh
+        try:
+            state: dict[str, Any] = json.loads(path.read_bytes())
+            _same_facts(self.job, state["facts"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            rule, fix = f"cannot be continued ({error or type(error).__name__})", f"remove {self.job.folder}"
+            raise ConfigError(Problem("--output", str(path), rule, fix)) from error
+        return state
+
+    def _write_state(self, state: Mapping[str, Any]) -> None:
+        with storing(self.folder):
+            write_whole(self.folder / _PROGRESS, json.dumps({**state, "facts": dict(self.job.facts)}))
+
+    def _find_finished(self) -> None:
+        """Keep the whole units of an earlier run, and remove the rest of what it left."""
+        for path in self.folder.glob("unit-*"):
+            number = path.name[5:13]
+            if path.suffix == ".tmp" or not number.isdecimal() or int(number) < self.merged:
+                path.unlink(missing_ok=True)
+            elif path.suffix == ".json" and int(number) < len(self._units):
+                unit = self._units[int(number)]
+                done = units.is_done(self.folder, unit)
+                if done is not None:
+                    self._waiting[unit.number] = done
+                else:
+                    units.remove_unit(self.folder, unit)
+
+
+def _same_facts(job: Job, facts: Mapping[str, Any]) -> None:
+    """Stop where a folder was made from something else."""
+    now: dict[str, Any] = json.loads(json.dumps(dict(job.facts)))
+    different = [key for key in now if now[key] != facts.get(key)]
+    if not different:
+        return
+    key = different[0]
+    what = f"another {key}"
+    if key == "files":
+        before = facts.get(key) or {}
+        name = next(name for name in sorted({*before, *now[key]}) if before.get(name) != now[key].get(name))
+        what = f"another content of {name}" if name in before else f"a set without {name}"
+    elif isinstance(now[key], str | int) and not key.endswith(("tokenizer", "encoder")):
+        what = f"{key} {facts.get(key)!r}, not {now[key]!r}"
+    fix = "name another folder, or remove this one"
+    raise ConfigError(Problem("--output", str(job.folder), f"was prepared from {what}", fix))
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(Problem("--output", str(folder), "is a file", "name a folder", COMMAND_LINE))
+    if folder.is_dir() and not (folder / UNFINISHED).is_dir():
+        inside = sorted(path.name for path in folder.iterdir())
+        if inside:
+            rule = f"is not empty ({', '.join(inside[:3])}{', ...' if len(inside) > 3 else ''})"
+            raise ConfigError(Problem("--output", str(folder), rule, "name a new or empty folder", COMMAND_LINE))
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep a second command off this folder; the lock is this process's and goes with it, however it ends."""
+    with storing(folder):
+        file = (folder / UNFINISHED / _LOCK).open("w")
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            rule = "is being prepared by another process"
+            raise ConfigError(Problem("--output", str(folder), rule, "wait for it, or stop it")) from None
+        yield
+
+
+def _contents(index: Index) -> str:
+    learned = index.tally.get("learned", index.num_tokens)
+    masked = f" ({learned:,} learned)" if learned != index.num_tokens else ""
+    size = format_bytes(sum(file.bytes for file in index.files()))
+    files = f"{len(index.shards)} shard{'s' if len(index.shards) > 1 else ''}"
+    return f"{index.num_documents:,} documents, {index.num_tokens:,} tokens{masked} in {files}, {size}"

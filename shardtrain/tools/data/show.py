@@ -1,0 +1,244 @@
+"""``shardtrain data show``: the sequences of a step as the model gets them, decoded, with what is learned of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from shardtrain import config as configs
+from shardtrain import data, tasks
+from shardtrain.config import derived
+from shardtrain.config.schema import Config
+from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.data.batch import Batch
+from shardtrain.data.build_dataset import tokenizer_of
+from shardtrain.data.loader import SOURCE_BITS
+from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.ops.targets import IGNORE
+from shardtrain.tools.data.words import COMMAND_LINE, take, whole_number
+from shardtrain.train.run_folder import RESOLVED_CONFIG, read_world_size
+from shardtrain.utils.errors import ConfigError, Problem
+
+USAGE = """usage: shardtrain data show [CONFIG.toml | RUN_FOLDER] [--step N] [--rows N] [--world_size N] [--json]
+                            [--section.key VALUE ...]
+
+Prints sequences as the model gets them at a step of training: the text of each document, the positions of its tokens,
+and what is learned of it. Of a task of rows each text of a row: the chosen and the rejected answer with their prompt.
+Given the folder of a run, shows what that run has read or will read.
+
+  --step N        which step, from 1 (1)
+  --rows N        how many of its sequences (3)
+  --world_size N  ranks of the run, which decide the sequences of a step where training.global_batch_size is not set (1)
+  --json          one JSON object a sequence, with token ids, in place of text
+
+Learned text is green and other text gray; without colors, text that is not learned stands in «double angles».
+"""
+_LEARNED, _IGNORED, _FRAME, _END = "\033[32m", "\033[90m", "\033[36m", "\033[0m"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens in a row that belong to one document and are all learned, or all not."""
+
+    learned: bool
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A document's part of a sequence, from ``column`` on; positions count from ``first_position``."""
+
+    column: int
+    first_position: int
+    pieces: list[Piece]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the part."""
+        return sum(len(piece.tokens) for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One sequence: its place in the order, its id in its dataset, and the documents in it."""
+
+    position: int
+    dataset: str
+    sample: int
+    num_targets: int
+    parts: list[Part]
+    filler: int
+    """Tokens at the end that belong to no document."""
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """One row of a task: its place in the order, its number in its dataset, and its texts by their names."""
+
+    position: int
+    dataset: str
+    sample: int
+    texts: list[tuple[str, list[Piece]]]
+
+
+def main(words: list[str]) -> int:
+    """Print the sequences of a step; gives the exit status."""
+    taken = take(words, {"--step": whole_number, "--rows": whole_number, "--world_size": whole_number}, ["--json"])
+    if taken.help:
+        print(USAGE, end="")
+        return 0
+    config, world_size = _open(taken.config_file, taken.overrides, taken.own.get("--world_size"))
+    batch_size = derived.global_batch_size(config, world_size)
+    first = (taken.own.get("--step", 1) - 1) * batch_size
+    color = sys.stdout.isatty() and not config.metrics.disable_color_printing
+    found, count = False, min(taken.own.get("--rows", 3), batch_size)
+    if config.task.name not in OF_NEXT_TOKENS:
+        for row, tokenizer in task_rows(config, first, count):
+            found = True
+            print(json.dumps(asdict(row)) if "--json" in taken.own else render_row(row, tokenizer, color))
+    else:
+        for shown, tokenizer in rows(config, first, count):
+            found = True
+            print(json.dumps(asdict(shown)) if "--json" in taken.own else render(shown, tokenizer, color))
+    if not found:
+        rule = "is beyond the end of the data"
+        raise ConfigError(Problem("--step", taken.own.get("--step", 1), rule, "name an earlier one", COMMAND_LINE))
+    return 0
+
+
+def _open(path: str | None, overrides: list[str], world_size: int | None) -> tuple[Config, int]:
+    """The config of a file, or of the folder of a run with its number of ranks."""
+    if path is not None and Path(path).is_dir():
+        resolved = Path(path) / RESOLVED_CONFIG
+        if not resolved.is_file():
+            fix = "name the job.dump_folder of a run, or a configuration file"
+            raise ConfigError(Problem("RUN_FOLDER", path, f"holds no {RESOLVED_CONFIG}", fix, COMMAND_LINE))
+        world_size = world_size or read_world_size(resolved)
+        path = str(resolved)
+        loaded = configs.load(path, overrides)
+        if code := configs.code_of_a_run(loaded):
+            raise ConfigError(code)
+    loaded = configs.load(path, overrides)
+    if problems := configs.check(loaded):
+        raise ConfigError(problems)
+    return loaded.config, world_size or 1
+
+
+def rows(config: Config, first: int, count: int) -> Iterator[tuple[Shown, Tokenizer]]:
+    """Sequences ``first`` and after of the order of training, as one rank with one sequence a batch would read them."""
+    loader = replace(config.training.dataloader, num_workers=0, prefetch_factor=None, persistent_workers=False)
+    training = replace(config.training, local_batch_size=1, dataloader=loader)
+    stream = data.open_stream(replace(config, training=training), batch_rank=0, num_batch_ranks=1, accumulation=1)
+    names = list(config.data.sources) or [config.training.dataset]
+    stream.seek(first)
+    for position in range(first, first + count):
+        batch = next(stream, None)
+        if batch is None:
+            return
+        yield describe(batch, 0, position, names, stream.pad_id), stream.tokenizer
+
+
+def task_rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownRow, Tokenizer]]:
+    """Rows ``first`` and after of the order of training of a task of rows.
+
+    Raises:
+        ConfigError: where the task does not say how to show a row.
+    """
+    # the order of rows, whatever becomes of the last ones of an epoch
+    task = tasks.open_task(replace(config, training=replace(config.training, last_batch="rollover")))
+    assert isinstance(task, tasks.RowTask)
+    stream = task.open_stream(batch_rank=0, num_batch_ranks=1, accumulation=1)
+    tokenizer: Tokenizer = tokenizer_of(config)
+    last = first + count if stream.end is None else min(first + count, stream.end)
+    for position in range(first, last):
+        (number,) = stream.feed.rows_at(position, position + 1)
+        texts = []
+        for text in task.shown(stream.feed.read(position, number)):
+            pieces: list[Piece] = []
+            for token, learned in zip(text.tokens, text.learned or [False] * len(text.tokens), strict=True):
+                _append(pieces, learned, token)
+            texts.append((text.name, pieces))
+        yield ShownRow(position, config.training.dataset, number, texts), tokenizer
+
+
+def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: int) -> Shown:
+    """One row of a batch in parts; the last target, which is no input, is the last token of its document."""
+    sample = int(batch.sample_ids_B[row])
+    tokens, targets = batch.tokens_BT[row].tolist(), batch.targets_BT[row].tolist()
+    positions = batch.positions_BT[row].tolist()
+    documents = [0] * len(tokens) if batch.documents_BT is None else batch.documents_BT[row].tolist()
+    length = _without_filler(tokens, targets, documents, pad_id)
+    parts: list[Part] = []
+    for column, token in enumerate(tokens[:length]):
+        begins = column == 0 or documents[column] != documents[column - 1]
+        if begins:
+            parts.append(Part(column, positions[column], []))
+        learned = not begins and targets[column - 1] != IGNORE
+        _append(parts[-1].pieces, learned, token)
+        ends = column + 1 == length or documents[column + 1] != documents[column]
+        # where a document's last token is only a target, it is shown too
+        if ends and targets[column] != IGNORE:
+            _append(parts[-1].pieces, True, targets[column])
+    num_targets = sum(target != IGNORE for target in targets)
+    dataset = "filler" if sample < 0 else names[sample >> SOURCE_BITS]
+    number = sample & ((1 << SOURCE_BITS) - 1) if sample >= 0 else -1
+    return Shown(position, dataset, number, num_targets, parts, filler=len(tokens) - length)
+
+
+def _without_filler(tokens: list[int], targets: list[int], documents: list[int], pad_id: int) -> int:
+    """Tokens of a row up to the filler at its end, which is a document of its own where documents are told apart."""
+    fills = [token == pad_id and target == IGNORE for token, target in zip(tokens, targets, strict=True)]
+    if documents[-1]:
+        start = documents.index(documents[-1])
+        return start if all(fills[start:]) else len(tokens)
+    return len(tokens) - next((count for count, fill in enumerate(reversed(fills)) if not fill), len(tokens))
+
+
+def _append(pieces: list[Piece], learned: bool, token: int) -> None:
+    if not pieces or pieces[-1].learned != learned:
+        pieces.append(Piece(learned, []))
+    pieces[-1].tokens.append(token)
+
+
+def render(shown: Shown, tokenizer: Tokenizer, color: bool) -> str:
+    """A sequence as text: a head line, and a line and the text of each document."""
+    frame, end = (_FRAME, _END) if color else ("", "")
+    count = len(shown.parts)
+    lines = [
+        f"{frame}== position {shown.position}: sample {shown.sample} of {shown.dataset}, {shown.num_targets} targets, "
+        f"{count} {'document' if count == 1 else 'documents'}{end}"
+    ]
+    for number, part in enumerate(shown.parts):
+        last = part.first_position + part.num_tokens - 1
+        lines.append(f"{frame}-- document {number}: positions {part.first_position}..{last}{end}")
+        lines.append("".join(_text(piece, tokenizer, color) for piece in part.pieces))
+    if shown.filler:
+        lines.append(f"{frame}-- {shown.filler} filler tokens{end}")
+    return "\n".join(lines)
+
+
+def render_row(row: ShownRow, tokenizer: Tokenizer, color: bool) -> str:
+    """A row of a task as text: a head line, and a line and the text of each of its texts."""
+    frame, end = (_FRAME, _END) if color else ("", "")
+    lines = [f"{frame}== position {row.position}: row {row.sample} of {row.dataset}{end}"]
+    for name, pieces in row.texts:
+        learned = sum(len(piece.tokens) for piece in pieces if piece.learned)
+        count = sum(len(piece.tokens) for piece in pieces)
+        lines.append(f"{frame}-- {name}: {count} tokens, {learned} of them learned{end}")
+        lines.append("".join(_text(piece, tokenizer, color) for piece in pieces))
+    return "\n".join(lines)
+
+
+def _text(piece: Piece, tokenizer: Tokenizer, color: bool) -> str:
+    text = _safe(tokenizer.decode(piece.tokens, keep_special=True))
+    if color:
+        return f"{_LEARNED if piece.learned else _IGNORED}{text}{_END}"
+    return text if piece.learned else f"«{text}»"
+
+
+def _safe(text: str) -> str:
+    """Text that cannot steer the terminal: control characters other than line ends and tabs are spelled out."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,246 @@
+"""``shardtrain data tokenizer train``: a byte-level BPE from the user's own files.
+
+Byte pair encoding of Sennrich et al. 2016 (arXiv 1508.07909) over bytes (Radford et al. 2019), so that every text can
+be written and comes back; numbers are cut into groups of three digits, as in Llama 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardtrain.data.columns import Unusable, text
+from shardtrain.data.sources import BadRow, Request, every_row, find, place_of
+from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
+from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
+
+PROGRAM = "shardtrain data tokenizer train"
+BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
+HELD_OUT_EVERY = 50
+"""One part of the text in so many is not trained on, and measured."""
+_PART_CHARACTERS = 2**16
+_MOST_HELD_OUT = 64
+_LONGEST_TEXT_BYTES = 2**28
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DATASETS = {
+    ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".tsv": "tsv", ".csv": "tsv", ".txt": "text",
+    ".md": "text", ".py": "text",
+}  # fmt: skip
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+
+class Texts:
+    """The texts of files, in order, part by part, without those held out; one pass over them fills the counts.
+
+    skipped:  bad rows that were left out.
+    held_out: parts that are not trained on.
+    first:    parts from the beginning, for when there is too little text to hold some out.
+    """
+
+    def __init__(self, paths: list[str], dataset: str | None, text_field: str, skip_bad_rows: bool) -> None:
+        self._field, self._skip = text_field, skip_bad_rows
+        self._sources = []
+        wanted: list[str | None] = [*paths] or [None]  # some datasets need no path
+        for path in wanted:
+            module = find(dataset or _guess(path), "--dataset")
+            if not hasattr(module, "open_source"):
+                raise ConfigError(Problem("--dataset", dataset, "holds tokens and no text", "name the text itself"))
+            header = not text_field.isdecimal()  # as data.text_field: a number where files have no line of names
+            request = Request(path=path, option="--input", max_row_bytes=_LONGEST_TEXT_BYTES, header=header)
+            self._sources.append(module.open_source(request))
+        self.documents = self.skipped = self.bytes = 0
+        self.held_out: list[str] = []
+        self.first: list[str] = []
+
+    def __iter__(self) -> Iterator[str]:
+        number = 0
+        for document in self._documents():
+            for start in range(0, len(document), _PART_CHARACTERS):
+                part = document[start : start + _PART_CHARACTERS]
+                number += 1
+                if number % HELD_OUT_EVERY == 0 and len(self.held_out) < _MOST_HELD_OUT:
+                    self.held_out.append(part)
+                    continue
+                if len(self.first) < _MOST_HELD_OUT:
+                    self.first.append(part)
+                self.bytes += len(part.encode())
+                yield part
+
+    def _documents(self) -> Iterator[str]:
+        for source in self._sources:
+            for key, row in every_row(source):
+                try:
+                    found = row if isinstance(row, BadRow) else text(row, self._field)
+                except Unusable as error:
+                    found = BadRow(error.reason, error.harmless)
+                if isinstance(found, str):
+                    self.documents += 1
+                    yield found
+                elif not found.harmless:
+                    self.skipped += 1
+                    if not self._skip:
+                        fix = "correct or remove the row, name its column with --text_field, or use --skip_bad_rows"
+                        raise DataError(f"{place_of(source, key)}: {found.reason}; {fix}")
+
+
+def main(words: list[str]) -> int:
+    """Run ``shardtrain data tokenizer train``; gives the exit status.
+
+    Raises:
+        ConfigError: at wrong options, or where the folder has a tokenizer already.
+        DataError: at a row without a text.
+        StorageError: where the folder cannot be written.
+    """
+    if not words or words[0] != "train":
+        if words and words[0] in ("--help", "-h"):
+            _parser().print_help()
+            return 0
+        problem = Problem("shardtrain data tokenizer", words[0] if words else None, "needs an action", "use train")
+        raise ConfigError(problem)
+    options = _parser().read(words[1:])
+    if options is None:
+        return 0
+    special = _check(options)
+    folder = Path(options.output)
+    texts = Texts(options.input, options.dataset, options.text_field, options.skip_bad_rows)
+    trained = train(texts, options.vocab_size, special)
+    if texts.bytes == 0:
+        raise DataError(f"the input has no text in column {options.text_field!r}; name its column with --text_field")
+    save(trained, folder)
+    _report(open_tokenizer(str(folder), "--output"), texts, options.vocab_size, folder)
+    return 0
+
+
+def train(texts: Texts, vocab_size: int, special: list[str]) -> Any:
+    """Train on all texts; the same texts give the same tokenizer. Memory grows with distinct words, not with texts."""
+    try:
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+    except ImportError as error:
+        raise ConfigError(Problem(PROGRAM, None, "needs the tokenizers library", "pip install tokenizers")) from error
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(_SPLIT), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, special.index(BOS))]
+    )
+    return tokenizer
+
+
+def save(tokenizer: Any, folder: Path) -> None:
+    """Write tokenizer.json, and tokenizer_config.json with the ends; each file is there whole or not at all.
+
+    Raises:
+        StorageError: where the folder cannot be written.
+    """
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+    }
+    files = {
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            part = folder / f".{name}.part"
+            part.write_text(content, encoding="utf-8")
+            os.replace(part, folder / name)
+    except OSError as error:
+        raise StorageError(f"cannot write to --output {folder}: {error.strerror}; name another folder") from error
+
+
+def _parser() -> Arguments:
+    parser = Arguments(PROGRAM, "Train a byte-level BPE tokenizer on your own files.")
+    parser.add_argument(
+        "--input", nargs="+", default=[], metavar="PATH", help="files or folders of text; some datasets need none"
+    )
+    parser.add_argument("--vocab_size", type=int, required=True, metavar="N", help="ids, the special tokens included")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="where tokenizer.json goes")
+    parser.add_argument("--dataset", metavar="NAME", help="how files are read; by the ending of their name unless set")
+    parser.add_argument("--text_field", default="text", metavar="COLUMN", help='column of the text ("text")')
+    parser.add_argument(
+        "--special", nargs="+", default=[], metavar="TOKEN", help='more special tokens, e.g. "<|im_end|>"'
+    )
+    parser.add_argument(
+        "--skip_bad_rows", action="store_true", help="leave rows out that have no text; they are counted"
+    )
+    parser.add_argument("--force", action="store_true", help="replace a tokenizer that is there already")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> list[str]:
+    """Special tokens, first the ends; raises ConfigError at options that cannot work."""
+    special = [BOS, EOS, PAD, *options.special]
+    problems: list[Problem | str] = []
+    if len(set(special)) < len(special) or "" in special:
+        rule = f"must name other tokens than each other and {BOS}, {EOS}, {PAD}, and no empty one"
+        problems.append(Problem("--special", " ".join(options.special), rule, "name each once"))
+    least = 256 + len(special)
+    if not least <= options.vocab_size <= 2**24:
+        rule = f"must be {least} (256 bytes and {len(special)} special tokens) to {2**24}"
+        problems.append(Problem("--vocab_size", options.vocab_size, rule, "32000 is usual for one language"))
+    folder = Path(options.output)
+    if folder.is_file():
+        problems.append(Problem("--output", options.output, "is a file", "name a folder"))
+    there = [name for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).exists()]
+    if there and not options.force:
+        rule = f"holds {' and '.join(there)} already"
+        problems.append(Problem("--output", options.output, rule, "name another folder, or use --force"))
+    if problems:
+        raise ConfigError(problems)
+    return special
+
+
+def _guess(path: str | None) -> str:
+    """The dataset that reads a path, by the ending of its name; of a folder, by its first file."""
+    if path is None:
+        fix = "name files or folders, or a dataset that needs none, e.g. --dataset python_stdlib"
+        raise ConfigError(Problem("--input", None, "is not given", fix))
+    file = Path(path)
+    if not file.exists() and not any(sign in path for sign in "*?["):
+        raise ConfigError(Problem("--input", path, "does not exist", "name files or folders of text"))
+    if file.is_dir():
+        file = next((name for name in sorted(file.rglob("*")) if name.is_file()), file)
+    suffixes = [suffix for suffix in file.suffixes if suffix not in _COMPRESSED]
+    ending = suffixes[-1] if suffixes else ""
+    if ending not in _DATASETS:
+        rule = "has no ending that tells what it holds"
+        raise ConfigError(Problem("--input", path, rule, "name how to read it with --dataset, e.g. --dataset text"))
+    return _DATASETS[ending]
+
+
+def _report(tokenizer: Tokenizer, texts: Texts, wanted: int, folder: Path) -> None:
+    parts = texts.held_out or texts.first
+    where = "held-out text" if texts.held_out else "the text it was trained on (too little to hold some out)"
+    ids = tokenizer.encode_batch(parts)
+    num_bytes, num_tokens = sum(len(part.encode()) for part in parts), sum(map(len, ids))
+    wrong = sum(tokenizer.decode(one, keep_special=True) != part for one, part in zip(ids, parts, strict=True))
+    print(f"trained on {texts.bytes} bytes of {texts.documents} texts, {texts.skipped} bad rows left out")
+    if tokenizer.vocab_size < wanted:
+        print(f"{tokenizer.vocab_size} ids in place of {wanted}: the text has no more pairs to merge")
+    print(f"{num_bytes / max(num_tokens, 1):.2f} bytes per token on {where}: {num_bytes} bytes, {num_tokens} tokens")
+    print(f"{len(parts) - wrong} of {len(parts)} parts come back as they were")
+    print(f"wrote {folder / 'tokenizer.json'} with {tokenizer.vocab_size} ids")

@@ -1,0 +1,274 @@
+"""Work for one process at a time: a source is cut into units, and the tokens of each go into files of their own.
+
+Units depend on the source alone, never on the number of processes, so that their files laid end to end are always the
+same bytes. A unit is done when its ``.json`` is there, which is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.document import Document, Encoder
+from shardtrain.data.read_documents import BadRows, Tally, chunks, read_documents
+from shardtrain.data.shard_index import DTYPES, dtype_for
+from shardtrain.data.shard_writer import ShardWriter, beyond_vocabulary, storing
+from shardtrain.data.sources import Key, Row, Shards, Table, rows_of
+from shardtrain.data.token_buffer import Mask
+
+UNIT_BYTES = 4 * 2**20
+"""Input of a unit of a table, about; a second or two of work."""
+_MOST_ROWS = 2**17
+_ROWS_OF_UNKNOWN_SIZE = 4096
+_FLUSH_TOKENS = 2**20
+_BLOCK_BYTES = 4 * 2**20
+
+Say = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Rows ``start`` to ``stop`` - 1 (None: all that follow) of one shard of a source, or of a table (shard 0)."""
+
+    number: int
+    shard: int
+    start: int
+    stop: int | None
+
+
+def rows_per_unit(source: Table | Shards) -> int | None:
+    """Rows of each unit of a table; None where a unit is a whole shard."""
+    if not isinstance(source, Table):
+        return None
+    if not source.total_bytes:
+        return _ROWS_OF_UNKNOWN_SIZE
+    return max(1, min(_MOST_ROWS, UNIT_BYTES * source.num_rows // source.total_bytes))
+
+
+class Units:
+    """The units of a source, in its order; made as they are asked for."""
+
+    def __init__(self, source: Table | Shards) -> None:
+        self._rows = rows_per_unit(source)
+        self._num_rows = source.num_rows if isinstance(source, Table) else 0
+        self._num = -(-self._num_rows // self._rows) if self._rows else getattr(source, "num_shards", 0)
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitem__(self, number: int) -> Unit:
+        if not 0 <= number < self._num:
+            raise IndexError(number)
+        if self._rows is None:
+            return Unit(number, number, 0, None)
+        start = number * self._rows
+        return Unit(number, 0, start, min(start + self._rows, self._num_rows))
+
+
+def unit_rows(source: Table | Shards, unit: Unit) -> Iterator[tuple[Key, Row]]:
+    """Rows of a unit with their keys."""
+    if isinstance(source, Table):
+        stop = source.num_rows if unit.stop is None else unit.stop
+        for number in range(unit.start, stop):
+            yield (unit.shard, number), source.row(number)
+        return
+    for number, row in enumerate(rows_of(source, unit.shard, unit.start), start=unit.start):
+        yield (unit.shard, number), row
+
+
+def documents_of(
+    source: Table | Shards, encoder: Encoder, policy: BadRows, tally: Tally, unit: Unit, tick: Callable[[], None]
+) -> Iterator[Document]:
+    """Documents of a unit; ``tick`` is called now and then."""
+    for chunk in chunks(unit_rows(source, unit)):
+        yield from read_documents(source, encoder, policy, tally, chunk)
+        tick()
+
+
+def write_unit(
+    folder: Path,
+    source: Table | Shards,
+    encoder: Encoder,
+    policy: BadRows,
+    unit: Unit,
+    say: Say,
+) -> dict[str, Any]:
+    """Tokenize a unit into files of ``folder``; returns what its ``.json`` says. ``say`` hears of progress.
+
+    Raises:
+        DataError: at a bad row, unless the policy skips them.
+        StorageError: when a file cannot be written.
+    """
+    tally = Tally()
+    vocab_size = encoder.tokenizer.vocab_size
+    said = Tally()
+
+    def tick() -> None:
+        say({"rows": tally.rows - said.rows, "tokens": tally.tokens - said.tokens})
+        said.rows, said.tokens = tally.rows, tally.tokens
+
+    files = _UnitFiles(folder, unit, vocab_size)
+    try:
+        for document in documents_of(source, encoder, policy, tally, unit, tick):
+            files.add(document)
+        with storing(folder):
+            hashes = files.finish()
+        done = {"unit": unit.number, "files": hashes, "tally": tally_to_json(tally)}
+        with storing(folder):
+            _rename_into(folder / unit_name(unit, "json"), json.dumps(done))
+    finally:
+        files.abandon()
+    return done
+
+
+def unit_name(unit: Unit, ending: str) -> str:
+    """File of a unit: ``unit-00000007.tokens``."""
+    return f"unit-{unit.number:08d}.{ending}"
+
+
+def is_done(folder: Path, unit: Unit) -> dict[str, Any] | None:
+    """What the ``.json`` of a finished unit says, if all its files hold the bytes that were written, or None."""
+    try:
+        done = json.loads((folder / unit_name(unit, "json")).read_bytes())
+        for ending, sha256 in done["files"].items():
+            if _sha256(folder / unit_name(unit, ending)) != sha256:
+                return None
+        tally_from_json(done["tally"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return done if done.get("unit") == unit.number else None
+
+
+def append_unit(folder: Path, unit: Unit, done: Mapping[str, Any], writer: ShardWriter) -> None:
+    """Put the tokens of a finished unit behind what a writer has."""
+    with storing(folder):
+        for content in _blocks(folder / unit_name(unit, "lengths"), 4):
+            writer.add_documents(np.frombuffer(content, dtype="<i4"))
+        masks = _blocks(folder / unit_name(unit, "learned"), 1, writer.dtype) if "learned" in done["files"] else None
+        for content in _blocks(folder / unit_name(unit, "tokens"), writer.dtype.itemsize, writer.dtype):
+            tokens = np.frombuffer(content, dtype=writer.dtype)
+            mask = None if masks is None else np.frombuffer(next(masks), dtype=np.uint8) != 0
+            writer.add_tokens(tokens, mask)
+
+
+def remove_unit(folder: Path, unit: Unit) -> None:
+    """Delete the files of a unit, what says that it is done first."""
+    for ending in ("json", "tokens", "lengths", "learned"):
+        (folder / unit_name(unit, ending)).unlink(missing_ok=True)
+
+
+class _UnitFiles:
+    """The growing files of a unit, under names of this process until they are whole."""
+
+    def __init__(self, folder: Path, unit: Unit, vocab_size: int) -> None:
+        self._folder, self._unit, self._vocab_size = folder, unit, vocab_size
+        self._dtype = DTYPES[dtype_for(vocab_size)]
+        self._files: dict[str, BinaryIO] = {}
+        self._digests: dict[str, Any] = {}
+        self._documents: list[Document] = []
+        self._held = self._num_tokens = 0
+        self._masked = False
+        with storing(folder):
+            self._create("tokens")
+            self._create("lengths")
+
+    def add(self, document: Document) -> None:
+        self._documents.append(document)
+        self._held += len(document.tokens)
+        if self._held >= _FLUSH_TOKENS:
+            with storing(self._folder):
+                self._flush()
+
+    def finish(self) -> dict[str, str]:
+        """Close the files and give them their names; returns their hashes."""
+        self._flush()
+        for ending, file in self._files.items():
+            file.close()
+            Path(file.name).replace(self._folder / unit_name(self._unit, ending))
+        return {ending: digest.hexdigest() for ending, digest in self._digests.items()}
+
+    def abandon(self) -> None:
+        """Remove what has not got its name."""
+        for file in self._files.values():
+            file.close()
+            Path(file.name).unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        if not self._documents:
+            return
+        tokens = np.concatenate([document.tokens for document in self._documents])
+        if len(tokens):
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self._vocab_size:
+                raise beyond_vocabulary(low if low < 0 else high, self._vocab_size)
+        mask = _mask_of(self._documents)
+        if mask is not None and not self._masked:
+            self._masked = True
+            self._create("learned")
+            for at in range(0, self._num_tokens, _BLOCK_BYTES):
+                self._write("learned", np.ones(min(_BLOCK_BYTES, self._num_tokens - at), dtype=np.uint8))
+        self._write("tokens", tokens.astype(self._dtype))
+        self._write("lengths", np.array([len(document.tokens) for document in self._documents], dtype="<i4"))
+        if self._masked:
+            self._write("learned", np.ones(len(tokens), np.uint8) if mask is None else mask.astype(np.uint8))
+        self._num_tokens += len(tokens)
+        self._documents, self._held = [], 0
+
+    def _create(self, ending: str) -> None:
+        name = unit_name(self._unit, ending)
+        self._files[ending] = (self._folder / f"{name}.{os.getpid()}.tmp").open("wb", buffering=0)
+        self._digests[ending] = hashlib.sha256()
+
+    def _write(self, ending: str, values: npt.NDArray[Any]) -> None:
+        content = np.ascontiguousarray(values).data.cast("B") if len(values) else memoryview(b"")
+        self._digests[ending].update(content)
+        while len(content):
+            content = content[self._files[ending].write(content) :]
+
+
+def _mask_of(documents: list[Document]) -> Mask | None:
+    """The mask of documents end to end, or None where all is learned."""
+    if all(document.learned is None or bool(document.learned.all()) for document in documents):
+        return None
+    parts = [np.ones(len(d.tokens), dtype=np.bool_) if d.learned is None else d.learned for d in documents]
+    return np.concatenate(parts)
+
+
+def tally_to_json(tally: Tally) -> dict[str, Any]:
+    """A tally as JSON."""
+    return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(tally).items()}
+
+
+def tally_from_json(table: Mapping[str, Any]) -> Tally:
+    """A tally from its JSON; a missing or unknown key raises."""
+    return Tally(**{**table, "bad": Counter(table["bad"]), "harmless": Counter(table["harmless"])})
+
+
+def _rename_into(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    for content in _blocks(path, 1):
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _blocks(path: Path, item_bytes: int, dtype: np.dtype[Any] | None = None) -> Iterator[bytes]:
+    """A file in blocks of as many values as ``dtype`` has in 4 MiB, or whole values of ``item_bytes``."""
+    num_values = _BLOCK_BYTES // (dtype.itemsize if dtype is not None else item_bytes)
+    with path.open("rb") as file:
+        while content := file.read(num_values * item_bytes):
+            yield content

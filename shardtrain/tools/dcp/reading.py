@@ -1,0 +1,239 @@
+"""A folder of torch.distributed.checkpoint as a checkpoint of ours: weights, and the state of Adam or AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardtrain import models
+from shardtrain.checkpoint import single_process_writer as whole
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.checkpoint.torch_file import FlatFile
+from shardtrain.config.schema import Model
+from shardtrain.tools.dcp.naming import TORCHTITAN, Naming, listed, recognise
+from shardtrain.tools.dcp.stored import DcpFolder
+from shardtrain.train.state import TrainState
+from shardtrain.utils.errors import CheckpointError, ConfigError
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""What Adam and AdamW keep of each parameter."""
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What compiled and recomputed modules add to names."""
+_MAX_COUNT = 2**53
+Folder = DcpFolder | FlatFile
+_OPTIMIZER = ("optimizer.state.", "optim.state.", "optimizer.optimizer.state.")
+
+
+@dataclass
+class Read:
+    """What was taken from a folder, and what was not."""
+
+    naming: Naming
+    step: int
+    with_optimizer: bool
+    notices: list[str] = field(default_factory=list)
+
+
+def from_dcp(
+    folder: Path, output: Path, model: Model, with_optimizer: bool | None = None, seq_len: int | None = None
+) -> Read:
+    """Write the model of ``folder`` as a checkpoint, each tensor in the type that it has there.
+
+    ``seq_len`` is that with which it was trained, where it is known: torchtitan stretches rotary angles of DeepSeek-V3
+    for longer rows alone. ``with_optimizer`` None takes the optimizer's state if the folder has that of Adam or AdamW
+    for all parameters, True requires it. One tensor at a time is in memory.
+
+    Raises:
+        ConfigError: when ``output`` exists, or the model is not known.
+        CheckpointError: when tensors are missing or of other shapes, or a file is damaged; nothing is written then.
+        StorageError: when the checkpoint cannot be written.
+    """
+    module = models.find(model.name)
+    config = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+    network = models.build(module, config)
+    parameters = dict(network.named_parameters())
+    shapes = {name: tuple(tensor.shape) for name, tensor in {**parameters, **dict(network.named_buffers())}.items()}
+    there = _unwrapped(FlatFile(folder) if folder.is_file() else DcpFolder(folder))
+    naming, prefix = recognise(model.name, config, shapes, there.tensors)
+    weights = {name: prefix + naming.theirs(name) for name in shapes}
+    _check(weights, shapes, there, f"{model.name} {model.flavor}")
+    step = _count(there, "step")
+    found = Read(naming, _step_of_name(folder) if step is None else step, False)
+    if step is None and any(name.startswith("train_state.step") for name in [*there.tensors, *there.objects]):
+        found.notices.append(f"train_state.step: not a count; by the folder's name the step is {found.step}")
+    if naming.kind == TORCHTITAN:
+        found.notices += _other_angles(model.name, config, seq_len)
+    states = _optimizer(there, naming, {name: shapes[name] for name in parameters}, with_optimizer, found)
+    used = {*weights.values(), *states.values()}
+    tied = {prefix + naming.theirs("head.weight")} if getattr(config, "tied_embeddings", False) else set()
+    for name in tied & there.tensors.keys():
+        embed = weights["embed.weight"]
+        one, other = there.tensors[name], there.tensors[embed]
+        same = (one.shape, one.dtype) == (other.shape, other.dtype)
+        if not same or not there.tensor(name).equal(there.tensor(embed)):
+            raise CheckpointError(f"{folder}: {name} is not the embedding, and this model has both as one tensor")
+    rest = sorted(name for name in there.tensors if name not in used | tied and not _is_told(name))
+    surplus = [name for name in rest if not name.startswith(("optimizer", "optim."))]
+    if surplus:
+        fix = "name the model, flavor and overrides that it was trained with"
+        if all(name.endswith(".moe.expert_bias") for name in surplus):
+            fix = "add --model.overrides.load_balance_coeff=1e-3, the rate at which torchtitan moves them by default"
+        raise CheckpointError(
+            f"{folder} has tensors that {model.name} {model.flavor} has not: {listed(surplus)}; {fix}"
+        )
+    left = sorted({name.split(".")[0] for name in [*there.objects, *rest]} - {"optimizer", "train_state"})
+    if left:
+        found.notices.append(f"{listed(left)}: not taken, the state of another program")
+    if there.unread:
+        types = [f"{name} ({dtype})" for name, dtype in there.unread.items()]
+        found.notices.append(f"{listed(types)}: not taken, of a type that no weight has")
+    ours = {WEIGHTS_PREFIX + name: theirs for name, theirs in weights.items()}
+    ours |= {f"optimizer.{name}": theirs for name, theirs in states.items()}
+    kinds = {name: there.tensors[theirs] for name, theirs in ours.items()}
+
+    def read(name: str) -> Tensor:
+        plain = name.removeprefix(WEIGHTS_PREFIX).removeprefix("optimizer.")
+        for moment in MOMENTS:
+            plain = plain.removesuffix(f".{moment}")
+        return naming.to_ours(plain, there.tensor(ours[name]))
+
+    state = TrainState().to_dict() | _counters(there, found.step)
+    noted = {"name": model.name, "flavor": model.flavor, "overrides": dict(model.overrides)}
+    facts: dict[str, Any] = {"state": state, "model": noted}
+    whole.write(
+        output,
+        {name: kind.shape for name, kind in kinds.items()},
+        {name: kind.dtype for name, kind in kinds.items()},
+        read,
+        facts,
+        step=found.step,
+        with_optimizer=bool(states),
+    )
+    found.with_optimizer = bool(states)
+    return found
+
+
+def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], there: Folder, model: str) -> None:
+    missing = [theirs for theirs in weights.values() if theirs not in there.tensors]
+    integral = [
+        f"{theirs} {there.tensors[theirs].dtype}"
+        for theirs in weights.values()
+        if theirs in there.tensors and not there.tensors[theirs].dtype.startswith(("float", "bfloat"))
+    ]
+    wrong = [
+        f"{theirs} {list(there.tensors[theirs].shape)} in place of {list(shapes[name])}"
+        for name, theirs in weights.items()
+        if theirs in there.tensors and there.tensors[theirs].shape != shapes[name]
+    ]
+    if missing or wrong or integral:
+        parts = [f"{len(missing)} missing: {listed(missing)}"] if missing else []
+        parts += [f"{len(integral)} of a type that is not trained: {listed(integral)}"] if integral else []
+        parts += [f"{len(wrong)} of another shape: {listed(wrong)}"] if wrong else []
+        has = f" (it has {listed(sorted(there.tensors))})" if len(missing) == len(weights) else ""
+        raise CheckpointError(
+            f"{there.folder} is not {model}: {'; '.join(parts)}{has}; name the model, flavor and overrides that it was "
+            "trained with"
+        )
+
+
+def _optimizer(
+    there: Folder, naming: Naming, shapes: Mapping[str, tuple[int, ...]], wanted: bool | None, found: Read
+) -> dict[str, str]:
+    """Our names of the optimizer's tensors to theirs; none where they are not taken."""
+    if wanted is False:
+        return {}
+    prefix = next((p for p in _OPTIMIZER if any(name.startswith(p) for name in there.tensors)), "")
+    reason = ""
+    names = {f"{name}.{moment}": f"{prefix}{naming.theirs(name)}.{moment}" for name in shapes for moment in MOMENTS}
+    if not prefix:
+        reason = "it holds none"
+    else:
+        missing = [theirs for theirs in names.values() if theirs not in there.tensors]
+        wrong = [
+            theirs
+            for ours, theirs in names.items()
+            if theirs not in missing
+            and there.tensors[theirs].shape != (() if ours.endswith(".step") else shapes[ours.rpartition(".")[0]])
+        ]
+        known = tuple(f".{moment}" for moment in MOMENTS)
+        more = [name for name in there.tensors if name.startswith(prefix) and not name.endswith(known)]
+        if more:
+            reason = f"it is of another optimizer, with {listed(more)}"
+        elif missing or wrong:
+            reason = f"it is not that of Adam or AdamW for every parameter: {listed(missing + wrong)}"
+    if reason and wanted:
+        raise CheckpointError(f"{there.folder}: no state of the optimizer: {reason}; leave out --optimizer")
+    if reason:
+        found.notices.append(f"optimizer: not taken, {reason}")
+        return {}
+    return names
+
+
+def _unwrapped(there: Folder) -> Folder:
+    """The same folder, its names without what wrapped modules add to them."""
+
+    def plain(name: str) -> str:
+        for word in _WRAPPERS:
+            name = name.replace(word, "")
+        return name
+
+    names = {name: plain(name) for name in there.tensors}
+    if len({*names.values()}) == len(names):
+        there.tensors = {names[name]: tensor for name, tensor in there.tensors.items()}  # type: ignore[assignment]
+    return there
+
+
+def _other_angles(family: str, config: Any, seq_len: int | None) -> list[str]:
+    """What torchtitan computes otherwise, by what its configurations say and ours do not."""
+    if family == "llama3" and config.rope_scaling == "none":
+        return [
+            "rotary angles: torchtitan v0.2 scales those of every Llama 3, its debugmodel too, and this model's are "
+            "not: "
+            'where v0.2 has trained it, set model.overrides rope_scaling = "llama3" and rope_scaling_factor = 8.0'
+        ]
+    if family not in ("deepseek_v2", "deepseek_v3") or config.rope_factor == 1.0:
+        return []
+    if seq_len is None:
+        return [
+            "rotary angles: torchtitan stretches them where training.seq_len was above "
+            f"{config.rope_original_seq_len}, as this model does; where it was not, set "
+            "model.overrides.rope_factor = 1.0"
+        ]
+    if seq_len <= config.rope_original_seq_len:
+        raise ConfigError(
+            f"model.overrides.rope_factor={config.rope_factor} is not what torchtitan computes with training.seq_len="
+            f"{seq_len}: it stretches rotary angles only above {config.rope_original_seq_len}; add "
+            "--model.overrides.rope_factor=1.0, here and where it is trained on"
+        )
+    return []
+
+
+def _count(there: Folder, name: str) -> int | None:
+    """A counter of torchtitan's train state, a number or a tensor of one; None where it has none that is one."""
+    full = f"train_state.{name}"
+    value: Any = None
+    if full in there.tensors and there.tensors[full].shape == ():
+        value = there.tensor(full).item()
+    elif full in there.objects:
+        value = there.value(full)
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        value = int(value)
+    return value if type(value) is int and 0 <= value < _MAX_COUNT else None
+
+
+def _step_of_name(folder: Path) -> int:
+    text = folder.name.removesuffix(".pt").removeprefix("step-")
+    return int(text) if text.isdecimal() and len(text) < 12 else 0
+
+
+def _counters(there: Folder, step: int) -> dict[str, int]:
+    return {"step": step, "updates": step, "tokens_seen": _count(there, "ntokens_seen") or 0}
+
+
+def _is_told(name: str) -> bool:
+    return name.startswith(("train_state.", "lr_scheduler", "dataloader"))

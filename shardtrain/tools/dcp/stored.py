@@ -1,0 +1,327 @@
+"""A folder of torch.distributed.checkpoint, read as data: what its ``.metadata`` says, and its tensors, box by box."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import re
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain.checkpoint import torch_file
+from shardtrain.checkpoint.manifest import ITEM_BYTES
+from shardtrain.checkpoint.pickled import Made, Name, parse
+from shardtrain.checkpoint.resharding import check_tiling
+from shardtrain.checkpoint.torch_file import damage
+from shardtrain.utils.errors import CheckpointError
+
+METADATA = ".metadata"
+_DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_TYPES = {f"torch.{name}" for name in ITEM_BYTES}
+_UNREAD = {
+    f"torch.{name}"
+    for name in (
+        *("complex32", "complex64", "complex128", "uint16", "uint32", "uint64", "bits8", "float8_e4m3fnuz"),
+        *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "quint8", "qint8", "qint32"),
+    )
+}
+"""Types of tensors that may be there and are not read, such as a table of rotary angles."""
+_NAMES = {
+    *_TYPES,
+    *_UNREAD,
+    *("torch.Size", "torch.device", "torch.serialization._get_layout", "collections.OrderedDict"),
+    *("pathlib.PosixPath", "pathlib._local.PosixPath"),
+    *(f"{_DCP}.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
+    *(f"{_DCP}.{kind}" for kind in ("Metadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex")),
+    *(f"{_DCP}.StorageMeta", f"{_FILES}._StorageInfo", f"{_FILES}._StoragePrefix"),
+}
+_FILE = re.compile(r"[A-Za-z0-9_.=-]{1,200}")
+_MAX_DIMS, _MAX_SIZE, _MAX_NAME, _MAX_VALUE = 16, 2**48, 1000, 2**20
+_MAX_BYTES = 2**30
+"""Of metadata; more are refused unread."""
+_FREE_STEPS, _BYTES_PER_STEP = 1_000_000, 16
+"""An honest part takes some 40 steps of the metadata and a thousand bytes of a file: so what is read of metadata is
+bounded by what the folder itself takes of a disk."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes of a file that hold one item, as torch.save writes it."""
+
+    file: str
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and where it lies."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """A tensor of the folder: its type, its whole shape, and boxes that cover it exactly once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class DcpFolder:
+    """See the module. ``tensors`` and ``objects`` are by the name that the state dict gave them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read and check the metadata of a folder.
+
+        Raises:
+            CheckpointError: when it has none, or they cannot be trusted, or a file is missing or shorter than they say.
+        """
+        self.folder, self._where = folder, f"{folder / METADATA}"
+        self.tensors: dict[str, DcpTensor] = {}
+        self.objects: dict[str, Place] = {}
+        self.unread: dict[str, str] = {}
+        """Tensors of a type that is not read, and the type."""
+        steps = _FREE_STEPS + _bytes_on_disk(folder) // _BYTES_PER_STEP
+        with damage(self._where):
+            self._read(parse(self._bytes(), _NAMES, self._where, max_steps=steps))
+        self._check_files()
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, whole, on the CPU; raises CheckpointError where a byte is not the one that was written."""
+        found = self.tensors[name]
+        # a storage may be larger than its tensor, but not so that a few bytes of metadata speak of a disk
+        most = 2 * math.prod(found.shape) * ITEM_BYTES[found.dtype] + 2**20
+        for chunk in found.chunks:
+            if chunk.place.length > most:
+                raise self._bad(f"speaks of {chunk.place.length} bytes for a part of {name}, which has {most}")
+        whole = torch.empty(found.shape, dtype=getattr(torch, found.dtype))
+        for chunk in found.chunks:
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[box] = self._item(chunk.place, name, found.dtype, chunk.sizes)
+        return whole
+
+    def value(self, name: str) -> Any:
+        """A number, text, or short tuple of them, that the state dict had beside its tensors; None for others."""
+        place = self.objects[name]
+        if place.length > _MAX_VALUE:
+            return None
+        try:
+            described, _ = self._open(place, name)
+        except CheckpointError:
+            return None  # such as the state of another program's data loader, which nothing here needs
+        plain = described if isinstance(described, tuple) and len(described) < 100 else (described,)
+        return described if all(one is None or isinstance(one, bool | int | float | str) for one in plain) else None
+
+    def _bytes(self) -> bytes:
+        path = self.folder / METADATA
+        try:
+            if path.stat().st_size > _MAX_BYTES or not path.is_file():
+                raise CheckpointError(f"{path} is not a file of less than {_MAX_BYTES} bytes; use another checkpoint")
+            return path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error.strerror}): a folder that torch.distributed.checkpoint has finished "
+                "has this file; name that folder, such as outputs/checkpoint/step-1000"
+            ) from None
+
+    def _read(self, whole: Any) -> None:
+        table = _state(whole, f"{_DCP}.Metadata", self._where)
+        described = _dict(table.get("state_dict_metadata"), self._where)
+        places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+        for index, info in _dict(table.get("storage_data"), self._where).items():
+            at = _state(index, f"{_DCP}.MetadataIndex", self._where)
+            name, offset = at.get("fqn"), at.get("offset")
+            if not isinstance(name, str):
+                raise self._bad("has a name of a tensor that is none")
+            places[name, None if offset is None else _size(offset, self._where)] = self._place(info)
+        budget = 10_000_000  # of boxes: tables in a pickle may be shared, and few bytes describe many
+        for name, one in described.items():
+            if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+                raise self._bad("has a name of a tensor that is none")
+            kind = one.name if isinstance(one, Made) else None
+            if kind == Name(_DCP, "BytesStorageMetadata"):
+                if (name, None) not in places:
+                    raise self._bad(f"says nothing of where {name} lies")
+                self.objects[name] = places[name, None]
+                continue
+            facts = _state(one, f"{_DCP}.TensorStorageMetadata", self._where)
+            shape, dtype = _size(facts.get("size"), self._where), self._dtype(facts.get("properties"))
+            if dtype not in ITEM_BYTES:
+                self.unread[name] = dtype
+                continue
+            if math.prod(shape) * ITEM_BYTES[dtype] > _MAX_SIZE:
+                raise self._bad(f"has a shape of {name} that is too large")
+            chunks = []
+            for chunk in _list(facts.get("chunks"), self._where):
+                budget -= 1
+                box = _state(chunk, f"{_DCP}.ChunkStorageMetadata", self._where)
+                offsets, sizes = (_size(box.get(key), self._where) for key in ("offsets", "sizes"))
+                place = places.get((name, offsets))
+                if budget < 0 or place is None:
+                    raise self._bad(f"says nothing of where a part of {name} lies")
+                if math.prod(sizes):  # a rank without a part of a tensor may have written an empty one
+                    chunks.append(Chunk(offsets, sizes, place))
+            problem = (
+                check_tiling(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]) if math.prod(shape) else ""
+            )
+            if problem:
+                raise self._bad(f"has parts of {name} that {problem}")
+            self.tensors[name] = DcpTensor(dtype, shape, tuple(chunks))
+
+    def _dtype(self, properties: Any) -> str:
+        state = properties.state if isinstance(properties, Made) else None
+        first = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) else None
+        if not isinstance(first, Name) or str(first) not in _TYPES | _UNREAD:
+            raise self._bad("has a tensor without a type")
+        return first.name
+
+    def _place(self, info: Any) -> Place:
+        facts = _state(info, f"{_FILES}._StorageInfo", self._where)
+        file, begin, length = (facts.get(key) for key in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or not _FILE.fullmatch(file) or set(file) == {"."}:
+            said = repr(file[:100]) if isinstance(file, str) else "that is no text"
+            raise self._bad(f"names a file {said}, which is none beside it")
+        if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in (begin, length)):
+            raise self._bad("has a place in a file that is none")
+        if facts.get("transform_descriptors"):
+            raise self._bad("has tensors that were changed as they were written (extensions of its writer)")
+        return Place(file, begin, length)  # type: ignore[arg-type]
+
+    def _check_files(self) -> None:
+        every = [c.place for tensor in self.tensors.values() for c in tensor.chunks] + [*self.objects.values()]
+        ends: dict[str, int] = {}
+        for place in every:
+            ends[place.file] = max(ends.get(place.file, 0), place.begin + place.length)
+        for file, end in sorted(ends.items()):
+            path = self.folder / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; {METADATA} names it: copy the whole folder")
+            if path.stat().st_size < end:
+                raise CheckpointError(
+                    f"{path} has {path.stat().st_size} bytes, and {METADATA} speaks of {end}: it is cut"
+                )
+
+    def _item(self, place: Place, name: str, dtype: str, sizes: tuple[int, ...]) -> Tensor:
+        with damage(self._part(place, name)):
+            return self._tensor_of(place, name, dtype, sizes)
+
+    def _tensor_of(self, place: Place, name: str, dtype: str, sizes: tuple[int, ...]) -> Tensor:
+        described, read = self._open(place, name)
+        where = self._part(place, name)
+        if not isinstance(described, Made) or str(described.name) not in torch_file.REBUILD:
+            raise CheckpointError(f"{where} holds no tensor; use another checkpoint")
+        try:
+            stored = torch_file.stored(described)
+        except ValueError:
+            stored = None
+        if stored is None or stored.dtype != dtype or stored.shape != sizes:
+            raise CheckpointError(f"{where} is another tensor than {METADATA} describes; use another checkpoint")
+        data = read(stored.key)
+        if stored.last_byte > len(data):
+            raise CheckpointError(f"{where} is shorter than its tensor; use another checkpoint")
+        return stored.of(data)
+
+    def _open(self, place: Place, name: str) -> tuple[Any, Callable[[str], bytearray]]:
+        """What one item describes, and a function that reads the storages that it speaks of."""
+        where = self._part(place, name)
+        with damage(where):
+            archive = zipfile.ZipFile(_Slice(self.folder / place.file, place))
+            described, _ = torch_file.describe(archive, place.length, torch_file.NAMES, where)
+        return described, lambda key: torch_file.read_storage(archive, place.length, key, where)
+
+    def _part(self, place: Place, name: str) -> str:
+        return f"{self.folder / place.file}, bytes {place.begin} to {place.begin + place.length}, {name}:"
+
+    def _bad(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._where} {what}; use another checkpoint")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_SIZE
+
+
+class _Slice(io.RawIOBase):
+    """An item of a file as a file, so that no more of it is in memory than is asked for."""
+
+    def __init__(self, path: Path, place: Place) -> None:
+        super().__init__()
+        self._file, self._begin, self._length, self._at = open(path, "rb"), place.begin, place.length, 0  # noqa: SIM115
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        count = max(0, min(len(into), self._length - self._at))
+        self._file.seek(self._begin + self._at)
+        count = self._file.readinto(memoryview(into)[:count])  # type: ignore[attr-defined]
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _bytes_on_disk(folder: Path) -> int:
+    """What the files of a folder take, holes left out."""
+    found = 0
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name != METADATA and path.is_file():
+                facts = path.stat()
+                found += min(facts.st_size, getattr(facts, "st_blocks", 2**62) * 512)
+    return found
+
+
+def _state(value: Any, name: str, where: str) -> Mapping[str, Any]:
+    """The fields of a dataclass that a pickle would make."""
+    if not isinstance(value, Made) or str(value.name) != name:
+        raise CheckpointError(f"{where} has something else where a {name.rpartition('.')[2]} stands; use another one")
+    state = value.state
+    # a frozen dataclass with slots is set by a pair: its dict, and its slots
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+        state = state[1]
+    return state if isinstance(state, dict) else {}
+
+
+def _dict(value: Any, where: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} has no table of tensors; use another one")
+    return value
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise CheckpointError(f"{where} has a tensor without a list of its parts; use another one")
+    return value
+
+
+def _size(value: Any, where: str) -> tuple[int, ...]:
+    """A torch.Size, which is made of one tuple."""
+    if not isinstance(value, Made) or str(value.name) != "torch.Size":
+        raise CheckpointError(f"{where} has something else where a shape stands; use another one")
+    (counts,) = value.arguments if len(value.arguments) == 1 else ((-1,),)
+    if not isinstance(counts, tuple | list) or len(counts) > _MAX_DIMS or not all(_is_count(n) for n in counts):
+        raise CheckpointError(f"{where} has a shape that is none; use another one")
+    return tuple(counts)

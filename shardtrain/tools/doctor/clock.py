@@ -1,0 +1,99 @@
+"""Clocks: how far the hosts' clocks are apart, and what they follow."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, Verdict, each
+
+AREA = "clock"
+
+ROUNDS = 4
+WARN_SECONDS, FAIL_SECONDS = 1.0, 30.0
+"""Apart: logs of ranks no longer tell who was first; leases, tokens and certificates are taken for expired."""
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
+
+
+def collect(here: Here, facts: Facts) -> None:
+    """Note the time of this rank at moments at which all ranks meet."""
+    facts["source"] = _text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    facts["synchronized"] = synchronized()
+    facts["moments"] = []
+    for number in range(ROUNDS if here.size > 1 else 0):
+        here.line.meet(f"clock {number}")
+        facts["moments"].append(time.time())
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def synchronized() -> bool | None:
+    """Whether the kernel holds its clock for synchronized (NTP, PTP); None where it does not say."""
+    if sys.platform != "linux":
+        return None
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        # modes, the first field of struct timex, is 0: read, change nothing; 512 bytes are more than it has anywhere
+        state = libc.adjtimex(ctypes.create_string_buffer(512))
+    except (OSError, AttributeError):
+        return None
+    return None if state < 0 else state != _TIME_ERROR
+
+
+def offsets(moments: dict[int, list[float]]) -> dict[int, float]:
+    """Seconds by which each rank's clock is ahead of the middle one.
+
+    A rank notes each moment a little late, by its distance to the store; of some rounds the least late one counts.
+    """
+    told = {rank: times for rank, times in moments.items() if times}
+    rounds = min((len(times) for times in told.values()), default=0)
+    if not rounds:
+        return {}
+    middle = [sorted(times[index] for times in told.values())[len(told) // 2] for index in range(rounds)]
+    found = {rank: [times[i] - middle[i] for i in range(rounds)] for rank, times in told.items()}
+    return {rank: min(differences, key=abs) for rank, differences in found.items()}
+
+
+def judge(said: Said) -> Iterator[Finding]:
+    """Each rank's clock against the middle one of all."""
+    told = said.of(AREA)
+    found = offsets({rank: facts["moments"] for rank, facts in told.items()})
+    if found:
+        apart = max(found.values()) - min(found.values())
+        away = sorted((rank for rank in found if abs(found[rank]) > WARN_SECONDS), key=lambda rank: -abs(found[rank]))
+        expected = f"{WARN_SECONDS:g} s apart or less"
+        if away:
+            first = away[0]
+            text = f"{found[first]:+.1f} s on {said.who([first])}, {apart:.1f} s apart"
+            fix = "start chrony or ntpd on that host: chronyc makestep"
+            verdict: Verdict = "fail" if abs(found[first]) > FAIL_SECONDS else "warn"
+            yield Finding(AREA, "skew", verdict, text, expected, fix, tuple(away))
+        else:
+            yield Finding(AREA, "skew", "pass", f"{1000 * apart:.0f} ms apart", expected)
+    several = len(said.hosts()) > 1
+    yield from each(said, AREA, "synchronized", lambda facts: _synchronized(facts, several))
+    yield from each(said, AREA, "source", _source)
+
+
+def _synchronized(facts: Facts, several: bool) -> Judged | None:
+    if facts["synchronized"] is None:
+        return None
+    if facts["synchronized"] or not several:
+        return "pass", "yes" if facts["synchronized"] else "no", "yes, on several hosts", ""
+    return "warn", "no", "yes, on several hosts", "start chrony or ntpd"
+
+
+def _source(facts: Facts) -> Judged | None:
+    value, expected = facts["source"], "tsc or a hypervisor's own"
+    if value in ("hpet", "acpi_pm", "jiffies"):
+        return "warn", f"{value}: each look at the clock is slow", expected, "boot with clocksource=tsc"
+    return ("pass", value, expected, "") if value else None

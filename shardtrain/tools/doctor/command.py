@@ -1,0 +1,221 @@
+"""The verb ``doctor``: read the words, start ranks as ``train`` does or be one of a launcher's, print the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardtrain import __version__, config
+from shardtrain.config import Loaded
+from shardtrain.config.command_line import split
+from shardtrain.resilience import signals as stopping
+from shardtrain.tools.doctor.report import document, exit_code, text_of, to_json
+from shardtrain.utils.errors import ConfigError, Problem
+
+USAGE = """\
+usage: shardtrain doctor [CONFIG.toml] [--nproc N] [--json] [--strict] [--limit_seconds S] [--section.key VALUE ...]
+
+Looks for what would end or slow a run: versions, hosts, environment, configuration, limits, memory, clocks, storage,
+devices, long sums beside float64, and the bandwidth of each axis of the mesh. Starts ranks as shardtrain train does, or
+is one rank of a job:
+
+  torchrun --nproc-per-node 8 -m shardtrain doctor CONFIG.toml        srun shardtrain doctor CONFIG.toml
+
+With CONFIG.toml (or overrides) its mesh, folders, data and model are those examined. Prints one row for each check:
+pass, warn or fail, what was measured, what was expected, and the fix. Trains nothing and leaves nothing behind.
+
+  --json             print one JSON document instead of the table
+  --strict           a warning fails too
+  --limit_seconds S  longest for one check (30): what takes longer is a finding
+
+Exit status: 0 when nothing failed, else that of the first failure: 2 configuration, versions or environment, 6 ranks
+or network, 7 memory, 8 storage, 1 anything else.
+"""
+
+FOLDER = "SHARDTRAIN_DOCTOR"
+"""Environment variable: where a rank that this command started leaves the report."""
+REPORT = "report.json"
+LIMIT_SECONDS = 30.0
+_OWN_WORDS = ("TORCH_CPP_LOG_LEVEL", "FATAL")
+"""What fails is told in the report: PyTorch need not print its C++ traces."""
+LEAVE_SECONDS = 5.0
+"""How long the first rank stays for the others to hear the exit status."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the words ask for."""
+
+    loaded: Loaded
+    nproc: int | None
+    json: bool
+    strict: bool
+    limit_seconds: float
+    has_config: bool
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the verb; gives the status, see USAGE. Raises ConfigError."""
+    from shardtrain.launch import agent, environment
+
+    if any(word in ("--help", "-h") for word in words):
+        print(USAGE, end="")
+        return 0
+    request = read(words)
+    if environment.is_rank(os.environ):
+        _as_rank(request)
+    code = agent.run_verb("doctor", words, request.loaded.config, request.nproc)
+    return _here(request, list(words)) if code is None else code
+
+
+def read(words: Sequence[str]) -> Request:
+    """Take the doctor's own options out of the words; the rest are those of ``train``. Raises ConfigError."""
+    rest, limit, flags = [], LIMIT_SECONDS, set()
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        name, equals, value = word.partition("=")
+        if word in ("--json", "--strict"):
+            flags.add(word)
+        elif name == "--limit_seconds":
+            limit = _seconds(value if equals else (remaining.pop(0) if remaining else ""))
+        else:
+            rest.append(word)
+    found = split(rest)
+    if found.max_restarts:
+        rule = "has no effect: the doctor runs once"
+        raise ConfigError(Problem("--max_restarts", found.max_restarts, rule, "leave it out", "command line"))
+    loaded = config.load(found.path, found.overrides)
+    if loaded.config.comm.mode == "fake_backend":
+        fix = "leave it out; shardtrain train with it checks a mesh without the machines"
+        raise ConfigError(Problem("comm.mode", "fake_backend", "sends nothing that could be measured", fix))
+    has_config = found.path is not None or bool(found.overrides)
+    return Request(loaded, found.nproc, "--json" in flags, "--strict" in flags, limit, has_config)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= 3600:
+        fix = "write it like --limit_seconds 30"
+        raise ConfigError(Problem("--limit_seconds", text, "must be 1 to 3600 seconds", fix, "command line"))
+    return value
+
+
+def _here(request: Request, words: list[str]) -> int:
+    """Start the ranks of this machine through the launcher of ``train``, and print what the first one found."""
+    from shardtrain.launch import environment, local
+
+    environment.set_allocator_default(os.environ)
+    loaded = request.loaded
+    accelerators, cores = environment.count_accelerators(loaded.config.training.device), environment.usable_cores()
+    choice = environment.choose_processes(loaded.config, request.nproc, os.environ, accelerators, cores)
+    os.environ.setdefault(*_OWN_WORDS)
+    environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
+    ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
+    print(f"shardtrain {__version__}: doctor with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="shardtrain-doctor-"))
+    os.environ[FOLDER] = str(folder)
+    # the launcher writes logs and exit.json to the run's folder; those of the doctor go where they are removed
+    launched = _with_folder(loaded, folder)
+    try:
+        if accelerators == 0 and sys.platform == "linux":
+            from shardtrain.tools.doctor import rank  # noqa: F401  ranks are forked, and share what is imported here
+
+            status = local.launch(launched, choice.count, main=lambda _: _run(request))
+        else:
+            command = (sys.executable, "-m", "shardtrain", "doctor", *words)
+            status = local.launch(launched, choice.count, command=command)
+        report = folder / REPORT
+        if status or not report.is_file():
+            return status or 1
+        told = json.loads(report.read_text(encoding="utf-8"))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        del os.environ[FOLDER]
+    return _print(request, told)
+
+
+def _with_folder(loaded: Loaded, folder: Path) -> Loaded:
+    run = loaded.config
+    job = dataclasses.replace(run.job, dump_folder=str(folder))
+    checkpoint = dataclasses.replace(run.checkpoint, enable=False)
+    return dataclasses.replace(loaded, config=dataclasses.replace(run, job=job, checkpoint=checkpoint))
+
+
+def _as_rank(request: Request) -> NoReturn:
+    """One rank of several, started by torchrun, by srun, or by ``_here`` as a fresh process."""
+    import signal
+
+    from shardtrain.launch import environment, local
+
+    parent = os.environ.get("SHARDTRAIN_PARENT")
+    if parent:
+        local.detach(int(parent))
+    environment.adopt_slurm(os.environ)
+    environment.set_allocator_default(os.environ)
+    os.environ.setdefault(*_OWN_WORDS)
+    environment.set_process_defaults(os.environ, _local_size(), environment.usable_cores(), alone=False)
+    if parent:
+        local.leave(local.run_child(_with_folder(request.loaded, Path(os.environ[FOLDER])), lambda _: _run(request)))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        stopping.die_with_parent(signal.SIGTERM)
+    told = _run(request)
+    if told["findings"] and os.environ["RANK"] == "0":
+        _print(request, told)
+    local.leave(told["exit_code"])
+
+
+def _print(request: Request, told: dict[str, Any]) -> int:
+    print(to_json(told) if request.json else text_of(told), flush=True)
+    return int(told["exit_code"])
+
+
+def _run(request: Request) -> dict[str, Any]:
+    """Examine this rank, and judge all on the first; gives the report there, and its exit status on all ranks."""
+    from shardtrain.distributed.process_group import pick_device_type
+    from shardtrain.tools.doctor import rank
+    from shardtrain.tools.doctor import store_channel as line
+    from shardtrain.tools.doctor.context import Here
+
+    started = time.monotonic()
+    place, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local = (int(os.environ.get("LOCAL_RANK", "0")), _local_size())
+    device = pick_device_type(request.loaded.config.training.device)
+    with line.open_store(place, size, request.limit_seconds) as store:
+        own = line.Line(store, place, size, request.limit_seconds)
+        here = Here(request.loaded, place, size, *local, device, request.limit_seconds, store, own, request.has_config)
+        facts = rank.examine(here)
+        if place:
+            code = own.hear("exit_code", 2 * own.patience_seconds)
+            own.tell(f"left-{place}", True)
+            return {"findings": [], "exit_code": 1 if code is None else code}
+        said = rank.gather(here, facts)
+        findings = rank.judge(said)
+        told = document(said, findings, time.monotonic() - started)
+        told["exit_code"] = exit_code(findings, request.strict)
+        own.tell("exit_code", told["exit_code"])
+        end = time.monotonic() + LEAVE_SECONDS  # with srun, the store that they ask lives in this process
+        for other in set(range(1, size)) - set(said.missing):
+            own.hear(f"left-{other}", max(0.0, end - time.monotonic()))
+    if FOLDER in os.environ:
+        (Path(os.environ[FOLDER]) / REPORT).write_text(json.dumps(told), encoding="utf-8")
+    return told
+
+
+def _local_size() -> int:
+    """Ranks of this host; Slurm writes "8(x2),4" for two hosts of eight and one of four."""
+    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")) if "SLURM_PROCID" in os.environ else None
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or (tasks[0] if tasks else "1"))

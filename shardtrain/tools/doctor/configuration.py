@@ -1,0 +1,65 @@
+"""The configuration of the run against this machine: what ``train`` would refuse, and how large the model is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardtrain import config
+from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.result import Facts, Finding, Said, Verdict
+from shardtrain.utils.log import redact
+
+AREA = "config"
+
+
+def collect(here: Here, facts: Facts) -> None:
+    """Note problems and notes of the configuration here; the first rank also counts what the model needs."""
+    from shardtrain.launch import environment
+
+    loaded = here.loaded
+    found = environment.count_accelerators(loaded.config.training.device)
+    problems = config.problems_of(loaded, here.size, here.device, found)
+    problems = [one for one in problems if one.option != "job.dump_folder"]  # storage tells more of it
+    facts["problems"] = [redact(str(problem)) for problem in problems]
+    facts["notes"] = [redact(note) for note in (*loaded.notices, *config.notes(loaded))]
+    facts["path"] = str(loaded.path or "")
+    if here.rank == 0 and here.has_config and not problems:
+        facts.update(needs(here))
+
+
+def needs(here: Here) -> Facts:
+    """Bytes of weights, gradients and optimizer states on a rank, and of a checkpoint; lower bounds of what is used.
+
+    Activations are not counted (see ``docs/dry_run.md``).
+    """
+    from shardtrain.train.preflight import memory, model
+
+    options = here.loaded.config
+    errors, parameters = model.build(options)
+    if parameters is None:
+        return {"problems": [redact(str(line)) for error in errors for line in getattr(error, "problems", [error])]}
+    numbers = sum(one.num_elements for one in parameters)
+    return {
+        "parameters": numbers,
+        "state_bytes_per_rank": memory.state_bytes(options, here.size, parameters),
+        "checkpoint_bytes": memory.checkpoint_bytes(options, parameters),
+    }
+
+
+def judge(said: Said) -> Iterator[Finding]:
+    """A row for each problem and note, with the ranks that have it where not all do."""
+    told = said.of(AREA)
+    verdicts: tuple[tuple[str, Verdict], ...] = (("problems", "fail"), ("notes", "warn"))
+    clean = True
+    for kind, verdict in verdicts:
+        texts = list(dict.fromkeys(text for facts in told.values() for text in facts[kind]))
+        for text in texts:
+            ranks = [rank for rank, facts in told.items() if text in facts[kind]]
+            where = f" (on {said.who(ranks)})" if len(ranks) < said.size else ""
+            what, _, fix = text.rpartition("; ")
+            only = tuple(ranks) if where else ()
+            yield Finding(AREA, kind.removesuffix("s"), verdict, (what or fix) + where, "", fix if what else "", only)
+            clean = False
+    if clean and told:
+        path = next(iter(told.values()))["path"]
+        yield Finding(AREA, "configuration", "pass", path or "defaults", "no problem here")

@@ -1,0 +1,186 @@
+"""Devices: which each rank has, how fast it multiplies matrices, and whether the products are right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardtrain.tools.doctor import health
+from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.outliers import equal, fastest_first, slow
+from shardtrain.tools.doctor.result import Facts, Finding, Said, Verdict
+from shardtrain.utils.hardware import peak_flops
+
+if TYPE_CHECKING:
+    import torch
+
+AREA = "devices"
+
+CPU_SIZE, CUDA_SIZE = 512, 8192
+REPEATS = 9
+LOAD_SECONDS = 5.0
+"""How long a device is kept busy at most while the driver is asked about it."""
+GOOD_SHARE, BAD_SHARE = 0.5, 0.2
+"""Of the peak in the data sheet. A large product in bf16 reaches 0.6 to 0.85 of it where power allows; small cards that
+hold their clocks down reach half."""
+TERA = 1e12
+
+
+def collect(here: Here, facts: Facts) -> None:
+    """Note the device, its rate, whether its products are exact, and what the driver says of its health."""
+    import torch
+
+    device = here.torch_device()
+    facts["type"] = here.device
+    facts["name"] = torch.cuda.get_device_name(device) if here.device == "cuda" else cpu_name()
+    dtype = _dtype(device, facts["name"])
+    facts["dtype"] = str(dtype).removeprefix("torch.")
+    here.line.mark("a matrix product")
+    a, b = operands(device, dtype)
+    facts["exact"] = is_exact(a, b)
+    if here.device == "cuda":
+        facts["uuid"] = health.uuid_of(device)
+        facts["health"] = _under_load(facts["uuid"], a, b)
+    facts["rate"] = rate(a, b)
+    facts["peak"] = peak_flops(facts["name"], facts["dtype"]) if here.device == "cuda" else None
+
+
+def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
+    """What the processor calls itself."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return os.uname().machine
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), os.uname().machine)
+
+
+def _dtype(device: torch.device, name: str) -> torch.dtype:
+    """The type that training would use: bf16 where the device has units for it."""
+    import torch
+
+    if device.type == "cpu":
+        return torch.float32
+    # is_bf16_supported counts emulation too; NVIDIA's units begin with 8.0, and AMD's cards report 9
+    has_units = peak_flops(name, "bfloat16") or torch.cuda.get_device_capability(device)[0] >= 8
+    return torch.bfloat16 if has_units else torch.float16
+
+
+def operands(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two matrices of -1, 0 and 1, mostly 0: sums of products are whole numbers that every type holds exactly.
+
+    bf16 holds whole numbers to 256. With one in four not 0, a sum of 8192 products has a standard deviation of 23.
+    """
+    import torch
+
+    size = CPU_SIZE if device.type == "cpu" else CUDA_SIZE
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for _ in range(2):
+        numbers = torch.randint(0, 8, (size, size), generator=generator, dtype=torch.int8)
+        signs = (numbers == 0).to(torch.int8) - (numbers == 1).to(torch.int8)
+        found.append(signs.to(device).to(dtype))
+    return found[0], found[1]
+
+
+def is_exact(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the device's product is right, tested against a vector as Freivalds did (1977): (a b) v = a (b v).
+
+    All numbers are whole and small, so both sides are exact in float64 whatever the order of the sums.
+    """
+    import torch
+
+    v = torch.arange(1, a.shape[0] + 1, device=a.device, dtype=torch.float64) % 251
+    left = multiply(a, b).double() @ v
+    return bool(torch.equal(left, a.double() @ (b.double() @ v)))
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product under test."""
+    return a @ b
+
+
+def rate(a: torch.Tensor, b: torch.Tensor) -> float:
+    """FLOP per second of the product; the best of some: other work slows some of them, a slow device all."""
+    import torch
+
+    seconds = []
+    inner = 1 if a.device.type == "cpu" else 10
+    for _ in range(REPEATS + 1):
+        started = time.perf_counter()
+        for _ in range(inner):
+            multiply(a, b)
+        if a.device.type == "cuda":
+            torch.cuda.synchronize(a.device)
+        seconds.append((time.perf_counter() - started) / inner)
+    return float(2 * a.shape[0] ** 3 / min(seconds[1:]))
+
+
+def _under_load(uuid: str, a: torch.Tensor, b: torch.Tensor) -> Facts:
+    """What the driver says while the device works: an idle one has low clocks and a narrow link, and is not ill."""
+    import torch
+
+    with health.asking(uuid) as asked:
+        end = time.monotonic() + LOAD_SECONDS
+        while asked.poll() is None and time.monotonic() < end:
+            for _ in range(10):
+                multiply(a, b)
+            torch.cuda.synchronize(a.device)
+        try:
+            return health.answer(asked, uuid)
+        except (OSError, subprocess.SubprocessError) as error:
+            return {"error": str(error).splitlines()[0]}
+
+
+def judge(said: Said) -> Iterator[Finding]:
+    """One device for each rank, of one kind, as fast as the others and as its data sheet, right, and in good health."""
+    told = said.of(AREA)
+    if not told:
+        return
+    fix = "use hosts of one kind: the slowest device sets the pace of all"
+    yield equal(said, AREA, "kind", {rank: str(facts["name"]) for rank, facts in told.items()}, "warn", fix)
+    yield from _doubly_used(said, told)
+    wrong = [rank for rank, facts in told.items() if not facts["exact"]]
+    text = f"wrong on {said.who(wrong)}" if wrong else "exact"
+    replace = "take this device out of the job and have it replaced: its results cannot be trusted" if wrong else ""
+    verdict: Verdict = "fail" if wrong else "pass"
+    yield Finding(AREA, "product of matrices", verdict, text, "exact whole numbers", replace, tuple(wrong))
+    yield from _rates(said, told)
+    yield from health.judge(said, {rank: facts["health"] for rank, facts in told.items() if "health" in facts})
+
+
+def _doubly_used(said: Said, told: dict[int, Facts]) -> Iterator[Finding]:
+    used: dict[tuple[str, str], list[int]] = {}
+    for rank, facts in told.items():
+        if facts.get("uuid"):
+            used.setdefault((said.host(rank), facts["uuid"]), []).append(rank)
+    for (_, uuid), ranks in used.items():
+        if len(ranks) > 1:
+            fix = "start one rank for each device, and look at CUDA_VISIBLE_DEVICES"
+            text = f"{uuid} is that of {said.who(ranks)}"
+            yield Finding(AREA, "one rank a device", "fail", text, "a device of its own", fix, tuple(ranks))
+
+
+def _rates(said: Said, told: dict[int, Facts]) -> Iterator[Finding]:
+    """Ranks with one kind of device are compared with each other, and each with its data sheet."""
+    kinds: dict[tuple[str, str], dict[int, float]] = {}
+    for rank, facts in told.items():
+        kinds.setdefault((facts["name"], facts["dtype"]), {})[rank] = facts["rate"] / TERA
+    for (_, dtype), rates in kinds.items():
+        peak = told[next(iter(rates))]["peak"]
+        expected = f"{GOOD_SHARE:.0%} of {peak / TERA:.0f} TFLOP/s or more" if peak else "no expectation"
+        text, subject = fastest_first(said, rates, "TFLOP/s"), f"matmul {dtype}"
+        low = [rank for rank in rates if peak and rates[rank] * TERA < GOOD_SHARE * peak]
+        behind = slow(rates)
+        if low:
+            verdict: Verdict = "fail" if any(rates[rank] * TERA < BAD_SHARE * peak for rank in low) else "warn"
+            fix = "look at clocks, power and heat below, and at other processes on the device"
+            yield Finding(AREA, subject, verdict, text, expected, fix, tuple(low) if len(low) < said.size else ())
+        elif behind:
+            fix = "look for other processes, heat or a power cap there; leave the host out if none is found"
+            yield Finding(AREA, subject, "warn", text, "as on other ranks", fix, tuple(behind))
+        else:
+            yield Finding(AREA, subject, "pass", text, expected)

@@ -1,0 +1,128 @@
+"""Environment variables that change what NCCL, gloo, CUDA and PyTorch do: different ones on ranks, and costly ones."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterator
+
+from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.outliers import equal
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+
+AREA = "environment"
+
+PREFIXES = ("NCCL_", "RCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "FI_", "UCX_", "OMP_", "MKL_", "KMP_")
+_OWN_TO_A_RANK = ("CUDA_VISIBLE_DEVICES", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "NCCL_DEBUG_FILE", "TORCH_NCCL_RANKS")
+_HARMLESS = ("TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR", "CUDA_HOME", "CUDA_PATH", "CUDA_VERSION", "NCCL_VERSION")
+_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+COSTLY: tuple[tuple[str, str, str], ...] = (
+    ("CUDA_LAUNCH_BLOCKING", r"1", "waits for every kernel: it is for debugging"),
+    ("TORCH_DISTRIBUTED_DEBUG", r"(?i)detail", "compares every collective: it is for debugging"),
+    ("TORCH_CPP_LOG_LEVEL", r"(?i)info", "logs each collective: it is for debugging"),
+    ("NCCL_DEBUG", r"(?i)info|trace", "writes thousands of lines on many ranks"),
+    ("NCCL_P2P_DISABLE", r"1", "devices of a host talk through memory instead of NVLink or PCIe"),
+    ("NCCL_SHM_DISABLE", r"1", "devices of a host without peer access talk over the network"),
+    ("NCCL_NVLS_ENABLE", r"0", "the switch's own reductions are left unused where there are any"),
+    ("NCCL_ALGO", r".+", "one algorithm is pinned for all sizes; NCCL's own choice is usually faster"),
+    ("NCCL_PROTO", r".+", "one protocol is pinned for all sizes; LL128 forced where it is unsafe gives wrong sums"),
+    ("NCCL_NET_GDR_LEVEL", r"0|LOC", "the network card does not read the device's memory"),
+)
+"""Name, what its value looks like, and what it costs. Sources: NVIDIA NCCL User Guide, Environment Variables; PyTorch,
+Torch Distributed Debug."""
+
+
+def collect(here: Here, facts: Facts) -> None:
+    """Note variables by prefix (no others: they may be secrets), and what the values refer to."""
+    import socket
+
+    from shardtrain.launch.environment import unseen_devices, usable_cores
+    from shardtrain.utils.log import redact
+
+    names = [name for name in sorted(os.environ) if name.startswith(PREFIXES) and name not in _HARMLESS]
+    facts["variables"] = {name: redact(os.environ[name])[:80] for name in names}
+    facts["interfaces"] = [name for _, name in socket.if_nameindex()]
+    facts["infiniband"] = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
+    facts["cores"], facts["local_size"] = usable_cores(), here.local_size
+    wants = here.device == "cpu" and here.loaded.config.training.device == "auto"
+    unseen = unseen_devices(os.environ) if wants else None
+    facts["unseen"] = unseen.reason if unseen else ""
+
+
+def judge(said: Said) -> Iterator[Finding]:
+    """Equal on all ranks; interfaces that exist; no switch of debugging left on; threads that fit the cores."""
+    told = {rank: facts["variables"] for rank, facts in said.of(AREA).items()}
+    names = sorted({name for variables in told.values() for name in variables} - set(_OWN_TO_A_RANK))
+    rows = [
+        equal(said, AREA, name, {rank: variables.get(name, "") for rank, variables in told.items()}, "warn", _FIX)
+        for name in names
+    ]
+    yield from (row for row in rows if row.verdict != "pass")
+    if told and all(row.verdict == "pass" for row in rows):
+        yield Finding(AREA, "variables", "pass", f"{len(names)} set", "equal on all ranks")
+    for name in _INTERFACES:
+        yield from each(said, AREA, name, functools.partial(_interface, name))
+    for name, pattern, cost in COSTLY:
+        yield from each(said, AREA, name, functools.partial(_costly, name, pattern, cost))
+    yield from each(said, AREA, "NCCL_IB_DISABLE", _infiniband)
+    yield from each(said, AREA, "devices of the job", _unseen)
+    yield from each(said, AREA, "threads", _threads)
+
+
+_FIX = "set it in the job script, which all ranks read, and not in the shell of one host"
+
+
+def _interface(name: str, facts: Facts) -> Judged | None:
+    value = facts["variables"].get(name, "")
+    if not value:
+        return None
+    there = facts["interfaces"]
+    # NCCL: a list of prefixes, "=" for exact names, "^" for all but; gloo: a list of exact names
+    exact = name.startswith("GLOO") or value.startswith("=")
+    wanted = [word for word in value.lstrip("=").split(",") if word]
+    if value.startswith("^"):
+        found = [one for one in there if not one.startswith(tuple(value[1:].split(",")))]
+    else:
+        found = [one for one in there if (one in wanted if exact else one.startswith(tuple(wanted)))]
+    expected = "an interface of this host"
+    if not found:
+        return "fail", f"{value}: none of {', '.join(there[:6])}", expected, f"set {name} to one that `ip link` shows"
+    return "pass", f"{value}: {', '.join(found[:4])}", expected, ""
+
+
+def _costly(name: str, pattern: str, cost: str, facts: Facts) -> Judged | None:
+    value = facts["variables"].get(name, "")
+    if not value or not re.fullmatch(pattern, value):
+        return None
+    return "warn", f"{value}: {cost}", "not set", f"unset {name}"
+
+
+def _infiniband(facts: Facts) -> Judged | None:
+    if facts["variables"].get("NCCL_IB_DISABLE") != "1":
+        return None
+    if facts["infiniband"]:
+        fix = "unset NCCL_IB_DISABLE"
+        return "fail", "1, and this host has InfiniBand or RoCE cards, which lie idle", "not set", fix
+    return "pass", "1, and this host has no such card", "not set", ""
+
+
+def _unseen(facts: Facts) -> Judged | None:
+    if not facts["unseen"]:
+        return None
+    fix = "give the container its devices (apptainer --nv, docker --gpus all), or mend the driver: nvidia-smi"
+    return "fail", facts["unseen"], "a device for each that Slurm has given", fix
+
+
+def _threads(facts: Facts) -> Judged | None:
+    value = facts["variables"].get("OMP_NUM_THREADS", "")
+    if not value.isdecimal():
+        return None
+    wanted, cores = int(value) * facts["local_size"], facts["cores"]
+    text = f"{value} of OpenMP on {facts['local_size']} ranks for {cores} cores"
+    if wanted > cores:
+        fewer = f"start {cores} ranks here, or fewer"
+        fix = f"set OMP_NUM_THREADS to {cores // facts['local_size']}" if cores >= facts["local_size"] else fewer
+        return "warn", text, "no more than cores", fix
+    return "pass", text, "no more than cores", ""

@@ -1,0 +1,125 @@
+"""Hosts: their names, how many ranks each has, which interface they talk over, and the port where ranks meet."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import platform
+import socket
+from collections.abc import Iterator
+
+from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+
+AREA = "hosts"
+
+TORCHRUN_PORT = 29500
+"""Where torchrun meets when it is told no port."""
+LEAST_PORTS = 2_000
+"""Connections of one rank to each of some thousand others need so many."""
+
+
+def collect(here: Here, facts: Facts) -> None:
+    """Note name, addresses, ports."""
+    name = socket.gethostname()
+    facts["hostname"] = name
+    facts["architecture"] = platform.machine()
+    facts["local_size"] = here.local_size
+    facts["port_range"] = _numbers("/proc/sys/net/ipv4/ip_local_port_range")
+    facts["in_job"] = "SHARDTRAIN_DOCTOR" not in os.environ and here.size > 1
+    facts["port"], facts["port_busy"] = TORCHRUN_PORT, not is_free(TORCHRUN_PORT)
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
+        facts["addresses"] = sorted(map(str, found))
+    except OSError as error:
+        facts["addresses"], facts["resolve_error"] = [], str(error.strerror or error)
+
+
+def _numbers(path: str) -> list[int]:
+    try:
+        with open(path, encoding="ascii") as file:
+            return [int(word) for word in file.read().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on a port of this machine; tried on the loopback address alone."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def judge(said: Said) -> Iterator[Finding]:
+    """Names that resolve to an address others can reach, equal shares of ranks, a free port."""
+    hosts, told = said.hosts(), said.of(AREA)
+    yield _ranks_per_host(said)
+    yield from each(said, AREA, "name resolves", lambda facts: _resolves(facts, several=len(hosts) > 1))
+    found = {facts["architecture"] for facts in told.values()}
+    if len(found) > 1:
+        fix = "use hosts of one kind: kernels of different processors round differently"
+        yield Finding(AREA, "architecture", "warn", ", ".join(sorted(found)), "equal on all hosts", fix)
+    yield from each(said, AREA, "ephemeral ports", _ports)
+    if not any(facts["in_job"] for facts in told.values()):
+        yield from each(said, AREA, "meeting port", _port)
+
+
+def _ranks_per_host(said: Said) -> Finding:
+    hosts, told = said.hosts(), said.of(AREA)
+    counts = {host: len(ranks) for host, ranks in hosts.items()}
+    text = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}, " + ", ".join(
+        f"{host} {count}" for host, count in list(counts.items())[:4]
+    )
+    text += f" and {len(counts) - 4} more" if len(counts) > 4 else ""
+    wrong = {host: count for host, count in counts.items() if count != told[hosts[host][0]]["local_size"]}
+    if wrong:
+        # two containers of one name, or a launcher that counts otherwise: groups of one host would be wrong
+        fix = "give each host or container a name of its own, and start its ranks with one torchrun or srun step"
+        expected = "as many ranks on a host as LOCAL_WORLD_SIZE says"
+        ranks = tuple(rank for host in wrong for rank in hosts[host])
+        return Finding(AREA, "ranks per host", "warn", text, expected, fix, ranks)
+    if len(set(counts.values())) > 1:
+        most = max(counts.values())
+        ranks = tuple(rank for host, own in hosts.items() if counts[host] < most for rank in own)
+        fix = "start the same number of ranks on each host"
+        return Finding(AREA, "ranks per host", "warn", text, "equal on all hosts", fix, ranks)
+    return Finding(AREA, "ranks per host", "pass", text, "equal on all hosts")
+
+
+def _resolves(facts: Facts, several: bool) -> Judged:
+    name, addresses = facts["hostname"], facts["addresses"]
+    expected = "an address that other hosts reach" if several else "an address"
+    fix = f"name the address of the fabric for {name} in DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME"
+    if not addresses:
+        return ("fail" if several else "warn"), f"{name}: {facts.get('resolve_error', 'no address')}", expected, fix
+    if several and all(_is_loopback(address) for address in addresses):
+        return "fail", f"{name} is {', '.join(addresses)}, itself alone", expected, fix
+    return "pass", f"{name}: {', '.join(addresses[:2])}", expected, ""
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _ports(facts: Facts) -> Judged | None:
+    if len(facts["port_range"]) != 2:
+        return None
+    low, high = facts["port_range"]
+    fix = "widen it: sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
+    text, expected = f"{low} to {high}", f"{LEAST_PORTS} or more"
+    return ("warn", text, expected, fix) if high - low < LEAST_PORTS else ("pass", text, expected, "")
+
+
+def _port(facts: Facts) -> Judged:
+    text, expected = f"port {facts['port']}", "free, for a torchrun without --rdzv-endpoint"
+    fix = "end the process that listens there (ss -ltnp shows it), or give torchrun --rdzv-endpoint HOST:PORT"
+    return (
+        ("warn", f"{text} is busy", expected, fix) if facts["port_busy"] else ("pass", f"{text} is free", expected, "")
+    )

@@ -1,0 +1,179 @@
+"""Limits of a process and settings of the kernel that end runs late: open files, locked memory, quotas, governors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+from shardtrain.utils.units import GIB, format_bytes
+
+AREA = "limits"
+
+FEW_FILES, TOO_FEW_FILES = 4096, 512
+"""Open files: a rank holds a socket or two for each peer and a file for each shard that it reads."""
+FEW_PROCESSES = 4096
+"""Threads count: a rank starts some for each device, group and worker."""
+STEAL = 0.05
+
+
+def collect(here: Here, facts: Facts) -> None:
+    """Note ulimits, the CPU quota of the cgroup, and how the kernel treats CPUs and pages."""
+    from shardtrain.launch.environment import usable_cores
+
+    facts.update(ulimits())
+    facts["cores"] = usable_cores()
+    facts["quota"] = cpu_quota()
+    facts["load"] = os.getloadavg()[0]
+    facts["governor"] = _text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    facts["huge_pages"] = _chosen(_text("/sys/kernel/mm/transparent_hugepage/enabled"))
+    facts["core_pattern"] = _text("/proc/sys/kernel/core_pattern")
+    facts["infiniband"] = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
+    facts["steal"] = _steal()
+
+
+def ulimits() -> dict[str, int]:
+    """Soft limits by name, -1 for unlimited."""
+    import resource
+
+    names = {"open_files": "RLIMIT_NOFILE", "locked_bytes": "RLIMIT_MEMLOCK", "core_bytes": "RLIMIT_CORE"}
+    names |= {"processes": "RLIMIT_NPROC", "address_bytes": "RLIMIT_AS"}
+    found = {name: getattr(resource, kind, None) for name, kind in names.items()}
+    limits = {name: resource.getrlimit(kind)[0] for name, kind in found.items() if kind is not None}
+    return {name: -1 if value == resource.RLIM_INFINITY else value for name, value in limits.items()}
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """CPUs that the cgroup of this process allows (version 2, then 1), or 0 without a quota."""
+    for quota, period in (("cpu.max", ""), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        words = _text(root / quota).split() + (_text(root / period).split() if period else [])
+        if len(words) == 2 and words[0] not in ("max", "-1") and int(words[1]):
+            return int(words[0]) / int(words[1])
+    return 0.0
+
+
+def _steal() -> float:
+    """The share of CPU time since boot that other guests of this machine's host took."""
+    words = _text("/proc/stat").split("\n")[0].split()[1:]
+    times: list[int] = [int(word) for word in words[:8]]
+    total = sum(times)
+    return times[7] / total if len(times) == 8 and total else 0.0
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _chosen(text: str) -> str:
+    """The word in brackets.
+
+    >>> _chosen("always [madvise] never")
+    'madvise'
+    """
+    return text.partition("[")[2].partition("]")[0]
+
+
+def judge(said: Said) -> Iterator[Finding]:
+    """Each limit against what a run of this size needs."""
+    yield from each(said, AREA, "open files", _files)
+    yield from each(said, AREA, "processes", _processes)
+    yield from each(said, AREA, "locked memory", _locked)
+    yield from each(said, AREA, "address space", _address)
+    yield from each(said, AREA, "core dumps", _core)
+    yield from each(said, AREA, "CPU quota", _quota)
+    yield from each(said, AREA, "CPU load", _load)
+    yield from each(said, AREA, "CPU governor", _governor)
+    yield from each(said, AREA, "CPU steal", _stolen)
+    yield from each(said, AREA, "huge pages", _pages)
+
+
+def _files(facts: Facts) -> Judged | None:
+    value = facts.get("open_files")
+    if value is None:
+        return None
+    text, fix = ("unlimited" if value < 0 else str(value)), "raise it: ulimit -n 65536 (LimitNOFILE, or the container)"
+    expected = f"{FEW_FILES} or more"
+    if 0 <= value < TOO_FEW_FILES:
+        return "fail", text, expected, fix
+    return ("warn", text, expected, fix) if 0 <= value < FEW_FILES else ("pass", text, expected, "")
+
+
+def _processes(facts: Facts) -> Judged | None:
+    value = facts.get("processes")
+    if value is None:
+        return None
+    text, expected = ("unlimited" if value < 0 else str(value)), f"{FEW_PROCESSES} or more"
+    fix = "raise it: ulimit -u 65536 (LimitNPROC, or the container)"
+    return ("warn", text, expected, fix) if 0 <= value < FEW_PROCESSES else ("pass", text, expected, "")
+
+
+def _locked(facts: Facts) -> Judged | None:
+    value = facts.get("locked_bytes")
+    if value is None:
+        return None
+    text = "unlimited" if value < 0 else format_bytes(value)
+    if facts["infiniband"] and 0 <= value < GIB:
+        fix = "set it to unlimited (ulimit -l, LimitMEMLOCK): InfiniBand registers its buffers"
+        return "fail", text, "unlimited, for InfiniBand", fix
+    return "pass", text, "unlimited, for InfiniBand" if facts["infiniband"] else "", ""
+
+
+def _address(facts: Facts) -> Judged | None:
+    value = facts.get("address_bytes", -1)
+    if value < 0:
+        return None
+    return "fail", format_bytes(value), "unlimited", "unset it (ulimit -v unlimited): CUDA reserves more than it uses"
+
+
+def _core(facts: Facts) -> Judged | None:
+    value = facts.get("core_bytes")
+    if value is None or sys.platform != "linux":
+        return None
+    text, piped = ("unlimited" if value < 0 else format_bytes(value)), facts["core_pattern"].startswith("|")
+    if value and not piped:
+        return "warn", f"{text}, to files", "none", "ulimit -c 0: a rank that crashes writes all its memory to disk"
+    return "pass", text, "none", ""
+
+
+def _quota(facts: Facts) -> Judged | None:
+    quota, cores = facts["quota"], facts["cores"]
+    if not quota:
+        return "pass", f"none; {cores} cores", "none, or all cores", ""
+    text, fix = f"{quota:g} of {cores} cores", "raise the container's CPU limit, or start fewer ranks and threads"
+    return ("warn", text, "none, or all cores", fix) if quota < cores else ("pass", text, "none, or all cores", "")
+
+
+def _load(facts: Facts) -> Judged:
+    load, cores = facts["load"], facts["cores"]
+    expected, text = "below the number of cores", f"{load:.1f} on {cores} cores (last minute)"
+    if load > 1.5 * cores:
+        return "warn", text, expected, "end other processes of this host, or wait for them: top shows them"
+    return "pass", text, expected, ""
+
+
+def _governor(facts: Facts) -> Judged | None:
+    value = facts["governor"]
+    if not value:
+        return None
+    fix = "cpupower frequency-set -g performance"
+    return ("warn", value, "performance", fix) if value == "powersave" else ("pass", value, "performance", "")
+
+
+def _stolen(facts: Facts) -> Judged | None:
+    value = facts["steal"]
+    text, expected = f"{100 * value:.1f} % since boot", f"below {100 * STEAL:.0f} %"
+    return (
+        ("warn", text, expected, "move to a host that is not oversold")
+        if value > STEAL
+        else ("pass", text, expected, "")
+    )
+
+
+def _pages(facts: Facts) -> Judged | None:
+    return ("pass", facts["huge_pages"], "", "") if facts["huge_pages"] else None

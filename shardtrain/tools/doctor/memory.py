@@ -1,0 +1,103 @@
+"""Memory: of the host, of its container, of the device, and the shared memory that data workers use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+from shardtrain.train.preflight.machine import cgroup_memory, host_memory
+from shardtrain.utils.units import GIB, MIB, format_bytes
+
+AREA = "memory"
+
+LITTLE_SHARED = 256 * MIB
+"""/dev/shm: Docker gives 64 MiB, in which NCCL and data workers fail with a bus error."""
+BUSY_BYTES, BUSY_SHARE = 2 * GIB, 0.05
+"""What a device may hold before the run: contexts take some; more belongs to somebody else."""
+SPARE_SHARE = 0.05
+
+
+def collect(here: Here, facts: Facts) -> None:
+    """Note what there is, what is free, and the limit of the container; all in bytes."""
+    facts["local_size"] = here.local_size
+    facts.update(host_memory())
+    facts["limit"], facts["used"] = cgroup_memory()
+    facts["kills"] = _oom_kills()
+    if os.path.isdir("/dev/shm"):
+        found = os.statvfs("/dev/shm")
+        facts["shared"] = found.f_blocks * found.f_frsize
+    if here.device == "cuda":
+        import torch
+
+        facts["device_free"], facts["device_total"] = torch.cuda.mem_get_info(here.local_rank)
+
+
+def _oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Processes of this container that the kernel has killed for memory."""
+    for name in ("memory.events", "memory/memory.oom_control"):
+        try:
+            lines = (root / name).read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return 0
+
+
+def judge(said: Said) -> Iterator[Finding]:
+    """Enough for the states of the model where its size is known; nobody else's memory on the device."""
+    needs = said.facts.get(0, {}).get("config", {}).get("state_bytes_per_rank", 0)
+    on_cpu = not any("device_total" in facts for facts in said.of(AREA).values())
+    yield from each(said, AREA, "host memory", lambda facts: _host(facts, needs if on_cpu else 0))
+    yield from each(said, AREA, "kills for memory", _kills)
+    yield from each(said, AREA, "/dev/shm", _shared)
+    yield from each(said, AREA, "device memory", lambda facts: _device(facts, needs))
+
+
+def _host(facts: Facts, needs: int) -> Judged:
+    total, kind = int(facts["total"]), "host"
+    free = int(facts.get("available", total))
+    if facts["limit"] and facts["limit"] < total:
+        total, kind = facts["limit"], "container"
+        free = min(free, total - facts["used"])
+    text, needed = f"{format_bytes(free)} free of {format_bytes(total)} ({kind})", needs * facts["local_size"]
+    if needed and free < needed:
+        expected = f"{format_bytes(needed)} or more for model and optimizer"
+        return "fail", text, expected, "use more hosts, a smaller model, or bfloat16 with training.dtype"
+    expected = f"{SPARE_SHARE:.0%} free" if not needed else f"{format_bytes(needed)} or more for model and optimizer"
+    if free < SPARE_SHARE * total:
+        return "warn", text, expected, "end other processes of this host, or raise the container's limit"
+    return "pass", text, expected, ""
+
+
+def _kills(facts: Facts) -> Judged | None:
+    if not facts["kills"]:
+        return None
+    return "warn", f"{facts['kills']} in this container", "none", "raise its memory limit, or use less memory"
+
+
+def _shared(facts: Facts) -> Judged | None:
+    if "shared" not in facts:
+        return None
+    text, expected = format_bytes(facts["shared"]), f"{format_bytes(LITTLE_SHARED)} or more"
+    if facts["shared"] < LITTLE_SHARED:
+        fix = "docker run --shm-size 8g, or an emptyDir of medium Memory at /dev/shm"
+        return ("fail" if "device_total" in facts else "warn"), text, expected, fix
+    return "pass", text, expected, ""
+
+
+def _device(facts: Facts, needs: int) -> Judged | None:
+    if "device_total" not in facts:
+        return None
+    free, total = facts["device_free"], facts["device_total"]
+    text = f"{format_bytes(free)} free of {format_bytes(total)}"
+    if needs and total < needs:
+        expected = f"{format_bytes(needs)} or more for model and optimizer"
+        return "fail", text, expected, "use more devices, or a larger parallelism.*_degree that shards"
+    busy = total - free
+    if busy > max(BUSY_BYTES, BUSY_SHARE * total):
+        fix = "end the processes that hold it: nvidia-smi lists them"
+        return ("fail" if busy > total / 2 else "warn"), text, "free before the run", fix
+    return "pass", text, "free before the run", ""

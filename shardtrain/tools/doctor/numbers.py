@@ -1,0 +1,79 @@
+"""Numbers: whether long sums come out right on each rank's device, by the functions that the trainer uses.
+
+A processor's or driver's own way of adding decides; a norm that is a millionth off clips weights by another factor.
+``shardtrain verify --real`` looks at more, on more ranks and at larger sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+
+if TYPE_CHECKING:
+    import torch
+
+AREA = "numbers"
+
+NUMBERS = {"cpu": 1 << 23, "cuda": 1 << 26}
+"""Of the gradient whose norm is taken."""
+VOCABULARY = 128256
+TOKENS = {"cpu": 32, "cuda": 512}
+LIMIT = 1e-6
+"""Relative distance from float64 that is allowed."""
+_BLOCK = 1 << 22
+
+
+def collect(here: Here, facts: Facts) -> None:
+    """Note how far a gradient norm and a loss over a real vocabulary are from float64."""
+    import torch
+
+    device = here.torch_device()
+    generator = torch.Generator(device).manual_seed(here.rank)
+    here.line.mark("a gradient norm")
+    gradient = torch.randn(NUMBERS[here.device], generator=generator, device=device)
+    facts["numbers"], facts["norm_error"] = gradient.numel(), norm_error(gradient)
+    here.line.mark("a sum of losses")
+    logits = torch.randn(TOKENS[here.device], VOCABULARY, generator=generator, device=device)
+    targets = torch.randint(0, VOCABULARY, (len(logits),), generator=generator, device=device)
+    facts["tokens"], facts["vocabulary"] = logits.shape
+    facts["loss_error"] = loss_error(logits, targets)
+
+
+def norm_error(gradient: torch.Tensor) -> float:
+    """Relative distance of the trainer's norm of a gradient from that in float64."""
+    from shardtrain.ops.dtensor import squared_norm
+
+    exact = sum(float(block.double().square().sum()) for block in gradient.split(_BLOCK))
+    return abs((float(squared_norm([gradient])) / exact) ** 0.5 - 1)
+
+
+def loss_error(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> float:
+    """Relative distance of the trainer's sum of losses from that in float64."""
+    from shardtrain.ops.cross_entropy import cross_entropy_sum
+
+    exact = sum(
+        float(row_V.double().logsumexp(0) - row_V[target].double())
+        for row_V, target in zip(logits_NV, targets_N, strict=True)
+    )
+    return abs(float(cross_entropy_sum(logits_NV, targets_N)) / exact - 1)
+
+
+def judge(said: Said) -> Iterator[Finding]:
+    """Both within the limit on every rank; a sum that is not a number is not."""
+    yield from each(
+        said, AREA, "gradient norm", lambda facts: _judge(facts, "norm_error", f"{facts['numbers']:,} numbers")
+    )
+    size = "{tokens:,} tokens x {vocabulary:,}"
+    yield from each(said, AREA, "loss sum", lambda facts: _judge(facts, "loss_error", size.format(**facts)))
+
+
+def _judge(facts: Facts, name: str, size: str) -> Judged:
+    error = float(facts[name])
+    expected = f"within {LIMIT:g} of float64"
+    if error <= LIMIT:
+        return "pass", f"within {LIMIT:g} of float64, {size}", expected, ""
+    fix = "see shardtrain verify --real; use another version of PyTorch or of the driver, or leave this host out"
+    return "fail", f"{error:.1e} from float64, {size}", expected, fix

@@ -1,0 +1,213 @@
+"""Storage: whether folders of the run can be written, how fast, whether all hosts see one folder, and what is free."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from shardtrain.checkpoint import storage as checkpoint_storage
+from shardtrain.checkpoint.storage import Place
+from shardtrain.config.rules.data import datasets
+from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.result import Facts
+from shardtrain.utils.errors import PeerError, ShardtrainError
+from shardtrain.utils.units import MIB
+
+AREA = "storage"
+
+PREFIX = ".shardtrain-doctor-"
+PIECE_BYTES, MOST_BYTES, MOST_SECONDS = 4 * MIB, 64 * MIB, 1.0
+SEEN_SECONDS = 3.0
+"""How long another host's new file may take to appear: network filesystems remember what a folder held."""
+LEFT_SECONDS = 3600.0
+ALL_WRITE = 64
+"""With more ranks than this, one of each host signs a folder."""
+
+
+def collect(here: Here, facts: Facts) -> None:
+    """Write to each folder of the run, then look for what the other ranks wrote; removes all of it."""
+    folders = writable(here)
+    facts["folders"] = {}
+    nonce = _nonce(here)
+    signed: list[Place] = []
+    try:
+        for option, place in folders.items():
+            here.line.mark(f"writing to {option}")
+            facts["folders"][option] = told = _write(place)
+            told["must_share"] = option == "checkpoint.folder" and here.loaded.config.checkpoint.storage == "shared"
+            if not told["error"] and (here.local_rank == 0 or here.size <= ALL_WRITE):
+                told["signed"] = _sign(place, told, f"{PREFIX}{nonce}-{here.rank}", signed)
+        if here.size > 1:
+            _look(here, folders, facts["folders"], f"{PREFIX}{nonce}-")
+    finally:
+        for sign in signed:
+            with contextlib.suppress(OSError, ShardtrainError):
+                sign.unlink(missing_ok=True)
+    here.line.mark("looking at the data")
+    facts["data"] = {name: _survey(path) for name, path in readable(here).items()}
+
+
+def writable(here: Here) -> dict[str, Place]:
+    """Where the run writes, by option; a folder that is not there yet stands for the nearest one above it."""
+    config = here.loaded.config
+    found: dict[str, Place] = {"job.dump_folder": _existing(Path(config.job.dump_folder))}
+    if config.checkpoint.enable:
+        place = checkpoint_storage.folder_of(config.job.dump_folder, config.checkpoint.folder)
+        found["checkpoint.folder"] = _existing(place) if isinstance(place, Path) else place
+    found["temporary folder"] = Path(tempfile.gettempdir())
+    return found
+
+
+def readable(here: Here) -> dict[str, str]:
+    """Local paths of data and weights, by option; addresses and names on the hub are not tried."""
+    paths = {f"{name}.dataset_path": source.dataset_path for name, source in datasets(here.loaded).items()}
+    paths["checkpoint.initial_load_path"] = here.loaded.config.checkpoint.initial_load_path
+    if here.has_config:
+        paths["model.hf_assets_path"] = here.loaded.config.model.hf_assets_path
+    return {name: path for name, path in paths.items() if path and "://" not in path and path != "bytes"}
+
+
+def _existing(path: Path) -> Path:
+    path = path.expanduser().absolute()
+    return next((one for one in (path, *path.parents) if one.exists()), path)
+
+
+def _nonce(here: Here) -> str:
+    if here.rank == 0:
+        here.line.tell("nonce", secrets.token_hex(4))
+    found = here.line.hear("nonce", here.line.limit_seconds / 2)
+    if found is None:
+        raise PeerError("rank 0 has not come to the check of storage")
+    return str(found)
+
+
+def _write(place: Place) -> Facts:
+    """Facts of one place: the rate of a durable write, or the error."""
+    told: Facts = {"place": str(place), "error": "", "rate": 0.0, "seen": [], "signed": False}
+    try:
+        if isinstance(place, Path):
+            _sweep(place)
+            usage, inodes = shutil.disk_usage(place), os.statvfs(place)
+            told["free"] = usage.free
+            told["inodes"] = inodes.f_favail if inodes.f_files else -1
+            told["filesystem"] = filesystem_of(place)
+            told["rate"] = write_rate(place)
+        else:
+            told["filesystem"] = "object store"
+            told["rate"] = _put_rate(place)
+    except (OSError, ShardtrainError) as error:
+        told["error"] = getattr(error, "strerror", None) or str(error)
+    return told
+
+
+def write_rate(folder: Path) -> float:
+    """Bytes per second of a durable write; the file has no name while it is written, so nothing can be left."""
+    piece = memoryview(os.urandom(PIECE_BYTES))
+    descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+    try:
+        os.unlink(name)
+        started, written = time.perf_counter(), 0
+        while written < MOST_BYTES and time.perf_counter() - started < MOST_SECONDS:
+            written += os.write(descriptor, piece)
+        os.fsync(descriptor)
+        return written / (time.perf_counter() - started)
+    finally:
+        os.close(descriptor)
+
+
+def _put_rate(place: Any) -> float:
+    """The same for an object store, by one object of a few MiB."""
+    trial, started = place / f"{PREFIX}{secrets.token_hex(4)}", time.perf_counter()
+    try:
+        trial.write_hashed([memoryview(os.urandom(PIECE_BYTES))])
+        return PIECE_BYTES / (time.perf_counter() - started)
+    finally:
+        with contextlib.suppress(OSError, ShardtrainError):
+            trial.unlink(missing_ok=True)
+
+
+def _sign(place: Place, told: Facts, name: str, signed: list[Place]) -> bool:
+    sign = place / name
+    signed.append(sign)
+    try:
+        if isinstance(sign, Path):
+            sign.touch()
+        else:
+            sign.put(b"x", new=False)
+    except (OSError, ShardtrainError) as error:
+        told["error"] = getattr(error, "strerror", None) or str(error)
+        return False
+    return True
+
+
+def _look(here: Here, folders: dict[str, Place], told: dict[str, Facts], prefix: str) -> None:
+    """Note whose signs this rank sees in each folder, once all ranks have signed."""
+    here.line.tell(f"signed-{here.rank}", {option: found["signed"] for option, found in told.items()})
+    here.line.meet("storage, written")
+    if here.rank == 0:  # one list for all: each rank asking each other would be a square of questions
+        here.line.tell("signers", [here.line.hear(f"signed-{rank}") for rank in range(here.size)])
+    all_signed = here.line.hear("signers", here.line.limit_seconds / 2) or []
+    end = time.monotonic() + SEEN_SECONDS
+    for option, place in folders.items():
+        wanted = {rank for rank, signed in enumerate(all_signed) if signed.get(option)}
+        while True:
+            seen = _signs(place, prefix)
+            if seen >= wanted or time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        told[option]["seen"], told[option]["signers"] = sorted(seen & wanted), sorted(wanted)
+    here.line.meet("storage, seen")
+
+
+def _signs(place: Place, prefix: str) -> set[int]:
+    try:
+        names = [path.name for path in place.iterdir() if path.name.startswith(prefix)]
+    except OSError:
+        return set()
+    return {int(name.rpartition("-")[2]) for name in names}
+
+
+def _sweep(folder: Path) -> None:
+    """Remove signs of a doctor that was killed long ago."""
+    for path in folder.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > LEFT_SECONDS:
+                path.unlink()
+
+
+def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """The type of the filesystem that holds a path, empty where the system does not say."""
+    try:
+        lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    here = str(path.resolve())
+    holding = [(len(words[1]), number, words[2]) for number, words in enumerate(lines) if _below(here, words[1])]
+    return max(holding)[2] if holding else ""
+
+
+def _below(path: str, mount: str) -> bool:
+    return path == mount or path.startswith(mount.rstrip("/") + "/")
+
+
+def _survey(path: str) -> str:
+    """What is at a path of data, in words that are equal where the content is."""
+    found = sorted(glob.glob(os.path.expanduser(path))) if any(mark in path for mark in "*?[") else [path]
+    try:
+        stats = [os.stat(os.path.expanduser(one)) for one in found]
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if not stats:
+        return "matches no file"
+    if len(found) == 1 and os.path.isdir(os.path.expanduser(found[0])):
+        return f"a folder of {len(os.listdir(os.path.expanduser(found[0])))}"
+    if not all(os.access(os.path.expanduser(one), os.R_OK) for one in found):
+        return "cannot be read: Permission denied"
+    return f"{len(stats)} file{'s' if len(stats) > 1 else ''}, {sum(stat.st_size for stat in stats)} bytes"

@@ -1,0 +1,61 @@
+"""Versions: a rank with another PyTorch, NCCL or driver computes other numbers, hangs, or cannot join."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator
+
+from shardtrain import __version__
+from shardtrain.distributed import config_consistency as agreement
+from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.outliers import equal
+from shardtrain.tools.doctor.result import Facts, Finding, Said, Verdict
+
+AREA = "versions"
+
+_SERIOUS = ("shardtrain", "torch", "python", "cuda", "nccl", "options")
+_LIBRARIES = ("numpy", "safetensors", "tokenizers", "transformers", "triton")
+_FIXES = {
+    "options": "give every rank the same file and command line",
+    "driver": "install one driver on all hosts",
+    "kernel": "boot one kernel on all hosts, or ignore it where the hosts are known to differ",
+}
+
+
+def collect(here: Here, facts: Facts) -> None:
+    """Note the versions of what takes part in a run, and a digest of all options."""
+    import torch
+
+    facts["shardtrain"] = __version__
+    facts["torch"] = torch.__version__
+    facts["python"] = platform.python_version()
+    facts["cuda"] = torch.version.cuda or torch.version.hip or ""
+    facts["nccl"] = _nccl() if here.device == "cuda" else ""
+    facts["kernel"] = platform.release()
+    for name in _LIBRARIES:
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = ""
+    facts["options"] = agreement.facts_of(here.loaded.config, here.size)["options"][:12]
+
+
+def _nccl() -> str:
+    import torch
+
+    try:
+        found = torch.cuda.nccl.version()
+    except (RuntimeError, AttributeError):
+        return ""
+    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+
+
+def judge(said: Said) -> Iterator[Finding]:
+    """Each name equal on all ranks; those that no rank has are left out."""
+    told = said.of(AREA)
+    names = [name for name in next(iter(told.values()), {}) if any(facts.get(name) for facts in told.values())]
+    for name in names:
+        verdict: Verdict = "fail" if name in _SERIOUS else "warn"
+        fix = _FIXES.get(name, "start all ranks from one environment or one container image")
+        yield equal(said, AREA, name, {rank: str(facts.get(name, "")) for rank, facts in told.items()}, verdict, fix)

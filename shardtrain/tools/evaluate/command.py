@@ -1,0 +1,27 @@
+"""``shardtrain evaluate``: in this process, or on ranks that split each layer among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardtrain.tools.evaluate import request
+from shardtrain.tools.generate import prompts
+
+
+def main(words: list[str]) -> int:
+    """Measure what the words ask for; gives the exit status."""
+    asked = request.read(words)
+    if asked is None:
+        return 0
+    from shardtrain.launch.multirank_cli import Verb, start
+
+    def load() -> Callable[[], None]:
+        from shardtrain.tools.evaluate import run
+
+        return lambda: run.run(asked)
+
+    def check_output() -> None:
+        if asked.output is not None:
+            prompts.check_output(asked.output)
+
+    return start(Verb("evaluate", words, asked.nproc, asked.device or "auto", load, check_output))

@@ -1,0 +1,152 @@
+"""What the lm-eval library asks of a model, answered by our engine. Imported only where lm-eval is there.
+
+Shape suffixes: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+
+from shardtrain.data.ends import ends_of
+from shardtrain.tools.generate.engine import Generator
+from shardtrain.tools.generate.opening import Opened
+from shardtrain.tools.generate.sampling import Sampling
+from shardtrain.tools.generate.text import Text
+from shardtrain.utils.errors import ConfigError, Problem
+
+_NEW_TOKENS = 256
+"""Most new tokens where a task does not say; lm-eval's own."""
+
+
+class Engine(TemplateLM):
+    """An opened model. Every rank answers every request, since each layer is split over all of them."""
+
+    def __init__(self, opened: Opened, batch_size: int, is_first: bool = True) -> None:
+        super().__init__()
+        self._opened, self._batch_size, self._is_first = opened, batch_size, is_first
+        self._device = next(opened.model.parameters()).device
+        data = dataclasses.replace(opened.config.data, add_eos=None, separator=None)
+        self._prefix = list(ends_of(opened.tokenizer, data).prefix)
+        self.max_length = opened.config.training.seq_len
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a document."""
+        tokenizer = self._opened.tokenizer
+        found = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
+        if found is None:
+            rule = "needs a token that ends documents, and the tokenizer has none"
+            raise ConfigError(Problem("--tasks", None, rule, "use the model's own tokenizer"))
+        return found
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that nothing stands before."""
+        bos = self._opened.tokenizer.bos_id
+        return self.eot_token_id if bos is None else bos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Tokens of a text, special tokens that are spelled out among them."""
+        ids: list[int] = self._opened.tokenizer.encode_spans([string])[0][0].tolist()
+        prefix = [] if add_special_tokens is False else self._prefix
+        return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts: every token once, in windows of at most ``max_length`` tokens."""
+        windows: list[tuple[tuple[str, str], list[int], list[int]]] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
+                context, continuation = make_disjoint_window(window)
+                windows.append((("", ""), context, continuation))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for number, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[number] += value
+        return totals
+
+    @torch.inference_mode()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Of each continuation its log-likelihood after the context, and whether it is what greedy decoding gives."""
+        rows = []
+        for _texts, context, continuation in requests:
+            whole = [*context, *continuation][-(self.max_length + 1) :]
+            rows.append((whole[:-1], continuation[-self.max_length :]))
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        # rows of like length together: a pass costs what its longest row does
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+        for start in range(0, len(order), self._batch_size):
+            numbers = order[start : start + self._batch_size]
+            logits_BTV = self._logits([rows[i][0] for i in numbers])
+            for i, logits_TV in zip(numbers, logits_BTV, strict=True):
+                length, continuation = len(rows[i][0]), rows[i][1]
+                logs_tV = logits_TV[length - len(continuation) : length].float().log_softmax(-1)
+                targets_t = torch.tensor(continuation, dtype=torch.int64, device=self._device)
+                value = logs_tV.gather(-1, targets_t[:, None]).sum()
+                found[i] = (float(value), bool((logs_tV.argmax(-1) == targets_t).all()))
+        return found
+
+    def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Logits (B, T, V) of rows filled up to the right, where causal attention cannot see it."""
+        width, size = self._opened.width, max(map(len, rows))
+        T = -(-size // width) * width
+        tokens_BT = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=self._device)
+        positions_BT = torch.arange(T, device=self._device).expand(len(rows), -1)
+        return self._opened.model(tokens_BT, positions_BT)  # type: ignore[no-any-return]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The text that follows each context, up to what a task ends it with."""
+        opened, found = self._opened, [""] * len(requests)
+        generator = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width)
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        stop_ids = frozenset({self.eot_token_id})
+        for members in groups.values():
+            sampling, stops, new_tokens = _asked(requests[members[0]].args[1])
+            room = self.max_length - new_tokens
+            if room < 1:
+                rule = f"asks for {new_tokens} new tokens, and the model was trained on {self.max_length}"
+                raise ConfigError(Problem("--tasks", None, rule, "choose another task"))
+            prompts = {i: self.tok_encode(requests[i].args[0])[-room:] or [self.prefix_token_id] for i in members}
+            members.sort(key=lambda i: -len(prompts[i]))
+            for start in range(0, len(members), self._batch_size):
+                numbers = members[start : start + self._batch_size]
+                texts = [Text(opened.tokenizer, prompts[i], stop_ids, stops) for i in numbers]
+                new = generator.generate(
+                    [prompts[i] for i in numbers],
+                    new_tokens,
+                    sampling,
+                    numbers=numbers,
+                    stop_ids=stop_ids,
+                    watch=lambda row, ids, texts=texts: texts[row].has_ended(ids),  # type: ignore[misc]
+                )
+                for i, text, ids in zip(numbers, texts, new, strict=True):
+                    found[i] = text.of(ids)
+        return found
+
+
+def _asked(options: dict[str, Any]) -> tuple[Sampling, list[str], int]:
+    """How to sample, what ends a text, and how many tokens it may have, by the options of a task."""
+    until = options.get("until") or []
+    names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+    limit = next((int(options[name]) for name in names if options.get(name) is not None), _NEW_TOKENS)
+    unknown = sorted(set(options) - {"until", "do_sample", "temperature", "top_k", "top_p", *names})
+    if unknown:
+        rule = f"asks for {', '.join(unknown)} when it generates, which is not known here"
+        raise ConfigError(Problem("--tasks", None, rule, "choose another task"))
+    draws = options.get("do_sample", bool(options.get("temperature")))
+    temperature = float(options.get("temperature", 1.0)) if draws else 0.0
+    sampling = Sampling(1.0, temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0))
+    return sampling, [until] if isinstance(until, str) else list(until), limit

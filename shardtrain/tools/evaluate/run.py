@@ -1,0 +1,77 @@
+"""Measure an opened model as one rank, and say what was found as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from shardtrain.checkpoint import files
+from shardtrain.config.schema import Validation
+from shardtrain.tools.evaluate import sets
+from shardtrain.tools.evaluate.request import KINDS, Request
+from shardtrain.tools.generate.answer import join
+from shardtrain.tools.generate.locate_checkpoint import load_config
+from shardtrain.tools.generate.opening import Opened, open_model
+from shardtrain.utils.errors import ConfigError, Problem, StorageError
+
+_TOKENS = 2048
+"""Tokens of a sequence at most, unless more are asked for: models are made for more than they see at once here."""
+
+
+def run(asked: Request) -> None:
+    """Measure what is asked for, as one rank of the job that the environment describes.
+
+    Raises:
+        ShardtrainError: for what a user can mend.
+    """
+    loaded = load_config(asked.source, asked.config, asked.tokenizer)
+    with join(asked.device or loaded.config.training.device) as here:
+        opened = open_model(asked.source, asked.config, asked.dtype, here, tokenizer_path=asked.tokenizer).with_bos(
+            asked.add_bos
+        )
+        if here.rank == 0:
+            print(f"shardtrain evaluate: {opened.name}", file=sys.stderr, flush=True)
+        wanted = _sections(asked, opened)
+        found: dict[str, Any] = {"model": opened.name}
+        if wanted:
+            found["sets"] = {name: sets.measure(opened, section, asked.text_field) for name, section in wanted.items()}
+        if asked.tasks:
+            from shardtrain.tools.evaluate import tasks
+
+            found["tasks"] = tasks.measure(opened, asked, is_first=here.rank == 0)
+        if here.rank == 0:
+            _tell(found, asked)
+
+
+def _sections(asked: Request, opened: Opened) -> dict[str, Validation]:
+    """Each set by its name: those of --data, or that of the run where neither they nor tasks are named."""
+    own, width = opened.config.validation, opened.width
+    if asked.data:
+        tokens = asked.seq_len or max(width, min(opened.config.training.seq_len, _TOKENS) // width * width)
+        return {
+            name: Validation(
+                dataset=KINDS[path.suffix] if path.is_file() else "tokens",
+                dataset_path=str(path),
+                split="train",
+                local_batch_size=asked.batch_size,
+                seq_len=tokens,
+            )
+            for name, path in asked.data.items()
+        }
+    if asked.tasks:
+        return {}
+    if not own.dataset:
+        rule = "names no set, the run has no [validation], and there are no --tasks"
+        raise ConfigError(Problem("--data", None, rule, "write it like --data books=books.jsonl"))
+    return {"validation": own}
+
+
+def _tell(found: dict[str, Any], asked: Request) -> None:
+    text = json.dumps(found, indent=2, allow_nan=False)
+    print(text)
+    if asked.output is not None:
+        try:
+            files.write_whole(asked.output, (text + "\n").encode())
+        except OSError as error:
+            raise StorageError(f"cannot write {asked.output}: {error.strerror}; choose another file") from error

@@ -1,0 +1,90 @@
+"""The loss of a model on a set of text: read once from its beginning, every target token counted once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import torch
+
+from shardtrain import data, models
+from shardtrain.config.schema import Validation
+from shardtrain.data import IGNORE
+from shardtrain.distributed.context_parallel import document_argument
+from shardtrain.ops.cross_entropy import cross_entropy_sum
+from shardtrain.tools.generate.opening import Opened
+from shardtrain.train import document_isolation as documents_apart
+from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Problem
+
+_TOKENS_AT_ONCE = 2**22
+
+
+def measure(opened: Opened, section: Validation, text_field: str | None = None) -> dict[str, float | int | None]:
+    """Mean loss per target token in nats, perplexity, and bits per byte of the text that the targets spell.
+
+    Every rank reads all rows, since each layer is split over all of them (a collective). A perplexity that no float
+    holds is None.
+
+    Raises:
+        ConfigError: when sequences cannot be split over the ranks, or the set cannot be opened.
+        DataError: when the set has no target token.
+        NumericalError: when the loss is not finite.
+    """
+    if section.seq_len % opened.width:
+        rule = f"is no multiple of the {opened.width} ranks, over which sequences are split"
+        raise ConfigError(Problem("validation.seq_len", section.seq_len, rule, "give --data and --seq_len"))
+    config = dataclasses.replace(opened.config, validation=section)
+    if text_field is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, text_field=text_field))
+    stream = data.open_stream(
+        config, section=section, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
+    )
+    if stream.masks_documents:
+        documents_apart.check(opened.model, models.find(config.model.name))
+    device = next(opened.model.parameters()).device
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    text, tokens, rows = _Bytes(opened.tokenizer), 0, 0
+    with torch.inference_mode():
+        for batch in stream:
+            there = batch.to(device)
+            logits_BTV = opened.model(there.tokens_BT, there.positions_BT, **document_argument([there]))
+            loss += cross_entropy_sum(logits_BTV, there.targets_BT)
+            tokens += batch.num_targets
+            rows += batch.num_rows
+            text.add(batch.targets_BT[batch.targets_BT != IGNORE].tolist())
+    if not tokens:
+        raise DataError(f"{section.dataset_path}: none of the {rows} sequences has a token to predict; use other data")
+    mean, size = loss.item() / tokens, text.count()
+    if not math.isfinite(mean):
+        raise NumericalError(f"the loss on {section.dataset_path} is {mean}; compute in another --dtype")
+    return {
+        "loss": mean,
+        "perplexity": math.exp(mean) if mean < 709 else None,
+        "bits_per_byte": loss.item() / math.log(2) / size if size else None,
+        "tokens": tokens,
+        "bytes": size,
+        "rows": rows,
+    }
+
+
+class _Bytes:
+    """Counts the bytes of the text that target tokens spell; a character may be cut between two rows."""
+
+    def __init__(self, tokenizer: data.Tokenizer) -> None:
+        self._tokenizer, self._total = tokenizer, 0
+        self._ids: list[int] = []
+
+    def add(self, ids: Iterable[int]) -> None:
+        for number in ids:
+            self._ids.append(number)
+            if number == self._tokenizer.eos_id or len(self._ids) >= _TOKENS_AT_ONCE:
+                self._spell()
+
+    def count(self) -> int:
+        self._spell()
+        return self._total
+
+    def _spell(self) -> None:
+        self._total += len(self._tokenizer.decode(self._ids).encode()) if self._ids else 0
+        self._ids = []

@@ -1,0 +1,65 @@
+"""Tasks of the lm-eval library (Gao et al., github.com/EleutherAI/lm-evaluation-harness) over our own engine."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from shardtrain.tools.evaluate.request import Request
+from shardtrain.tools.generate.opening import Opened
+from shardtrain.utils.errors import ConfigError, Problem
+
+_BOOTSTRAP = 1000
+"""Draws for the standard error of a metric that has no formula for it."""
+
+
+def measure(opened: Opened, asked: Request, is_first: bool = True) -> dict[str, Any]:
+    """The results of the tasks by their names, as lm-eval gives them to the first rank of a node (a collective).
+
+    Raises:
+        ConfigError: when lm-eval is not installed, or does not know a task.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        rule = "needs the lm-eval library, which is not installed"
+        raise ConfigError(Problem("--tasks", ",".join(asked.tasks), rule, 'pip install "shardtrain[eval]"'))
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from shardtrain.tools.evaluate.harness import Engine
+
+    include = str(asked.include_path) if asked.include_path is not None else None
+    # the library's own thousands of files take half a minute to look through
+    manager = TaskManager(include_path=include, include_defaults=False) if include else None
+    if manager is None or not set(asked.tasks) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=include)
+    check_known(asked.tasks, manager.all_tasks)
+    results = simple_evaluate(
+        model=Engine(opened, asked.batch_size, is_first),
+        tasks=list(asked.tasks),
+        num_fewshot=asked.num_fewshot,
+        limit=asked.limit,
+        log_samples=False,
+        task_manager=manager,
+        bootstrap_iters=_BOOTSTRAP,
+    )
+    return _plain(results["results"]) if results else {}  # type: ignore[no-any-return]
+
+
+def check_known(tasks: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ConfigError for a task that is not known, and offer the nearest."""
+    unknown = [name for name in tasks if name not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        fix = f"did you mean {near[0]}?" if near else "name the folder of your own task files with --include_path"
+        raise ConfigError(Problem("--tasks", unknown[0], "is no task that lm-eval knows", fix))
+
+
+def _plain(value: Any) -> Any:
+    """Results as JSON has them: a number that is none is null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, float) and value != value:
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

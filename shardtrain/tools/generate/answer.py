@@ -1,0 +1,147 @@
+"""Answer a request with a model that is opened for it: print one prompt's text as it comes, or write a file of rows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shardtrain.config.schema import Comm
+from shardtrain.data.columns import Unusable
+from shardtrain.data.encode import open_conversations
+from shardtrain.distributed import process_group as world
+from shardtrain.distributed.process_group import World
+from shardtrain.tools.generate.engine import Generator, Watch
+from shardtrain.tools.generate.locate_checkpoint import load_config
+from shardtrain.tools.generate.opening import Opened, open_model
+from shardtrain.tools.generate.prompts import Encoder, Row, check_output, write_rows
+from shardtrain.tools.generate.request import Request
+from shardtrain.tools.generate.sampling import Sampling
+from shardtrain.tools.generate.text import Printer, Text
+from shardtrain.utils.errors import ConfigError, Problem
+
+
+def run(asked: Request, rows: Sequence[Row] | None) -> None:
+    """Open the model and answer, as one rank of the job that the environment describes.
+
+    Raises:
+        ShardtrainError: for what a user can mend.
+    """
+    device = asked.device or load_config(asked.source, asked.config, asked.tokenizer).config.training.device
+    with join(device) as here:
+        opened = open_model(
+            asked.source,
+            asked.config,
+            asked.dtype,
+            here,
+            tokenizer_path=asked.tokenizer,
+            base=asked.base,
+            adapter=asked.adapter,
+        ).with_bos(asked.add_bos)
+        is_first = here.rank == 0
+        if is_first:
+            print(f"shardtrain generate: {opened.name}", file=sys.stderr, flush=True)
+        answers = Answers(asked, opened, is_first)
+        if rows is None:
+            answers.print_one()
+        else:
+            found = answers.of(rows)
+            if is_first and asked.output is not None:
+                check_output(asked.output)
+                write_rows(asked.output, rows, found, asked.prediction_field)
+                print(f"{asked.output}: {len(found)} rows", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def join(device: str) -> Iterator[World]:
+    """The world that a launcher describes; a process alone needs no process group."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        with world.join(Comm(), device) as here:
+            yield here
+        return
+    yield World(0, 1, 0, torch.device(world.pick_device_type(device)))
+
+
+class Answers:
+    """Texts of an opened model, as a request asks for them."""
+
+    def __init__(self, asked: Request, opened: Opened, is_first: bool = True) -> None:
+        self._asked, self._opened, self._is_first = asked, opened, is_first
+        tokenizer = opened.tokenizer
+        conversations = open_conversations(tokenizer, opened.config.data) if asked.chat else None
+        self._encoder = Encoder(tokenizer, opened.config.data, conversations)
+        self._sampling = Sampling(asked.repetition_penalty, asked.temperature, asked.top_k, asked.top_p)
+        self._generator = Generator(opened.model, opened.layout, tokenizer.vocab_size, not asked.no_cache, opened.width)
+        ends = {tokenizer.eos_id, conversations.turn_end() if conversations is not None else None}
+        texts = []
+        for stop in asked.stop:  # the spelling of a control token is that token, which has no text
+            ids = tokenizer.encode_spans([stop])[0][0].tolist()
+            if len(ids) == 1 and ids[0] in tokenizer.special_ids:
+                ends.add(ids[0])
+            else:
+                texts.append(stop)
+        self._stop_ids, self._stops = frozenset(i for i in ends if i is not None), tuple(texts)
+
+    def print_one(self) -> None:
+        """Print the text that follows the prompt, as it comes."""
+        asked = self._asked
+        try:
+            ids = self._encoder.value(asked.prompt, "--prompt")
+        except Unusable as error:
+            raise ConfigError(
+                Problem("--prompt", asked.prompt, f"cannot be used: {error.reason}", "give another")
+            ) from None
+        self._tell_length([ids])
+        text = self._text(ids)
+        printer = Printer(text)
+
+        def watch(_: int, new: list[int]) -> bool:
+            self._print(printer.more(new))
+            return text.has_ended(new)
+
+        new = self._generate([ids], [0], watch)[0]
+        self._print(printer.rest(new) + "\n")
+
+    def of(self, rows: Sequence[Row]) -> list[str]:
+        """The text of each row."""
+        asked = self._asked
+        prompts = [self._encoder.row(row, asked.field, self._opened.config.data.tools_field) for row in rows]
+        self._tell_length(prompts)
+        texts = [self._text(prompt) for prompt in prompts]
+        found = [""] * len(rows)
+        # rows of like length together: a pass costs what its longest row does
+        order = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
+        for start in range(0, len(order), asked.batch_size):
+            numbers = order[start : start + asked.batch_size]
+
+            def watch(row: int, new: list[int], numbers: list[int] = numbers) -> bool:
+                return texts[numbers[row]].has_ended(new)
+
+            for i, new in zip(numbers, self._generate([prompts[i] for i in numbers], numbers, watch), strict=True):
+                found[i] = texts[i].of(new)
+        return found
+
+    def _generate(self, prompts: list[list[int]], numbers: list[int], watch: Watch) -> list[list[int]]:
+        asked = self._asked
+        return self._generator.generate(
+            prompts, asked.max_new_tokens, self._sampling, asked.seed, numbers, self._stop_ids, watch
+        )
+
+    def _text(self, prompt: list[int]) -> Text:
+        return Text(self._opened.tokenizer, prompt, self._stop_ids, self._stops)
+
+    def _tell_length(self, prompts: Sequence[Sequence[int]]) -> None:
+        longest, trained = max(map(len, prompts)) + self._asked.max_new_tokens, self._opened.config.training.seq_len
+        if longest > trained and self._is_first:
+            print(
+                f"warning: up to {longest} tokens, and the model was trained on sequences of {trained}: what comes "
+                "later may make no sense",
+                file=sys.stderr,
+            )
+
+    def _print(self, text: str) -> None:
+        if self._is_first:
+            print(text, end="", flush=True)

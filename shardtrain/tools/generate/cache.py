@@ -1,0 +1,222 @@
+"""Keys and values of earlier tokens, kept by the attention cores, so that a new token costs one token's work.
+
+The models know nothing of it: positions are an argument, and the core named by ``LAYOUT.context`` computes what its
+attributes say and nothing else, so replacing it is all that is needed. Rows of a batch end in the same column of the
+cache: prompts are read with padding to the right, where causal attention cannot see it, and each row is then moved to
+end where the longest does. From there on all rows write the same column, and the columns left of a row's first token
+are masked.
+
+Shape suffixes: B rows, T tokens of this pass, N heads, K key-value heads, G = N / K, H head, S columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardtrain.layout import Layout, matches
+from shardtrain.models.layers import AttentionCore, SinkAttentionCore
+from shardtrain.ops.attention_core import broken_when_split
+from shardtrain.ops.attention_scores import Scores, masked_attention, scores_of
+from shardtrain.utils.errors import ConfigError, Problem
+
+BLOCK = 256
+"""Columns by which a cache grows at least."""
+
+
+class Cache:
+    """Where all cores of a model stand: columns that are filled, and where each row begins."""
+
+    def __init__(self, cores: Sequence[CachedCore]) -> None:
+        self._cores = cores
+        self.lengths: list[int] = []
+        """Tokens of each row's prompt, while prompts are read; empty afterwards."""
+        self.filled = 0
+        """Columns that hold what will be attended to."""
+        self.limit = 0
+        """Columns that will ever be needed."""
+        self._first_B = torch.zeros(0, dtype=torch.int64)
+        self._padded = False
+        self._masks: dict[tuple[int, int], Tensor | None] = {}
+
+    def begin(self, lengths: Sequence[int], limit: int, device: torch.device) -> None:
+        """Forget all, and expect one pass over prompts of these lengths, padded to the right."""
+        self.lengths, self.filled, self.limit = list(lengths), 0, limit
+        self._first_B = max(lengths) - torch.tensor(self.lengths, device=device)
+        self._padded = len(set(lengths)) > 1
+        for core in self._cores:
+            core.keys_BKSH = core.values_BKSH = None
+
+    def prompts_read(self) -> None:
+        """The pass over the prompts is done: what follows is appended."""
+        self.filled, self.lengths = max(self.lengths), []
+        self._masks = {}
+
+    def advance(self) -> None:
+        """One more column counts; what a pass wrote right of it is written over by the next."""
+        self.filled += 1
+        self._masks = {}
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with some of the rows."""
+        index = torch.tensor(rows, device=self._first_B.device)
+        self._first_B = self._first_B[index]
+        self._padded = bool((self._first_B != self._first_B[:1]).any() or self._first_B[:1].any())
+        self._masks = {}
+        for core in self._cores:
+            core.keep(index)
+
+    def mask(self, tokens: int, window: int, chunk: int = 0) -> Tensor | None:
+        """What each of the tokens after ``filled`` may attend to, (B or 1, 1, T, S); None where it is everything."""
+        if (window, chunk) not in self._masks:
+            self._masks[window, chunk] = self._mask(tokens, window, chunk)
+        return self._masks[window, chunk]
+
+    def _mask(self, tokens: int, window: int, chunk: int) -> Tensor | None:
+        columns = self.filled + tokens
+        if tokens == 1 and not self._padded and not 0 < window < columns and not 0 < chunk < columns:
+            return None
+        column_S = torch.arange(columns, device=self._first_B.device)
+        own_T1 = column_S[self.filled :, None]
+        seen_TS = column_S <= own_T1
+        if window:
+            seen_TS &= column_S > own_T1 - window
+        if not self._padded:
+            if chunk:
+                seen_TS &= column_S // chunk == own_T1 // chunk
+            return seen_TS[None, None]
+        first_B11 = self._first_B[:, None, None]
+        seen_BTS = seen_TS & (column_S >= first_B11)
+        if chunk:  # counted from each row's first token
+            seen_BTS &= (column_S - first_B11) // chunk == (own_T1 - first_B11) // chunk
+        return seen_BTS[:, None]
+
+
+class CachedCore(nn.Module):
+    """An attention core that remembers keys and values; prompts go through the core that it stands for."""
+
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+        self.window = int(getattr(core, "window", 0) or 0)
+        self.chunk = int(getattr(core, "chunk", 0) or 0)
+        self.heads_first = bool(getattr(core, "heads_first", False))
+        self._scores = scores_of(core)
+        self.cache = Cache([self])
+        self.keys_BKSH: Tensor | None = None
+        self.values_BKSH: Tensor | None = None
+
+    def forward(
+        self,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        documents_BT: Tensor | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of new queries (B, T, N, H) to all that is remembered and to the new keys and values.
+
+        All are (B, N, T, H) where the core that it stands for says ``heads_first``.
+        """
+        if self.cache.lengths:
+            first = (k_BTKH, v_BTKH) if self.heads_first else (k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2))
+            self.keys_BKSH, self.values_BKSH = (self._aligned(x_BKTH) for x_BKTH in first)
+            more = (documents_BT, sinks_N) if sinks_N is not None else () if documents_BT is None else (documents_BT,)
+            return self.core(q_BTNH, k_BTKH, v_BTKH, *more)  # type: ignore[no-any-return]
+        if self.heads_first:
+            q_BTNH, k_BTKH, v_BTKH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+        k_BKTH, v_BKTH = k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
+        start, stop = self.cache.filled, self.cache.filled + q_BTNH.size(1)
+        keys_BKSH, values_BKSH = self._room(stop)
+        keys_BKSH[:, :, start:stop] = k_BKTH
+        values_BKSH[:, :, start:stop] = v_BKTH
+        mask = self.cache.mask(q_BTNH.size(1), self.window, self.chunk)
+        out_BTNH = _attend(q_BTNH, keys_BKSH[:, :, :stop], values_BKSH[:, :, :stop], mask, self._scores, sinks_N)
+        return out_BTNH.transpose(1, 2) if self.heads_first else out_BTNH
+
+    def keep(self, index: Tensor) -> None:
+        """Go on with some of the rows."""
+        if self.keys_BKSH is not None and self.values_BKSH is not None:
+            self.keys_BKSH, self.values_BKSH = self.keys_BKSH[index], self.values_BKSH[index]
+
+    def _aligned(self, x_BKTH: Tensor) -> Tensor:
+        """A cache whose rows end in the same column, with room to grow; what is left of a row is zero."""
+        B, K, _, H = x_BKTH.shape
+        lengths, longest = self.cache.lengths, max(self.cache.lengths)
+        room = min(self.cache.limit, longest + BLOCK)
+        cached_BKSH = x_BKTH.new_zeros(B, K, room, H)  # never uninitialised: a weight of 0 times NaN is NaN
+        if len(set(lengths)) == 1:
+            cached_BKSH[:, :, :longest] = x_BKTH[:, :, :longest]
+        else:
+            for row, length in enumerate(lengths):
+                cached_BKSH[row, :, longest - length : longest] = x_BKTH[row, :, :length]
+        return cached_BKSH
+
+    def _room(self, columns: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys_BKSH, self.values_BKSH
+        assert keys is not None and values is not None, "prompts come first"
+        size = keys.size(2)
+        if columns > size:  # by half, so that all copies together cost no more than a few passes
+            more = max(columns, min(self.cache.limit, size + max(BLOCK, size // 2))) - size
+            keys, values = (F.pad(x_BKSH, (0, 0, 0, more)) for x_BKSH in (keys, values))
+            self.keys_BKSH, self.values_BKSH = keys, values
+        return keys, values
+
+
+def _attend(
+    q_BTNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, scores: Scores, sinks_N: Tensor | None
+) -> Tensor:
+    """Attention of few queries to many keys; heads that share keys are queries of one, so nothing is repeated."""
+    if not scores.has_kernel or sinks_N is not None:
+        return masked_attention(q_BTNH, k_BKSH.transpose(1, 2), v_BKSH.transpose(1, 2), mask, scores, sinks_N)
+    B, T, N, H = q_BTNH.shape
+    K = k_BKSH.size(1)
+    G = N // K
+    if T == 1:
+        q_BKGH = q_BTNH.reshape(B, K, G, H)
+        out_BKGH = F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH, attn_mask=mask, scale=scores.scale)
+        return out_BKGH.reshape(B, 1, N, H)
+    q_BKRH = q_BTNH.reshape(B, T, K, G, H).permute(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
+    rows = None if mask is None else mask.repeat_interleave(G, dim=2)
+    out_BKRH = F.scaled_dot_product_attention(q_BKRH, k_BKSH, v_BKSH, attn_mask=rows, scale=scores.scale)
+    return out_BKRH.view(B, K, T, G, H).permute(0, 2, 1, 3, 4).reshape(B, T, N, H)
+
+
+@contextmanager
+def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
+    """Let a model remember keys and values within the block; afterwards its own cores are back.
+
+    Raises:
+        ConfigError: when the layout names no attention core, or a core does more than its attributes say.
+    """
+    paths = [path for path, _ in model.named_modules() if layout.context and matches(path, layout.context)]
+    if not paths:
+        rule = "needs to know the attention core, which LAYOUT.context of the model does not name"
+        raise ConfigError(Problem("shardtrain generate", None, rule, "name it there, or give --no_cache"))
+    owned = [model.get_submodule(path) for path in paths]
+    for path, core in zip(paths, owned, strict=True):
+        _check_core(path, core)
+    cores = [CachedCore(core) for core in owned]
+    cache = Cache(cores)
+    for path, cached in zip(paths, cores, strict=True):
+        cached.cache = cache
+        model.set_submodule(path, cached)
+    try:
+        yield cache
+    finally:
+        for path, core in zip(paths, owned, strict=True):
+            model.set_submodule(path, core)
+
+
+def _check_core(path: str, core: nn.Module) -> None:
+    """Refuse a core of a user's file that does something else than what is done here in its place."""
+    if type(core) in (AttentionCore, SinkAttentionCore):
+        return
+    broken = broken_when_split(core, None, seq_len=0)  # to keep keys and values asks of a core what splitting does
+    if broken:
+        rule = f"{broken.rule}, so its keys and values cannot be kept for it"
+        raise ConfigError(Problem("LAYOUT.context", path, rule, f"{broken.fix}, or give --no_cache"))

@@ -1,0 +1,105 @@
+"""Where a trained model lies: the configuration that says what it is, and a checkpoint of it that is good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardtrain import config as configs
+from shardtrain.checkpoint import collectives as agree
+from shardtrain.checkpoint import files, manifest, retention
+from shardtrain.checkpoint.manifest import MANIFEST, Manifest
+from shardtrain.config import Config, Loaded
+from shardtrain.hf import source
+from shardtrain.hf.opening import config_of, is_hub_folder, loaded_of
+from shardtrain.train.run_folder import RESOLVED_CONFIG
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
+from shardtrain.utils.log import logger
+
+_LEVELS = 4
+"""A checkpoint lies at most so deep below its run's folder: job.dump_folder, checkpoint.folder, step-N."""
+
+
+def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str | None = None) -> Loaded:
+    """The configuration of a run, from its checkpoint's or its own folder, unless the user names it."""
+    if is_hub_folder(path):
+        if config_file is not None:
+            rule = f"has no effect: {path} is a Hugging Face folder, which says what it is"
+            raise ConfigError(Problem("--config", str(config_file), rule, "leave it out"))
+        return config_of(path, tokenizer_path)
+    noted = source.noted_model(path, manifest.read(path)) if (path / MANIFEST).is_file() else None
+    if noted is not None and config_file is None:
+        return _of_import(path, noted, tokenizer_path)
+    if tokenizer_path is not None:
+        rule = "is for a Hugging Face folder, and a run has its own"
+        raise ConfigError(Problem("--tokenizer", tokenizer_path, rule, "leave it out"))
+    if config_file is not None:
+        return configs.load(config_file)
+    if not path.exists():
+        raise ConfigError(Problem("--from", str(path), "does not exist", "name a run's folder or a checkpoint"))
+    levels = [path.resolve(), *path.resolve().parents][:_LEVELS]
+    found = next((level / RESOLVED_CONFIG for level in levels if (level / RESOLVED_CONFIG).is_file()), None)
+    if found is None:
+        rule = f"has no {RESOLVED_CONFIG} in it or above it, nor the config.json of a Hugging Face folder"
+        raise ConfigError(Problem("--from", str(path), rule, "name the run's configuration with --config"))
+    loaded = configs.load(found)
+    if loaded.config.model.name.endswith(".py"):
+        rule = f"is a file of code, and {found} was found, not named"
+        fix = f"if you trust it, add --config {found}"
+        raise ConfigError(Problem("model.name", loaded.config.model.name, rule, fix))
+    return loaded
+
+
+def _of_import(path: Path, noted: dict[str, Any], tokenizer_path: str | None) -> Loaded:
+    """What ``import`` or ``merge`` wrote: the model that it noted, and the tokenizer that it kept."""
+    kept = source.of_checkpoint(path, manifest.read(path))
+    if tokenizer_path is None and (kept is None or not kept.has_tokenizer):
+        rule = "holds no tokenizer, which the folder that it was made of had none of"
+        raise ConfigError(Problem("--from", str(path), rule, 'name one with --tokenizer, a path or "bytes"'))
+    assets = tokenizer_path or str(source.unpacked(kept) if kept is not None else "")
+    return loaded_of(noted, kept.config if kept is not None else {}, assets)
+
+
+def find_checkpoint(path: Path, config: Config) -> tuple[Path, Manifest]:
+    """The folder of a good checkpoint, all its bytes read (a collective)."""
+    if (path / MANIFEST).exists() or retention.step_of(path) is not None:
+        stored, damage = _verify(path)
+        if stored is None:
+            raise CheckpointError(f"{damage}; use another one")
+        return path, stored
+    folder = next((f for f in (path, path / config.checkpoint.folder) if retention.step_folders(f)), None)
+    if folder is None:
+        raise CheckpointError(f"--from {path} holds no checkpoint: no folder named step-N in it or in its checkpoint/")
+    damages: list[str] = []
+    # the first rank decides: where a shared folder lags, ranks would open different steps
+    for step in reversed(agree.exchange(retention.step_folders(folder))[0]):
+        stored, damage = _verify(folder / f"step-{step}")
+        if stored is not None:
+            for passed in damages:
+                logger.warning(f"{passed}: passed over, using step-{step}")
+            return folder / f"step-{step}", stored
+        damages.append(damage)
+    raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(damages[:3])}")
+
+
+def _verify(path: Path) -> tuple[Manifest | None, str]:
+    """The manifest of a checkpoint that is good, or what is wrong with it; ranks share the reading."""
+    stored, damage = None, ""
+    try:
+        stored = manifest.read(path)
+    except CheckpointError as error:
+        damage = str(error)
+    said = agree.exchange(damage)
+    if stored is not None and not any(said):
+        rank, size = _place()
+        found = (files.find_damage(path, file) for file in stored.files[rank::size])
+        said = agree.exchange(next((f"checkpoint {path}: {text}" for text in found if text), ""))
+    damage = next((text for text in said if text), "")
+    return (None, damage) if damage else (stored, "")
+
+
+def _place() -> tuple[int, int]:
+    group = torch.distributed.is_initialized()
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if group else (0, 1)

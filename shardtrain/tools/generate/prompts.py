@@ -1,0 +1,132 @@
+"""What is asked: the rows of a file, each field kept to the byte, or one text; and the tokens of each."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config.schema import Data
+from shardtrain.data.chat import Conversations
+from shardtrain.data.chat_messages import messages_of, tools_of
+from shardtrain.data.columns import Unusable, column, find, text
+from shardtrain.data.ends import ends_of
+from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a file of prompts."""
+
+    place: str
+    line: str
+    """The object as it was written."""
+    values: Mapping[str, Any]
+
+    def with_prediction(self, field: str, prediction: str) -> str:
+        """The object as it was written, with one field more."""
+        comma = ", " if self.values else ""
+        return f"{self.line[:-1].rstrip()}{comma}{json.dumps(field)}: {_json(prediction)}}}"
+
+
+def read_rows(path: Path, field: str, prediction_field: str) -> list[Row]:
+    """The rows of a JSONL file; empty lines are passed over.
+
+    Raises:
+        ConfigError: when the file cannot be read.
+        DataError: naming file and line, where a line is no object, has no such field, or has the field of predictions.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(Problem("--input", str(path), f"cannot be read ({error.strerror})", "name a file")) from error
+    rows = []
+    for number, data in enumerate(content.split(b"\n"), start=1):
+        if data.strip():
+            rows.append(_row(data, f"{path}:{number}", field, prediction_field))
+    if not rows:
+        raise DataError(f"{path} has no rows; each line is to be a JSON object with the field {field!r}")
+    return rows
+
+
+def _row(data: bytes, place: str, field: str, prediction_field: str) -> Row:
+    try:
+        line = data.decode("utf-8-sig").strip()
+        values = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: is no UTF-8 at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: is no JSON ({str(error)[:100]})") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{place}: is no JSON object; write one object per line, with the field {field!r}")
+    try:
+        value = column(values, field)
+        if not isinstance(value, list):
+            text(values, field)
+    except Unusable as error:
+        raise DataError(f"{place}: {error.reason}") from None
+    if prediction_field in values:
+        raise DataError(f"{place}: has the field {prediction_field!r} already; name another with --prediction_field")
+    return Row(place, line, values)
+
+
+def _json(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+class Encoder:
+    """Prompts to tokens: a text as training begins one, or a conversation by a chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, data: Data, conversations: Conversations | None) -> None:
+        self._tokenizer, self._conversations = tokenizer, conversations
+        self._prefix = ends_of(tokenizer, replace(data, add_eos=None, separator=None)).prefix
+
+    def row(self, row: Row, field: str, tools_field: str) -> list[int]:
+        """Tokens of a row's prompt; raises DataError naming its place."""
+        try:
+            return self.value(column(row.values, field), field, find(row.values, tools_field), tools_field)
+        except Unusable as error:
+            raise DataError(f"{row.place}: {error.reason}") from None
+
+    def value(self, value: Any, field: str, tools: Any = None, tools_field: str = "tools") -> list[int]:
+        """Tokens of a text, or with a chat template of a text that a user says, or of a list of messages."""
+        if self._conversations is not None:
+            messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value, field)
+            ids = self._conversations.prompt(messages, tools_of(tools, tools_field)).tolist()
+        elif isinstance(value, str):
+            ids = [*self._prefix, *self._tokenizer.encode(value).tolist()]
+            if not ids and self._tokenizer.bos_id is not None:
+                ids = [self._tokenizer.bos_id]  # something has to be continued
+        else:
+            raise Unusable(f"column {field!r} holds a list of messages, which needs a chat template: give --chat")
+        if not ids:
+            raise Unusable("the prompt is empty, and the tokenizer has no token that begins a text")
+        return ids
+
+
+def check_output(path: Path) -> None:
+    """Refuse, before any work, an output that exists or cannot be written."""
+    if path.exists():
+        raise ConfigError(Problem("--output", str(path), "exists", "name another file"))
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(Problem("--output", str(path), "is in no folder that can be written", "make the folder"))
+
+
+def write_rows(path: Path, rows: Sequence[Row], predictions: Sequence[str], field: str) -> None:
+    """Write all rows with their predictions, or nothing."""
+    lines = (row.with_prediction(field, text) for row, text in zip(rows, predictions, strict=True))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
+            file.writelines(f"{line}\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; choose another folder") from error
+    finally:
+        temporary.unlink(missing_ok=True)

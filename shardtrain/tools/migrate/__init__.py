@@ -1,0 +1,12 @@
+"""Configurations of other systems: each kind of file has a reader, and every key of a file is answered for.
+
+``open_file`` gives the configuration that a file asks for; ``shardtrain config migrate`` writes it as TOML. Nothing
+that is read runs code, and no torch is imported. Only the command line imports this room.
+"""
+
+from __future__ import annotations
+
+from shardtrain.tools.migrate.reading import FOREIGN_ENDINGS, Migration, load, load_flags, migrate, open_file
+from shardtrain.tools.migrate.report import Here
+
+__all__ = ["FOREIGN_ENDINGS", "Here", "Migration", "load", "load_flags", "migrate", "open_file"]

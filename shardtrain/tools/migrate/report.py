@@ -1,0 +1,274 @@
+"""What became of each key of a file: the table that a reader is, and the answers that it gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardtrain.config.coerce import Unfit
+from shardtrain.config.options import nearest
+from shardtrain.config.settings import Setting
+from shardtrain.config.show import toml_value
+from shardtrain.tools.migrate.document import Document
+from shardtrain.utils.errors import Problem
+
+Verdict = Literal["honoured", "renamed", "ignored", "unsupported", "default"]
+"""honoured under the same name; renamed; ignored, which changes no number; unsupported, which would; default: not in
+the file, but what its system does where nothing is said."""
+
+NONE = (None, "", "null", "none", "None")
+OFF = (*NONE, False, 0, 0.0, "no", "false", "False", "NO")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The answer to one key."""
+
+    key: str
+    value: Any
+    where: str
+    verdict: Verdict
+    text: str
+    option: str = ""
+
+    def __str__(self) -> str:
+        shown = "" if self.value is None else f" = {_short(self.value)}"
+        key = f"{self.where}: {self.key}{shown}" if self.key else self.where
+        line = f"{self.verdict:<11} {key}{' -> ' if self.option else ': '}{self.text}"
+        return "".join(char if char.isprintable() else "?" for char in line)
+
+
+def _short(value: Any) -> str:
+    text = toml_value(value) if isinstance(value, str | bool | int | float | list | dict) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@dataclass(frozen=True)
+class To:
+    """A key that is an option here; ``translate`` turns its value, of type ``kind``, into the option's."""
+
+    option: str
+    kind: type
+    translate: Callable[[Any], Any] | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A key that changes no number, or that its own system does not read."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Cannot:
+    """A key without a counterpart; harmless where its value is one of ``off``."""
+
+    why: str
+    off: tuple[Any, ...] = OFF
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A key that means something together with others: the reader's ``finish`` answers for it."""
+
+
+Rule = To | Idle | Cannot | Joined
+JOINED = Joined()
+
+
+def of_kind(value: Any, kind: type) -> Any:
+    """A value of the type that its key has; raises Unfit. YAML 1.1 reads 2e-05 as text, and it is a number here."""
+    if kind is bool:
+        words = {
+            "true": True,
+            "false": False,
+            "yes": True,
+            "no": False,
+            "1": True,
+            "0": False,
+            "on": True,
+            "off": False,
+        }
+        found = value if isinstance(value, bool) else words.get(str(value).lower())
+        if found is None:
+            raise Unfit("must be true or false", "correct it")
+        return found
+    if kind in (int, float):
+        number = value
+        if isinstance(value, str):
+            try:
+                number = float(value)
+            except ValueError:
+                raise Unfit("must be a number", "correct it") from None
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise Unfit("must be a number", "correct it")
+        if kind is float:
+            return float(number)
+        if number != int(number):
+            raise Unfit("must be a whole number", "correct it")
+        return int(number)
+    if kind is str:
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return str(value)
+        raise Unfit("must be text", "correct it")
+    if kind is list:
+        if isinstance(value, list):
+            return value
+        raise Unfit("must be a list", "correct it")
+    raise AssertionError(kind)
+
+
+@dataclass(frozen=True)
+class Here:
+    """What is known of this machine, for files that say what a batch of it is: what was asked for, and what it has."""
+
+    nproc: int | None = None
+    """Processes of each node that the command line or the environment asks for."""
+    nodes: int | None = None
+    """Nodes that they ask for."""
+    devices: int = 0
+    """Accelerators of this machine."""
+
+
+@dataclass
+class Found:
+    """What a file says while it is read, and what has been answered."""
+
+    document: Document
+    system: str
+    num_processes: int | None = None
+    here: Here = Here()
+    launch: dict[str, Any] = field(default_factory=dict)
+    """Options of the command line of ``train`` that the file answers: nproc, nnodes, node_rank, rdzv_endpoint."""
+    verb: str = "train"
+    """What the file asks for."""
+    notes: list[str] = field(default_factory=list)
+    """What a run has to be told beside the answers to keys."""
+    values: dict[str, Any] = field(default_factory=dict)
+    settings: list[Setting] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def where(self, key: str) -> str:
+        """The place of a dotted key."""
+        return self.document.where(tuple(key.split("\0"))) if key else self.document.path.name
+
+    def get(self, key: str, kind: type, otherwise: Any = None) -> Any:
+        """The value of a key, or ``otherwise`` where it is not there, empty, "auto", or wrong (which is a problem)."""
+        value = self.values.get(key)
+        if value is None or value == "auto" or value == "":
+            return otherwise
+        try:
+            return of_kind(value, kind)
+        except Unfit as unfit:
+            self.problems.append(Problem(_dotted(key), value, unfit.rule, unfit.fix, self.where(key)))
+            return otherwise
+
+    def has(self, key: str) -> bool:
+        """Whether the file gives this key a value of its own."""
+        return self.values.get(key) not in (None, "", "auto")
+
+    def answer(self, key: str, verdict: Verdict, text: str) -> None:
+        """Answer for a key that sets no option."""
+        if key in self.values and not self.answered(key):
+            self.entries.append(Entry(_dotted(key), self.values[key], self.where(key), verdict, text))
+
+    def answered(self, key: str) -> bool:
+        """Whether there is an answer already."""
+        return any(entry.key == _dotted(key) for entry in self.entries)
+
+    def set(self, key: str, option: str, value: Any, why: str = "") -> None:
+        """Set an option; ``key`` is where it comes from, which may be "" for what the system does by itself."""
+        in_file = key in self.values
+        where = self.where(key) if in_file else self.document.path.name
+        self.settings = [s for s in self.settings if s.option != option]
+        self.entries = [e for e in self.entries if e.verdict != "default" or e.option != option]
+        self.settings.append(Setting(option, value, where))
+        if in_file:
+            verdict: Verdict = "honoured" if _dotted(key).rpartition(".")[2] == option.rpartition(".")[2] else "renamed"
+            name, given = _dotted(key), self.values[key]
+        else:
+            verdict, name, given = "default", "", None
+        text = f"{option} = {_short(value)}{f': {why}' if why else ''}"
+        self.entries.append(Entry(name, given, where, verdict, text, option))
+
+    def default(self, option: str, value: Any, why: str = "") -> None:
+        """Set an option to what the system does where the file says nothing, unless something else has set it."""
+        if not any(setting.option == option for setting in self.settings):
+            self.set("", option, value, why or f"what {self.system} does unless told otherwise")
+
+
+def _dotted(key: str) -> str:
+    return key.replace("\0", ".")
+
+
+def flatten(values: Mapping[str, Any], leaves: frozenset[str] | set[str], start: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys (parted by NUL, for a key may hold dots) and values; tables named in ``leaves`` stay whole."""
+    for name, value in values.items():
+        key = f"{start}{name}"
+        if isinstance(value, dict) and value and key not in leaves:
+            yield from flatten(value, leaves, f"{key}\0")
+        else:
+            yield key, value
+
+
+def apply(found: Found, rules: Mapping[str, Rule], is_open: str) -> None:
+    """Answer for each key by its rule. ``is_open`` says whose a key is that has none; "" is nobody's: a problem."""
+    for key, value in found.values.items():
+        rule = _rule(_dotted(key), rules)
+        where = found.where(key)
+        if rule is None and any(name.startswith(f"{_dotted(key)}.") for name in rules):
+            if value in ({}, [], None, ""):
+                found.answer(key, "ignored", "it is empty")
+            else:
+                inner = next(name for name in rules if name.startswith(f"{_dotted(key)}."))
+                rule_text, fix = "must be a table", f"write its keys in it, as {inner}"
+                found.problems.append(Problem(_dotted(key), value, rule_text, fix, where))
+        elif rule is None:
+            near = nearest(_dotted(key), rules, 0.92 if is_open else 0.8)
+            if near or not is_open:
+                fix = f"did you mean {near}?" if near else "correct it, or take it out"
+                text = f"is not a key of {found.system}, which this file was taken for"
+                found.problems.append(Problem(_dotted(key), value, text, fix, where))
+            else:
+                found.answer(key, "unsupported", is_open)
+        elif isinstance(rule, Idle):
+            found.answer(key, "ignored", rule.why)
+        elif isinstance(rule, Cannot):
+            off = any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in rule.off)
+            empty = value in ([], {})
+            found.answer(
+                key, "ignored" if off or empty else "unsupported", "it asks for nothing" if off or empty else rule.why
+            )
+        elif isinstance(rule, To):
+            _to(found, key, value, rule)
+
+
+def _rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
+    """The rule of a key, or of the table that it is in (``"autotuning.*"``)."""
+    while key not in rules and not f"{key}.*".startswith("."):
+        table = key.rpartition(".")[0]
+        if f"{table}.*" in rules:
+            return rules[f"{table}.*"]
+        if not table:
+            return rules.get(key)
+        key = table
+        if key in rules:
+            return None
+    return rules.get(key)
+
+
+def _to(found: Found, key: str, value: Any, rule: To) -> None:
+    if value is None or value == "auto" or value == "":
+        found.answer(key, "ignored", "it is empty" if value != "auto" else "left to another file, or the default")
+        return
+    try:
+        new = of_kind(value, rule.kind)
+        new = rule.translate(new) if rule.translate else new
+    except Unfit as unfit:
+        found.problems.append(Problem(_dotted(key), value, unfit.rule, unfit.fix, found.where(key)))
+        return
+    found.set(key, rule.option, new, rule.why)

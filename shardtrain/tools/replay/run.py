@@ -1,0 +1,150 @@
+"""One rank of a replay: the trainer's own steps, each compared with the run's record and its checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardtrain.checkpoint import manifest, retention
+from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint.collectives import exchange
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config import Loaded
+from shardtrain.distributed import LOSS_AXES
+from shardtrain.distributed import process_group as world
+from shardtrain.metrics.sinks.jsonl import read_records
+from shardtrain.ops.dtensor import local_tensor
+from shardtrain.ops.seeding import set_determinism
+from shardtrain.resilience.guards.history import Rewind
+from shardtrain.tools.replay import Plan
+from shardtrain.train import shutdown as ending
+from shardtrain.train.resume import optimizer_state, resume, weights
+from shardtrain.train.run import Outcome, Run
+from shardtrain.utils import log
+from shardtrain.utils.errors import CheckpointError, DataError, NumericalError
+
+OTHER_MESH = 1e-4
+"""Relative difference of losses and norms that another number of ranks may make: sums are taken in another order."""
+
+
+class Trainer(Protocol):
+    """What a replay needs of ``shardtrain.train``."""
+
+    def build(self, config: Any, here: world.World) -> Run:
+        """See ``run.build``."""
+        ...
+
+    def step(self, run: Run) -> Outcome | None:
+        """See ``train.step``."""
+        ...
+
+
+def main(loaded: Loaded, plan: Plan, trainer: Trainer) -> None:
+    """Make the steps again as one rank; raises NumericalError, on all ranks, at the first difference."""
+    config = loaded.config
+    with world.join(config.comm, config.training.device) as here:
+        folder, console = Path(config.job.dump_folder), here.rank in log.console_ranks()
+        log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console, False)
+        set_determinism(config.debug)
+        run = trainer.build(config, here)
+        checkpoints = Checkpoints(config)
+        resume(run, checkpoints)
+        run.guard.rewinds = [Rewind(*rewind) for rewind in plan.rewinds]
+        ending.expect(run, checkpoints, may_end_early=True)
+        _compare_steps(run, plan, trainer, here)
+
+
+def _compare_steps(run: Run, plan: Plan, trainer: Trainer, here: world.World) -> None:
+    path, same_mesh = plan.run_folder / "metrics.jsonl", plan.world_size in (None, here.size)
+    records = {record["step"]: record for record in read_records(path)} if path.is_file() else {}
+    saved, compared = set(retention.steps(plan.checkpoints)), 0
+    _say(here, f"replaying steps {plan.base + 1} to {plan.last} on {here.size} ranks")
+    if not same_mesh:
+        _say(here, f"the run had {plan.world_size} ranks: numbers are compared to {OTHER_MESH:g}, tensors are not")
+    while run.state.step < plan.last:
+        outcome = trainer.step(run)
+        if outcome is None:
+            raise DataError(f"the data ended after step {run.state.step}, or the replay was asked to stop")
+        step, parts, wrong = run.state.step, [], []
+        mine = _numbers(run, outcome)
+        if step in records:
+            parts.append("record")
+            wrong += _differences(
+                mine, records[step], 0.0 if same_mesh else OTHER_MESH, step == 1 or step - 1 in records
+            )
+        if step in saved and same_mesh:
+            parts.append("checkpoint")
+            wrong += _compare_checkpoint(run, plan.checkpoints / f"step-{step}")
+        compared += bool(parts)
+        found = "; ".join(wrong) if wrong else "equal" if parts else "nothing recorded"
+        numbers = f"loss {mine['loss']:.6f} grad_norm {mine['grad_norm']:.6f}"
+        _say(here, f"step {step}: {numbers}: {f'{chr(32).join(parts)}: ' if parts else ''}{found}")
+        if any(exchange(bool(wrong))):
+            raise NumericalError(f"step {step} differs from the run: {found}")
+    if not compared:
+        raise CheckpointError(f"{plan.run_folder} has neither a record nor a checkpoint of these steps to compare with")
+
+
+def _numbers(run: Run, outcome: Outcome) -> dict[str, Any]:
+    total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
+    return {
+        "loss": total / outcome.global_tokens if outcome.global_tokens else math.nan,
+        "grad_norm": outcome.grad_norm,
+        "lr": outcome.lr,
+        "tokens_seen": run.state.tokens_seen,
+        "order_hash": f"{run.state.order_hash:016x}",
+    }
+
+
+def _differences(mine: Mapping[str, Any], record: Mapping[str, Any], tolerance: float, alone: bool) -> list[str]:
+    """What differs from a line of metrics.jsonl, whose loss is a mean over steps unless it stands ``alone``."""
+    found = []
+    for name, value in mine.items():
+        if name not in record or (name == "loss" and not alone):
+            continue
+        theirs = record[name]
+        if isinstance(value, float) and isinstance(theirs, float | int):
+            same = abs(value - theirs) <= tolerance * abs(theirs)
+        else:
+            same = value == theirs or (theirs is None and isinstance(value, float) and not math.isfinite(value))
+        if not same:
+            found.append(f"{name} {value} was {theirs}")
+    return found
+
+
+def _compare_checkpoint(run: Run, path: Path) -> list[str]:
+    """The first tensor and the first counter that differ from a checkpoint of this step, in bits (a collective)."""
+    stored = manifest.read(path)
+    damage = next(filter(None, exchange(tensor_files.find_damaged_file(stored, path))), "")
+    if damage:
+        raise CheckpointError(f"checkpoint {path}: {damage}; nothing to compare with")
+    tensors = {**weights(run), **optimizer_state(run)}
+    wrong: list[str] = []
+    for name, tensor in tensors.items():
+        # a save of weights alone has no optimizer, and may hold another type
+        if name in stored.tensors and stored.tensors[name].dtype == str(tensor.dtype).removeprefix("torch."):
+            theirs = tensor.detach().clone()
+            tensor_files.read({name: theirs}, stored, path)
+            if not torch.equal(_bits(tensor), _bits(theirs)):
+                wrong.append(name)
+    everyone = {name for names in exchange(wrong) for name in names}
+    order = {f"model.{name}": place for place, name in enumerate(run.names)}
+    first = sorted(everyone, key=lambda name: (order.get(name, len(order)), name))
+    found = [f"{first[0]} and {len(first) - 1} more tensors of {path.name} differ"] if first else []
+    if stored.facts.get("state") != run.state.to_dict():
+        found.append(f"counters of {path.name} differ")
+    return found
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+
+
+def _say(here: world.World, text: str) -> None:
+    if here.rank == 0:
+        print(text, flush=True)

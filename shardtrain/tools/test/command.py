@@ -1,0 +1,121 @@
+"""``shardtrain test``: in this process, or on ranks that share the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from shardtrain import config as configs
+from shardtrain.config import Loaded
+from shardtrain.config.command_line import CommandLine, split
+from shardtrain.tools.test.request import Request, sets_of
+from shardtrain.utils.errors import ConfigError, Problem
+
+HELP = """\
+usage: shardtrain test CONFIG.toml [--checkpoint best|latest|STEP|PATH] [--nproc N] [--output FOLDER]
+                       [--section.key VALUE ...]
+
+Evaluates a trained model on validation.dataset ("dev") and on task.test_dataset_path ("test"), each row once, and
+writes into job.dump_folder, or FOLDER:
+
+  dev_results.json, test_results.json          the metrics of the task
+  dev_prediction.txt, test_prediction.txt      one line per row, in the order of the data
+
+A test set without labels gets predictions alone. Without --checkpoint the best one is taken (checkpoint.keep_best),
+or the newest where none was kept as best.
+"""
+
+
+Opener = Callable[[CommandLine], tuple[Loaded, CommandLine]]
+"""The configuration of a command line, and the command line with what its file says of nodes and processes."""
+
+
+def main(words: list[str], open_config: Opener | None = None) -> int:
+    """Test what the words ask for; gives the exit status."""
+    asked = _read(words, open_config or _open_toml)
+    if asked is None:
+        print(HELP, end="")
+        return 0
+    from shardtrain.launch import agent, environment, local
+
+    if environment.is_rank(os.environ):
+        _as_rank(asked)
+    code = agent.run_verb("test", words, asked.loaded.config, asked.nproc, asked.arguments)
+    if code is not None:
+        return code
+    environment.set_allocator_default(os.environ)
+    config = asked.loaded.config
+    accelerators, cores = environment.count_accelerators(config.training.device), environment.usable_cores()
+    choice = environment.choose_processes(config, asked.nproc, os.environ, accelerators, cores)
+    _require(asked.loaded, choice.count, accelerators)
+    environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
+    from shardtrain.tools.test import run  # before a fork, so that no rank pays for the imports again
+
+    if choice.count == 1:
+        local.prepare(Path(asked.launched.config.job.dump_folder))
+        return local.run_rank(asked.launched, lambda _: run.main(asked))
+    if accelerators == 0 and sys.platform == "linux":
+        return local.launch(asked.launched, choice.count, main=lambda _: run.main(asked))
+    command = (sys.executable, "-m", "shardtrain", "test", *words)
+    return local.launch(asked.launched, choice.count, command=command)
+
+
+def _as_rank(asked: Request) -> NoReturn:
+    """One rank of several, started by torchrun, by srun, or by ``main`` as a fresh process."""
+    from shardtrain.launch import environment, local
+
+    has_parent = "SHARDTRAIN_PARENT" in os.environ
+    if has_parent:
+        local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
+    environment.adopt_slurm(os.environ)
+    size, local_ranks = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    environment.set_allocator_default(os.environ)
+    environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
+    from shardtrain.tools.test import run
+
+    if has_parent:
+        local.leave(local.run_child(asked.launched, lambda _: run.main(asked)))
+    _require(asked.loaded, size, environment.count_accelerators(asked.loaded.config.training.device))
+    local.leave(local.run_rank(asked.launched, lambda _: run.main(asked), size))
+
+
+def _require(loaded: Loaded, world_size: int, accelerators: int) -> None:
+    device = loaded.config.training.device
+    device = ("cuda" if accelerators else "cpu") if device == "auto" else device
+    configs.require(loaded, world_size=world_size, device=device, num_devices=accelerators)
+
+
+def _open_toml(arguments: CommandLine) -> tuple[Loaded, CommandLine]:
+    return configs.load(arguments.path, arguments.overrides), arguments
+
+
+def _read(words: list[str], open_config: Opener) -> Request | None:
+    """The request, or None where help was asked for. Raises ConfigError."""
+    own: dict[str, str] = {}
+    rest = list(words)
+    for name in ("--checkpoint", "--output"):
+        for place, word in enumerate(rest):
+            if word == name or word.startswith(f"{name}="):
+                value = word.partition("=")[2] if "=" in word else (rest[place + 1] if place + 1 < len(rest) else "")
+                if not value or value.startswith("--"):
+                    raise ConfigError(Problem(name, None, "has no value", f"write {name} VALUE", "command line"))
+                del rest[place : place + (1 if "=" in word else 2)]
+                own[name] = value
+                break
+    arguments = split(rest)
+    if arguments.help:
+        return None
+    loaded, arguments = open_config(arguments)
+    config = loaded.config
+    # no step is made: the batch of one says nothing here, and need not be one that these ranks could make
+    training = dataclasses.replace(config.training, global_batch_size=-1)
+    loaded = dataclasses.replace(loaded, config=dataclasses.replace(config, training=training))
+    if not sets_of(loaded.config):
+        rule, fix = "is not set, and neither is task.test_dataset_path", "name a held-out set"
+        raise ConfigError(Problem("validation.dataset", None, rule, fix))
+    output = own.get("--output", config.job.dump_folder)
+    return Request(loaded, own.get("--checkpoint"), arguments, Path(output))

@@ -1,0 +1,137 @@
+"""A trained model on the sets of its task, as one rank: weights in, each row once, files out when all is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from shardtrain import distributed as parallel
+from shardtrain import tasks
+from shardtrain.checkpoint import best, retention
+from shardtrain.checkpoint.collectives import exchange, together
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.storage import Place, folder_of, place
+from shardtrain.config.schema import Config
+from shardtrain.distributed import BATCH_AXES, Mesh
+from shardtrain.distributed import process_group as world
+from shardtrain.lora import base_weights as base
+from shardtrain.tools.test.request import SPLITS, Request, sets_of
+from shardtrain.train import reference_models as reference
+from shardtrain.train import saved_file
+from shardtrain.train import validation as evaluate
+from shardtrain.train.build import Built, build_model
+from shardtrain.train.resume import held_by, weights_of
+from shardtrain.train.validation import Evaluation
+from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils import log
+from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.log import logger
+
+
+def main(asked: Request) -> None:
+    """Evaluate the sets and write their files (the first rank); raises ShardtrainError for what a user can mend."""
+    config = asked.loaded.config
+    with world.join(config.comm, config.training.device) as here:
+        console = here.rank in log.console_ranks()
+        folder = Path(asked.launched.config.job.dump_folder)
+        log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console)
+        mesh = parallel.build(config, here)
+        built = build_model(config, mesh)
+        if isinstance(built.task, tasks.RowTask):  # a teacher takes no part in what is measured
+            reference.hold(built.task, built.runner, config, mesh)
+        logger.info(f"testing the weights of {load(built, config, asked.checkpoint)}")
+        files: dict[str, str | None] = {}
+        for name in sets_of(config):
+            found, labelled = measure(built, config, mesh, SPLITS[name])
+            files |= files_of(name, built.task, found, labelled)
+            values = {"rows": found.rows, **(found.values if labelled else {})}
+            logger.info(f"{name}: " + "  ".join(f"{key}: {value:.6g}" for key, value in values.items()))
+        together(lambda: _write(asked.output, files), only_first=True)
+        logger.info(f"written to {asked.output}: {', '.join(key for key, text in files.items() if text is not None)}")
+
+
+def load(built: Built, config: Config, wanted: str | None) -> Place:
+    """Fill the model with the weights of a checkpoint (a collective); gives where it lies.
+
+    Raises:
+        CheckpointError: when there is none, or it is damaged or of another model.
+    """
+    options = dataclasses.replace(config.checkpoint, enable=True, load_only=True, load_step=-1)
+    checkpoints = Checkpoints(dataclasses.replace(config, checkpoint=options))
+    try:
+        path = _choose(checkpoints, folder_of(config.job.dump_folder, config.checkpoint.folder), wanted)
+        if built.adapters is not None:
+            device = next(iter(built.runner.parameters().values())).device
+            base.load(config, built.runner, built.adapters, device, checkpoints)
+        tensors = held_by(built.adapters, weights_of(built.runner))
+        if saved_file.is_saved_file(path) and built.adapters is None:
+            together(lambda: saved_file.fill(Path(str(path)), tensors, config.model))
+        else:
+            checkpoints.load(path, tensors, {})
+    finally:
+        checkpoints.close()
+    return path
+
+
+def _choose(checkpoints: Checkpoints, folder: Place, wanted: str | None) -> Place:
+    # the first rank decides: where a shared folder lags, ranks would open different steps
+    step = exchange(best.read_pointer(folder).get("step", -1))[0]
+    if wanted in (None, "best") and step >= 0 and exchange(retention.is_whole(folder / f"step-{step}"))[0]:
+        return folder / f"step-{step}"
+    if wanted == "best":
+        raise CheckpointError(
+            f"--checkpoint best: {folder} knows none; set checkpoint.keep_best in training, or use --checkpoint latest"
+        )
+    if wanted in (None, "latest"):
+        found = checkpoints.to_continue()
+        if found is None:
+            raise CheckpointError(f"{folder} holds no checkpoint; train first, or name one with --checkpoint PATH")
+        return found
+    return folder / f"step-{wanted}" if wanted.isdecimal() else place(wanted)
+
+
+def measure(built: Built, config: Config, mesh: Mesh, split: str) -> tuple[Evaluation, bool]:
+    """What the model scores on a set, each row once (a collective), and whether the set has what it predicts."""
+    task, options = built.task, {}
+    labelled = True
+    if isinstance(task, tasks.RowTask):
+        labelled, options = task.is_labelled(split), {"split": split}
+    stream = task.open_stream(
+        section=evaluate.section(config, mesh.device_mesh.size()),
+        batch_rank=mesh.rank(*BATCH_AXES),
+        num_batch_ranks=mesh.size(*BATCH_AXES),
+        accumulation=1,
+        shuffle=False,
+        loop=False,
+        **options,
+    )
+    task.check(stream, built.module, built.shape)
+    world.check_agreement(stream.fingerprint, f"the data of {split} differ between ranks", mesh.device)
+    found = evaluate.evaluate(built.runner, stream, mesh, labelled=labelled)
+    assert found is not None  # nobody was asked to stop
+    return found, labelled
+
+
+def files_of(
+    name: str, task: tasks.LanguageModel | tasks.RowTask, found: Evaluation, labelled: bool
+) -> dict[str, str | None]:
+    """Names of a set's files -> their text; None for one that an earlier test may have left, and that would mislead."""
+    results = None
+    if labelled:
+        values = task.results(found.values) if isinstance(task, tasks.RowTask) else found.values
+        results = json.dumps(values) + "\n"
+    files = {f"{name}_results.json": results}
+    if isinstance(task, tasks.RowTask) and found.predictions:
+        rows = [{key: values[row] for key, values in found.predictions.items()} for row in range(found.rows)]
+        files[f"{name}_prediction.txt"] = "".join(f"{task.prediction_text(row)}\n" for row in rows)
+    return files
+
+
+def _write(folder: Path, files: dict[str, str | None]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        if text is None:
+            (folder / name).unlink(missing_ok=True)
+        else:
+            whole_file.write(folder / name, text)

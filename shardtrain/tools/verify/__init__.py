@@ -1,0 +1,260 @@
+"""``shardtrain verify``: proves that a mesh changes no number, for any model, and names what does where one does.
+
+``request`` reads the words, ``meshes`` and ``shrink`` decide what is run, ``promises`` probes a model file, ``run`` is
+one rank's steps, ``compare`` and ``diagnose`` judge them, ``report`` prints. Torch is imported when ranks are to run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardtrain import config as configs
+from shardtrain.config import Config, Loaded
+from shardtrain.tools.verify import meshes, report, shrink, workers
+from shardtrain.tools.verify.meshes import Plan
+from shardtrain.tools.verify.report import Row
+from shardtrain.tools.verify.request import USAGE, Request, read
+from shardtrain.tools.verify.shrink import Task
+from shardtrain.utils.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from shardtrain.tools.verify.run import Trainer
+
+__all__ = ["Task", "compare_plan", "main", "plan", "probe", "reference", "verify"]
+
+
+def main(words: Sequence[str], load_trainer: Callable[[], Trainer]) -> int:
+    """Run the verb; ``load_trainer`` imports ``shardtrain.train``, whose step is verified. Gives the status: 0 or 4.
+
+    Raises:
+        ConfigError: a word, the configuration, a mesh asked for, or a promise of the model file is wrong.
+    """
+    request = read(words)
+    if request.help:
+        print(USAGE, end="")
+        return 0
+    loaded = load(request)
+    if request.real:
+        from shardtrain.tools.verify import real
+
+        return real.main(request, loaded, load_trainer)
+    task = plan(loaded, request)
+    if not request.json:
+        print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process")
+        for note in task.notes:
+            print(f"  {note}")
+    with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
+        task, found = probe(task, Path(folder))
+        if not request.json:
+            for note in found:
+                print(f"  {note}", flush=True)
+        rows = verify(task, load_trainer(), Path(folder))
+    notes = [*task.notes, *found]
+    text = report.document(model_name(task.reference), notes, rows) if request.json else report.table(rows)
+    print(text)
+    return report.exit_code(rows)
+
+
+def model_name(config: Config) -> str:
+    """Model and flavor as one word."""
+    return f"{config.model.name}/{config.model.flavor}"
+
+
+def load(request: Request) -> Loaded:
+    """The configuration that is verified; a model file alone is its smallest flavor with the default options."""
+    path, overrides = request.path, list(request.overrides)
+    if path is None or not path.endswith(".py"):
+        loaded = _accepted(configs.load(path, overrides))
+        if (name := loaded.config.task.name) == "masked_language_model":
+            return _as_tokens(loaded)
+        if name != "language_model":
+            rule = "has a loss of its own, and verify compares that of next tokens"
+            fix = 'verify the model under task.name="language_model": the mesh is the same'
+            raise ConfigError(Problem("task.name", name, rule, fix, loaded.where("task.name")))
+        return loaded
+    facts = configs.read_model_file(path)
+    if not any(word.partition("=")[0] == "--model.flavor" for word in overrides):
+        overrides = ["--model.flavor", smallest(facts), *overrides]
+    return _accepted(configs.load(None, ["--model.name", path, *overrides]))
+
+
+def _as_tokens(loaded: Loaded) -> Loaded:
+    """A run that learns hidden tokens, as one of tokens: the loss is the cross-entropy of some tokens for both, and the
+    synthetic batches have targets at some places alone. What prepares the rows is no part of the comparison."""
+    config, plain = loaded.config, Config()
+    training = dataclasses.replace(
+        config.training, dataset=plain.training.dataset, dataset_path=plain.training.dataset_path
+    )
+    config = dataclasses.replace(
+        config, task=plain.task, data=plain.data, validation=plain.validation, training=training
+    )
+    note = "task: masked_language_model as language_model, whose loss is the same sum, on data-parallel meshes"
+    return _accepted(dataclasses.replace(loaded, config=config, notices=(*loaded.notices, note)))
+
+
+def smallest(facts: configs.ModelFacts) -> str:
+    """The flavor with the smallest product of its sizes."""
+
+    def size(flavor: str) -> float:
+        values = configs.shape(facts, flavor, {})
+        product = 1.0
+        for name in ("num_layers", "dim", "vocab_size"):
+            value = values.get(name)
+            product *= value if isinstance(value, int) and value > 0 else 1
+        return product
+
+    return min(facts.flavors, key=size)
+
+
+def _accepted(loaded: Loaded) -> Loaded:
+    problems = configs.check(loaded)
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
+def plan(loaded: Loaded, request: Request) -> Task:
+    """What is to be run; raises ConfigError where a mesh asked for is not possible, before any process starts."""
+    named = bool(request.meshes)
+    plans = (
+        meshes.requested(loaded, request.meshes, request.schedules)
+        if named
+        else meshes.default(loaded, request.schedules)
+    )
+    small = None
+    if loaded.config.model.name.endswith(".py") and not request.full:
+        small = small_copy(plans, loaded)
+    task = shrink.prepare(plans, loaded, request.steps, request.full, small)
+    task = dataclasses.replace(task, notes=[*loaded.notices, *task.notes])
+    problems = [line for one in task.plans for line in one.problem.splitlines()] if named else []
+    if loaded.config.training.device == "cuda":
+        problems += _devices(task)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return task
+
+
+def small_copy(plans: Sequence[Plan], loaded: Loaded) -> dict[str, Any] | None:
+    """Which sizes of a user's model file are made smaller, as ``own_sizes.smaller`` says; None where it is not built,
+    which the probes say better."""
+    from shardtrain.tools.verify import own_sizes
+
+    possible = [one for one in plans if not one.problem]
+    tp = math.lcm(1, *(one.degrees.get("tp", 1) for one in possible))
+    with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
+        try:
+            arguments = (loaded.config, shrink.needed_layers(possible), tp)
+            (found,) = workers.run(1, own_sizes.smaller, *arguments, folder=Path(folder))
+        except workers.RankFailed:
+            return None
+    return dict(found)
+
+
+def _devices(task: Task) -> list[str]:
+    from shardtrain.launch import environment
+
+    found = environment.count_accelerators("cuda")
+    most = max((one.num_ranks for one in task.plans if not one.problem), default=1)
+    if found >= most:
+        return []
+    rule = f"needs {most} devices, and this machine has {found}"
+    return [str(Problem("training.device", "cuda", rule, 'use "cpu", or smaller meshes with --mesh'))]
+
+
+def probe(task: Task, folder: Path, kinds: Collection[str] | None = None) -> tuple[Task, list[str]]:
+    """Ask the model alone for what every mesh needs: the task without plans that it rules out, and what was noticed.
+
+    ``kinds`` are the kinds of parallelism whose promises count, as for ``promises.probe``; all do unless given.
+
+    In processes of their own: this one must not have computed anything when ranks are forked from it.
+
+    Raises:
+        ConfigError: with every broken promise, or because the model cannot be built.
+    """
+    from shardtrain.tools.verify import probes, promises
+
+    config, peers = task.reference, folder / "peers"
+    peers.mkdir()
+    try:
+        if config.training.device != "cuda":
+            try:
+                limit = workers.PROBE_TIMEOUT_SECONDS
+                workers.run(
+                    2, probes.run_with_peers, config, str(peers), folder=peers, backend="gloo", limit_seconds=limit
+                )
+            except workers.RankFailed as error:  # what cannot be built alone either is told as that
+                (peers / "error").write_text(str(error))
+        (found,) = workers.run(1, promises.probe, config, str(peers), kinds, folder=folder)
+    except workers.RankFailed as error:
+        if error.refused:
+            raise ConfigError(str(error).splitlines()) from None
+        fix = "correct the model file"
+        raise ConfigError(Problem("model.name", config.model.name, f"cannot be built: {error}", fix)) from None
+    if found["broken"]:
+        raise ConfigError(found["broken"])
+    plans = [_ruled_out(one, found["impossible"]) for one in task.plans]
+    return dataclasses.replace(task, plans=plans), found["notes"]
+
+
+def _ruled_out(one: Plan, impossible: Mapping[str, str]) -> Plan:
+    """A plan, with the reasons why this model cannot be split along its axes."""
+    reasons = [reason for axis, reason in impossible.items() if one.degrees.get(axis, 1) > 1]
+    return one if one.problem or not reasons else dataclasses.replace(one, problem="\n".join(reasons))
+
+
+def verify(task: Task, trainer: Trainer, folder: Path) -> list[Row]:
+    """Run one process, then each plan; a row for each plan."""
+    if all(one.problem for one in task.plans):
+        return [compare_plan(task, one, trainer, folder) for one in task.plans]
+    reference(task, trainer, folder)
+    return [compare_plan(task, one, trainer, folder) for one in task.plans]
+
+
+def reference(task: Task, trainer: Trainer, folder: Path) -> None:
+    """Run the steps on one process; its record is shared by all meshes."""
+    from shardtrain.tools.verify.run import run_steps
+
+    alone = folder / "reference"
+    alone.mkdir(parents=True)
+    try:
+        _run_ranks(1, run_steps, trainer, task.reference, task, alone)
+    except workers.RankFailed as error:
+        raise ConfigError(f"the model does not train on one process: {error}") from error
+
+
+def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: Task, folder: Path) -> None:
+    backend = "cpu:gloo,cuda:nccl" if config.training.device == "cuda" else "gloo"
+    limit = workers.TIMEOUT_SECONDS if task.unit_gain else workers.FULL_TIMEOUT_SECONDS
+    workers.run(count, steps, trainer, config, task, str(folder), folder=folder, backend=backend, limit_seconds=limit)
+
+
+def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
+    """Run one mesh and judge it against the record of one process in ``folder``."""
+    from shardtrain.tools.verify.judge import judge
+    from shardtrain.tools.verify.run import run_steps
+
+    if one.problem:
+        return Row(
+            one.name, one.schedule, "not possible", cause=one.problem.replace("\n", "; "), options=one.told_options
+        )
+    started = time.perf_counter()
+    ranks = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        _run_ranks(one.num_ranks, run_steps, trainer, one.loaded.config, task, ranks)
+    except workers.RankFailed as error:
+        verdict: Any = "not possible" if error.refused else "failed"
+        seconds = time.perf_counter() - started
+        return Row(one.name, one.schedule, verdict, seconds, cause=str(error), options=one.told_options)
+    arguments = (one.loaded.config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
+    (found,) = workers.run(1, judge, *arguments, folder=ranks)
+    shutil.rmtree(ranks, ignore_errors=True)
+    verdict = "differs" if found["first"] else "same"
+    row = Row(one.name, one.schedule, verdict, **found, options=one.told_options)
+    return dataclasses.replace(row, seconds=time.perf_counter() - started)

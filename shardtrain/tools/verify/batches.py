@@ -1,0 +1,64 @@
+"""Synthetic batches as a function of (seed, step), uneven on purpose: a wrong divisor or a dropped part must show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from shardtrain.data.batch import Batch
+from shardtrain.ops.seeding import seed_of
+from shardtrain.ops.targets import IGNORE
+
+_KEPT = (0.95, 0.2, 0.6, 0.35, 0.8, 0.1, 0.5, 0.7)
+"""Share of the targets that carry loss, by row: documents whose prompts are masked differ as much."""
+
+
+def whole_batch(seed: int, step: int, sequences: int, tokens: int, vocabulary: int) -> Batch:
+    """All rows of a step, (sequences, tokens); the later a token, the rarer its loss, and each row has some."""
+    generator = torch.Generator().manual_seed(seed_of(seed, step))
+    ids = torch.randint(0, vocabulary, (sequences, tokens + 1), generator=generator)
+    kept = torch.tensor([_KEPT[row % len(_KEPT)] for row in range(sequences)])[:, None]
+    fading = torch.linspace(1.0, 0.4, tokens)[None]
+    keep = torch.rand(sequences, tokens, generator=generator) < kept * fading
+    keep[torch.arange(sequences), torch.arange(sequences) % tokens] = True
+    targets = torch.where(keep, ids[:, 1:], IGNORE)
+    positions = torch.arange(tokens).expand(sequences, tokens).contiguous()
+    return Batch(ids[:, :-1].contiguous(), targets, positions, torch.arange(sequences))
+
+
+class SyntheticStream:
+    """The micro-batches of one data rank, step after step, as ``data.Stream`` gives those of a dataset; endless."""
+
+    ends_without_notice, num_readers, step_hash = False, 0, 0
+
+    def __init__(
+        self, seed: int, tokens: int, vocabulary: int, global_batch: int, local_batch: int, rank: int, ranks: int
+    ) -> None:
+        self.global_batch = global_batch
+        rows = global_batch // ranks
+        self._shape = (seed, tokens, vocabulary)
+        self._local, self._first, self._rows = local_batch, rank * rows, rows
+        self.accumulation, self._handed = rows // local_batch, 0
+        self._batches = self._generate()
+
+    @property
+    def samples_consumed(self) -> int:
+        """Rows of all steps that were handed out in full, over all ranks."""
+        return self._handed // self.accumulation * self.global_batch
+
+    def __next__(self) -> Batch:
+        """The next micro-batch of this rank: ``local_batch`` rows."""
+        self._handed += 1
+        return next(self._batches)
+
+    def _generate(self) -> Iterator[Batch]:
+        seed, tokens, vocabulary = self._shape
+        step = 0
+        while True:
+            batch = whole_batch(seed, step, self.global_batch, tokens, vocabulary)
+            for start in range(self._first, self._first + self._rows, self._local):
+                rows = slice(start, start + self._local)
+                columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.sample_ids_B)
+                yield Batch(*(column[rows] for column in columns))
+            step += 1

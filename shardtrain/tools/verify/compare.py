@@ -1,0 +1,217 @@
+"""The numbers of a mesh against those of one process: the largest error of each kind, and the first that is too large.
+
+Tolerances: sums in another order differ by about 1e-7 of their size, a few times that after some layers. A gradient's
+error is measured against its norm, or against a twentieth of the norm of all gradients where its own is smaller: the
+gradient of a key bias, for one, is zero but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardtrain.layout import Layout
+from shardtrain.tools.verify.run import MAX_NORM, Record, is_clipped
+
+LOSS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-5
+NORM_TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 1e-6
+SMALL = 0.05
+"""Share of the norm of all gradients below which a gradient's error is not measured against its own norm."""
+
+
+@dataclass(frozen=True)
+class First:
+    """The first difference in time, and within a step in the order of the forward pass.
+
+    ``kind`` is own (what training would start from), initial, loss, gradient, norm, weights
+    or buffers; ``names`` are all tensors that differ there.
+    """
+
+    kind: str
+    step: int
+    names: Sequence[str]
+    error: float
+    loss_differs: bool = False
+
+
+@dataclass
+class Differences:
+    """Largest error of each kind over ranks, steps, tensors; ``initial`` counts tensors not bitwise equal."""
+
+    initial: int = 0
+    loss: float = 0.0
+    gradient: float = 0.0
+    norm: float = 0.0
+    weights: float = 0.0
+    first: First | None = field(default=None)
+
+
+class Expected:
+    """What one process computed, by name, with the names in the order of the forward pass."""
+
+    def __init__(self, record: Record, layout: Layout) -> None:
+        self.record = record
+        names = [key.removeprefix("initial/") for key in record.parts if key.startswith("initial/")]
+        self.names = forward_order(names, layout)
+        self.buffers = [key.removeprefix("buffers/0/") for key in record.parts if key.startswith("buffers/0/")]
+
+    def whole(self, kind: str, name: str) -> Tensor:
+        """A tensor of one process: all of it is there."""
+        return self.record.parts[f"{kind}/{name}"]
+
+    def weights(self, step: int) -> dict[str, Tensor]:
+        """All weights before a step, counted from 0."""
+        kind = "initial" if step == 0 else f"weights/{step - 1}"
+        return {name: self.whole(kind, name) for name in self.names}
+
+    def total(self, step: int) -> float:
+        """Norm of all gradients of a step, before clipping."""
+        return self.record.norms[step]
+
+    def clipping(self, step: int) -> float:
+        """What clipping multiplied the gradients of a step by: 1 where there was none."""
+        if not is_clipped(step, len(self.record.norms)):
+            return 1.0
+        return min(1.0, MAX_NORM / (self.record.norms[step] + 1e-6))
+
+    def error(self, kind: str, name: str, part: Tensor, slices: tuple[slice, ...], scale: float) -> float:
+        """Norm of the difference of a part, over ``scale``; not a number counts as infinite."""
+        wanted = self.whole(kind, name)[slices]
+        if wanted.shape != part.shape:
+            return float("inf")
+        error = float((part - wanted).norm()) / max(scale, 1e-30)
+        return error if error == error else float("inf")
+
+
+def forward_order(names: Sequence[str], layout: Layout) -> list[str]:
+    """Parameter names in the order in which a forward pass meets them: first modules, layers by number, last ones."""
+
+    def place(name: str) -> tuple[int, int]:
+        top, _, rest = name.partition(".")
+        if top in layout.first:
+            return 0, layout.first.index(top)
+        if top == layout.layers:
+            number = rest.partition(".")[0]
+            return 1, int(number) if number.isdecimal() else 0
+        return 2, layout.last.index(top) if top in layout.last else -1
+
+    known = {name: index for index, name in enumerate(names)}
+    return sorted(names, key=lambda name: (*place(name), known[name]))
+
+
+def compare(expected: Expected, records: Sequence[Record], steps: int) -> Differences:
+    """All differences of a mesh's ranks from one process."""
+    found = Differences()
+    for kind in ("initial", "own"):  # the second are those that training would start from, so they are named first
+        unequal = [name for name in expected.names if not _bitwise(expected, records, kind, name)]
+        found.initial = max(found.initial, len(unequal))
+        if unequal:
+            found.first = First(kind, 0, unequal, 0.0)
+    for step in range(steps):
+        _compare_step(expected, records, step, found)
+    return found
+
+
+def _bitwise(expected: Expected, records: Sequence[Record], kind: str, name: str) -> bool:
+    key = f"{kind}/{name}"
+    holders = [record for record in records if key in record.parts]
+    return bool(holders) and all(
+        same_bits(record.parts[key], expected.whole(kind, name)[record.slices[key]]) for record in holders
+    )
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, where no number counts as one: weights nobody knows how to draw."""
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _compare_step(expected: Expected, records: Sequence[Record], step: int, found: Differences) -> None:
+    theirs = expected.record
+    loss = max(_distance(record.losses[step], theirs.losses[step], 1.0) for record in records)
+    gradients = {name: gradient_error(expected, records, step, name) for name in expected.names}
+    norm = max(_distance(record.norms[step], theirs.norms[step], theirs.norms[step]) for record in records)
+    weights = {name: weight_error(expected, records, step, name) for name in expected.names}
+    found.loss, found.norm = max(found.loss, loss), max(found.norm, norm)
+    found.gradient = max(found.gradient, *gradients.values())
+    found.weights = max(found.weights, *weights.values())
+    if found.first is not None:
+        return
+    wrong_gradients = [name for name, error in gradients.items() if error > GRADIENT_TOLERANCE]
+    wrong_buffers = [name for name in expected.buffers if not _same_buffer(expected, records, step, name)]
+    wrong_weights = [name for name, error in weights.items() if error > WEIGHT_TOLERANCE]
+    loss_differs = loss > LOSS_TOLERANCE
+    if wrong_gradients:
+        found.first = First("gradient", step, wrong_gradients, gradients[wrong_gradients[0]], loss_differs)
+    elif loss_differs:
+        found.first = First("loss", step, [], loss, loss_differs)
+    elif norm > NORM_TOLERANCE:
+        found.first = First("norm", step, [], norm)
+    elif wrong_weights:
+        found.first = First("weights", step, wrong_weights, weights[wrong_weights[0]])
+    elif wrong_buffers:
+        found.first = First("buffers", step, wrong_buffers, 0.0)
+
+
+def _same_buffer(expected: Expected, records: Sequence[Record], step: int, name: str) -> bool:
+    """Whether each rank that has a buffer has one process's: buffers are counts and their signs, so they are equal."""
+    key = f"buffers/{step}/{name}"
+    return all(
+        record.parts[key].shape == expected.record.parts[key].shape
+        and torch.allclose(record.parts[key], expected.record.parts[key], rtol=1e-5, atol=1e-6)
+        for record in records
+        if key in record.parts
+    )
+
+
+def scale_of(expected: Expected, step: int, name: str) -> float:
+    """What a gradient's error is measured against."""
+    return max(
+        float(expected.whole(f"gradient/{step}", name).norm()), SMALL * expected.total(step) * expected.clipping(step)
+    )
+
+
+def gradient_error(expected: Expected, records: Sequence[Record], step: int, name: str) -> float:
+    """Largest relative error over the ranks that hold a part of a gradient; infinite where no rank has it."""
+    key = f"gradient/{step}/{name}"
+    if key not in expected.record.parts:
+        return 0.0 if all(key not in record.parts for record in records) else float("inf")
+    scale = scale_of(expected, step, name)
+    holders = [record for record in records if f"initial/{name}" in record.parts]
+    if any(key not in record.parts for record in holders) or not holders:
+        return float("inf")
+    return max(
+        expected.error(f"gradient/{step}", name, record.parts[key], record.slices[key], scale) for record in holders
+    )
+
+
+def weight_error(expected: Expected, records: Sequence[Record], step: int, name: str) -> float:
+    """Largest absolute error of any number of a weight after a step."""
+    key, worst = f"weights/{step}/{name}", 0.0
+    for record in records:
+        if key in record.parts and record.parts[key].numel():
+            wanted = expected.whole(f"weights/{step}", name)[record.slices[key]]
+            if wanted.shape != record.parts[key].shape:
+                return float("inf")
+            error = float((record.parts[key] - wanted).abs().max())
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def _distance(mine: float, theirs: float, scale: float) -> float:
+    error = abs(mine - theirs) / max(scale, 1e-30)
+    return error if error == error else float("inf")
+
+
+def assemble(records: Sequence[Record], key: str, shape: Sequence[int]) -> Tensor | None:
+    """The whole tensor from the parts of the ranks; None unless they cover it."""
+    whole, seen = torch.zeros(tuple(shape)), torch.zeros(tuple(shape), dtype=torch.bool)
+    for record in records:
+        if key in record.parts and whole[record.slices[key]].shape == record.parts[key].shape:
+            whole[record.slices[key]] = record.parts[key]
+            seen[record.slices[key]] = True
+    return whole if bool(seen.all()) else None

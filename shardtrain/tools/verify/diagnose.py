@@ -1,0 +1,158 @@
+"""From the first difference of a mesh to one sentence: which tensor, by how much, and the likely cause."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardtrain.tools.verify import causes, forward
+from shardtrain.tools.verify.compare import same_bits
+from shardtrain.tools.verify.evidence import Evidence, axes_that_differ
+from shardtrain.tools.verify.run import Record
+
+HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
+    causes.clipped_otherwise,
+    causes.expert_dropped,
+    causes.missing_reduction,
+    causes.scaled,
+    causes.own_counts,
+    causes.micro_batch,
+    causes.same_samples,
+    causes.swapped_targets,
+    causes.positions,
+    causes.stale_weights,
+    causes.balance_loss,
+    causes.short_type,
+    causes.replicas_differ,
+)
+"""In this order: the first that every rank's numbers fit is named."""
+
+
+def diagnose(e: Evidence) -> str:
+    """The likely cause of the first difference."""
+    if e.first.kind in ("own", "initial"):
+        return _initial(e)
+    if e.first.kind == "norm":
+        return _norm(e)
+    if e.first.kind == "buffers":
+        return _buffers(e)
+    if e.first.kind == "weights":
+        return _weights(e)
+    if e.first.kind == "loss":
+        return _loss(e)
+    absent = [name for name in e.first.names if not e.holders(name)]
+    if absent:
+        return f"no gradient: {absent[0]} takes no part in the loss on this mesh"
+    place = forward.first_difference(e) if e.first.loss_differs and e.first.step == 0 else ""
+    for hypothesis in HYPOTHESES:
+        cause = hypothesis(e)
+        if cause:
+            return f"{cause}; {place}" if place else cause
+    if place:
+        return place
+    if e.first.step == 0 and (place := forward.first_backward_difference(e)):
+        return place
+    mine, theirs = e.mine(e.suspect), e.theirs(e.suspect)
+    if mine is None:
+        return "no simple cause fits; the ranks' parts do not make up the whole tensor"
+    ratio = float(mine.norm() / theirs.norm().clamp_min(1e-30))
+    cosine = float((mine * theirs).sum() / (mine.norm() * theirs.norm()).clamp_min(1e-30))
+    where = "the forward pass differs" if e.first.loss_differs else "the loss agrees: look at the backward pass"
+    return f"no simple cause fits: ratio of norms {ratio:.4g}, cosine {cosine:.4f}; {where}"
+
+
+def _initial(e: Evidence) -> str:
+    name = e.first.names[0]
+    key = f"{e.first.kind}/{name}"
+    holders = [record for record in e.records if key in record.parts]
+    wrong = [
+        record
+        for record in holders
+        if not same_bits(record.parts[key], e.expected.whole(e.first.kind, name)[record.slices[key]])
+    ]
+    ranks = ", ".join(str(record.rank) for record in wrong)
+    if len(wrong) < len(holders):
+        return f"initial weights depend on the rank: those of rank {ranks} are of another seed or stream"
+    return "initial weights depend on the mesh: no rank has those of one process"
+
+
+def _loss(e: Evidence) -> str:
+    mine, theirs = e.records[0].losses[e.first.step], e.expected.record.losses[e.first.step]
+    for axis in e.axes:
+        for factor in (e.sizes[axis], 1 / e.sizes[axis]):
+            if abs(mine - factor * theirs) < 1e-5 * max(1.0, abs(theirs)):
+                return f"the reported loss is scaled by {factor:g}, by the size of axis {axis}; the gradients agree"
+    return f"the reported loss alone differs: {mine:.7g} in place of {theirs:.7g}; the gradients agree"
+
+
+def _weights(e: Evidence) -> str:
+    name, step = e.first.names[0], e.first.step
+    after, before = f"weights/{step}/{name}", "initial" if step == 0 else f"weights/{step - 1}"
+    holders = [record for record in e.records if after in record.parts]
+    if all(torch.equal(record.parts[after], record.parts[f"{before}/{name}"]) for record in holders):
+        return "not updated: the parameter is what it was before the step, though its gradient agrees"
+    for one, other in itertools.combinations(holders, 2):
+        same_part = one.slices[after] == other.slices[after]
+        if same_part and not torch.equal(one.parts[after], other.parts[after]):
+            axes = " and ".join(axes_that_differ(one, other))
+            return f"unsynchronised parameter: its copies differ between ranks of axis {axes} after the update"
+    return "the update differs, though the gradient agrees: look at the optimizer and its state"
+
+
+def _buffers(e: Evidence) -> str:
+    name, step = e.first.names[0], e.first.step
+    key = f"buffers/{step}/{name}"
+    holders = [record for record in e.records if key in record.parts]
+    for one, other in itertools.combinations(holders, 2):
+        if not torch.equal(one.parts[key], other.parts[key]):
+            axes = " and ".join(axes_that_differ(one, other))
+            return f"unsynchronised buffer: its copies differ between ranks of axis {axes}"
+    return "all ranks have the same, and one process another: what it counts is not summed, or counted more than once"
+
+
+def _norm(e: Evidence) -> str:
+    """Which reduction the norm lacks, or what it counts more than once."""
+    step = e.first.step
+    prefix = f"gradient/{step}/"
+    for axis in e.axes:
+        lacking = [
+            _norm_of([other for other in e.records if other.place[axis] == record.place[axis]], prefix)
+            for record in e.records
+        ]
+        if _all_close(lacking, e.records, step):
+            return f"norm not reduced over {axis}: each rank counts only its own parts; the gradients agree"
+    for axis in e.axes:
+        for replicated in (True, False):
+            counted = _norm_counted(e, prefix, axis, replicated)
+            if _all_close([counted] * len(e.records), e.records, step):
+                return f"norm counts whole tensors once for each rank of axis {axis}; the gradients agree"
+    mine, theirs = e.records[0].norms[step], e.expected.total(step)
+    return f"the gradient norm alone differs: {mine:.7g} in place of {theirs:.7g}; the gradients agree"
+
+
+def _norm_of(records: Sequence[Record], prefix: str) -> float:
+    """Norm of the distinct parts that some ranks hold."""
+    squares = {
+        (key, tuple((s.start, s.stop) for s in record.slices[key])): float(part.double().square().sum())
+        for record in records
+        for key, part in record.parts.items()
+        if key.startswith(prefix)
+    }
+    return math.sqrt(sum(squares.values()))
+
+
+def _norm_counted(e: Evidence, prefix: str, axis: str, replicated: bool) -> float:
+    """The norm if tensors that are whole along an axis (or all) were added up over its ranks."""
+    total = 0.0
+    for place in range(e.sizes[axis]):
+        squares = _norm_of([record for record in e.records if record.place[axis] == place], prefix) ** 2
+        total += squares
+    once = _norm_of(e.records, prefix) ** 2
+    return math.sqrt(total if replicated else e.sizes[axis] * once)
+
+
+def _all_close(norms: Sequence[float], records: Sequence[Record], step: int) -> bool:
+    return all(abs(norm - r.norms[step]) < 1e-5 * max(norm, 1e-30) for norm, r in zip(norms, records, strict=True))

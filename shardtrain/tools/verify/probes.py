@@ -1,0 +1,572 @@
+"""Properties without which no mesh can give one process's numbers, each asked of a small copy of the model by itself.
+
+They come before the promises, in this order, because a model that lacks one is accused of others: it answers twice
+alike; a row does not depend on its batch; a token does not see a later one; nothing depends on the number of ranks; and
+outside of attention a token depends on itself alone. Each answer names the module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardtrain import models
+from shardtrain.config import Config
+from shardtrain.layout import Layout, matches, word_of
+from shardtrain.ops.tied import tie, tied_names
+from shardtrain.tools.verify import dropout
+from shardtrain.tools.verify.meshes import OPTIONS
+from shardtrain.tools.verify.run import model_of
+from shardtrain.tools.verify.traces import Call, Trace, blame, off, outputs_of, trace
+from shardtrain.utils.errors import Problem
+
+CLOSE = 1e-4
+"""Relative error of float32 arithmetic in another order, with room; what a probe finds is off by far more."""
+REPEATED = 1e-6
+"""The same for two passes of the same arithmetic."""
+ROWS = 3
+RECOMPUTE = "recompute"
+"""Beside the axes of the mesh, what some promises matter to."""
+
+
+@dataclass
+class Found:
+    """What the probes of a model say: ``broken`` refuses it, ``impossible`` says why an axis is not for it."""
+
+    broken: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    impossible: dict[str, str] = field(default_factory=dict)
+
+
+def fill(model: nn.Module) -> None:
+    """Memory and random weights at unit gain, so that every part shows; buffers start at zero, as the trainer's do."""
+    ties = tied_names(model)
+    model.to_empty(device="cpu")
+    tie(model, ties)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
+        for parameter in model.parameters():
+            std = parameter.size(-1) ** -0.5 if parameter.ndim > 1 else 0.1
+            parameter.normal_(0.0, std, generator=generator)
+            if parameter.ndim == 1:
+                parameter.add_(1.0)
+
+
+def num_tokens(model: nn.Module, most: int) -> int:
+    """A length of sequences that no dimension of a weight has, so that a tensor's shape tells where its tokens lie."""
+    sizes = {size for parameter in model.parameters() for size in parameter.shape} | {ROWS}
+    fitting = [length for length in range(most - most % 4, 7, -4) if length not in sizes and length // 2 not in sizes]
+    return fitting[0] if fitting else most
+
+
+def tokens_of(count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Rows (ROWS, count) and positions: the first row is one token over and over, which overflows a capacity."""
+    generator = torch.Generator().manual_seed(1)
+    tokens_BT = torch.randint(0, vocabulary, (ROWS, count), generator=generator)
+    tokens_BT[0] = tokens_BT[0, 0]
+    return tokens_BT, torch.arange(count).expand(ROWS, count).contiguous()
+
+
+def run_with_peers(rank: int, _num: int, config: Config, folder: str) -> None:
+    """As one of several ranks, run the model on the row of this rank and leave what every module gave."""
+    dropout.switch_off()
+    dist.barrier()  # one that has nothing to exchange must not leave before the other has come
+    module, shape, model = model_of(config)
+    fill(model)
+    count = num_tokens(model, config.training.seq_len)
+    tokens_BT, positions_BT = tokens_of(count, shape.vocab_size)
+    row = slice(rank, rank + 1)
+    facts: dict[str, Any] = {"draws": _draws(module, shape), "parameters": _sizes(model), "calls": []}
+    tensors: dict[str, Tensor] = {}
+    try:
+        found = trace(model, tokens_BT[row], positions_BT[row])
+        for number, call in enumerate(found.calls):
+            facts["calls"].append([call.path, len(call.inputs), len(call.outputs)])
+            for place, tensor in enumerate([*call.inputs, *call.outputs]):
+                tensors[f"{number}/{place}"] = tensor.contiguous()
+    except Exception as error:
+        facts["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    save_file(tensors, Path(folder) / f"peer-{rank}.safetensors", metadata={"facts": json.dumps(facts)})
+
+
+def _of_peer(path: Path) -> tuple[dict[str, Any], Trace]:
+    """What a rank left: its facts, and its forward pass."""
+    with safe_open(path, framework="pt") as file:
+        facts = json.loads(file.metadata()["facts"])
+        calls = []
+        for number, (module, inputs, outputs) in enumerate(facts["calls"]):
+            tensors = [file.get_tensor(f"{number}/{place}") for place in range(inputs + outputs)]
+            calls.append(Call(module, tensors[:inputs], tensors[inputs:]))
+    return facts, Trace(calls)
+
+
+def _draws(module: Any, shape: Any) -> dict[str, str]:
+    return {pattern: repr(draw) for pattern, draw in module.initial(shape).items()}
+
+
+def _sizes(model: nn.Module) -> dict[str, str]:
+    return {name: str(tuple(parameter.shape)) for name, parameter in model.named_parameters()}
+
+
+class Prober:
+    """A model with weights, and the questions."""
+
+    def __init__(
+        self,
+        config: Config,
+        module: Any,
+        shape: Any,
+        model: nn.Module,
+        folder: Path | None,
+        kinds: Collection[str] | None = None,
+    ) -> None:
+        self._kinds = kinds
+        self._config, self._module, self._shape, self._model = config, module, shape, model
+        self._layout: Layout = module.LAYOUT
+        self._folder = folder
+        self._count = num_tokens(model, config.training.seq_len)
+        self._tokens_BT, self._positions_BT = tokens_of(self._count, shape.vocab_size)
+        self._foreign = hasattr(model, "tensor_plan")  # a network of transformers, whose layout names no core
+        self.found = Found()
+
+    def all(self) -> Found:
+        """Ask until something is broken: what is asked later would accuse the wrong module."""
+        for question in (
+            self._repeats,
+            self._rows,
+            self._causal,
+            self._ranks,
+            self._precision,
+            self._writes,
+            self._mixing,
+            self._places,
+            self._shared,
+        ):
+            question()
+            if self.found.broken:
+                break
+        if dropout.used:
+            self.found.notes.insert(0, f"dropout: off ({', '.join(dropout.used)}): which numbers drop is the mesh's")
+        return self.found
+
+    # ---- helpers
+
+    def _run(self, tokens_BT: Tensor, positions_BT: Tensor, **options: Any) -> Trace:
+        return trace(self._model, tokens_BT, positions_BT, **options)
+
+    def _break(self, rule: str, fix: str, *kinds: str) -> None:
+        """Note what is broken; of what matters to some kinds of parallelism alone, with any of these."""
+        matters = not kinds or self._kinds is None or bool(set(self._kinds) & set(kinds))
+        told = self.found.broken if matters else self.found.notes
+        told.append(str(Problem("model.name", self._config.model.name, rule, fix)))
+
+    def _say(self, path: str | None) -> str:
+        """A module as a reader finds it: its path and class."""
+        if not path:
+            return f"the model's own forward ({type(self._model).__name__})"
+        return f"module {path} ({type(self._model.get_submodule(path)).__name__})"
+
+    def _is_core(self, path: str | None) -> bool:
+        """Whether a module is an attention core, or lies in one."""
+        return bool(path and self._layout.context) and any(
+            matches(start, self._layout.context) for start in _starts(path or "")
+        )
+
+    def _in_word(self, path: str | None, word: str) -> bool:
+        """Whether a module has a word of the layout, or lies in one that has."""
+        return any(word_of(self._layout, start) == word for start in _starts(path or ""))
+
+    # ---- questions
+
+    def _repeats(self) -> None:
+        """Twice the same answer, from the same model and from one built anew."""
+        tokens, positions = self._tokens_BT, self._positions_BT
+        before = _state(self._model)
+        one = self._run(tokens, positions)
+        middle = _state(self._model)
+        other, third = self._run(tokens, positions), self._run(tokens, positions)
+        for again in (other, third):
+            if off(again.out, one.out, REPEATED):
+                path = blame(one, again, _whole, REPEATED)
+                return self._not_repeated(path, before, middle)
+        buffers = [
+            name for name in before if name in dict(self._model.named_buffers()) and before[name] != middle[name]
+        ]
+        if buffers:
+            rule = f"changes the buffer {buffers[0]} in forward: each rank sees other tokens, and its copies part"
+            return self._break(rule, "keep no running statistics; compute from the inputs alone")
+        another = models.build(self._module, self._shape)
+        fill(another)
+        built = trace(another, tokens, positions)
+        if off(built.out, one.out, REPEATED):
+            where = self._say(blame(one, built, _whole, REPEATED))
+            rule = f"gives other numbers when it is built a second time in one process, first in {where}"
+            self._break(rule, "count nothing on a class or a module of Python; pass the layer's number as an argument")
+        return None
+
+    def _not_repeated(self, path: str | None, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        torch.manual_seed(0)
+        one = self._run(self._tokens_BT, self._positions_BT)
+        torch.manual_seed(0)
+        other = self._run(self._tokens_BT, self._positions_BT)
+        where = self._say(path)
+        if not off(other.out, one.out, REPEATED):
+            rule = f"draws random numbers in {where}: a mesh draws others than one process"
+            fix = "drop with nn.Dropout or F.dropout, which verify switches off, and draw nothing else in forward"
+            return self._break(rule, fix)
+        kept = [name for name in before if before[name] != after.get(name)]
+        own = [name for name in kept if name.rpartition(".")[0] == (path or "")] or kept
+        told = f" ({own[0].rpartition('.')[2]} changes)" if own else ""
+        rule = f"answers the same tokens differently when asked twice: {where} keeps state between forward passes{told}"
+        return self._break(
+            rule, "compute from the inputs alone: pipelines and accumulation call it another number of times"
+        )
+
+    def _rows(self) -> None:
+        """A row alone has the answer that it has in its batch."""
+        whole = self._run(self._tokens_BT, self._positions_BT)
+        for row in range(ROWS):
+            only = slice(row, row + 1)
+            alone = self._run(self._tokens_BT[only], self._positions_BT[only])
+            if off(alone.out, whole.out[only], CLOSE):
+                path = blame(whole, alone, _row(row), CLOSE)
+                kind = "a statistic of the batch"
+                if self._layout.expert and any(matches(start, self._layout.expert) for start in _starts(path or "")):
+                    kind = "a capacity of experts that the rows share"
+                rule = f"answers a row otherwise alone than in its batch: {self._say(path)} mixes rows ({kind}?)"
+                fix = "normalise each token by itself (nn.LayerNorm, nn.RMSNorm), and give experts no capacity"
+                return self._break(rule, fix)
+        return None
+
+    def _causal(self) -> None:
+        """No token sees a later one; in an encoder all do, through its attention."""
+        half = self._count // 2
+        later = self._tokens_BT.clone()
+        later[:, half:] = (later[:, half:] + 1) % self._shape.vocab_size
+        one = self._run(self._tokens_BT, self._positions_BT)
+        other = self._run(later, self._positions_BT)
+        if not off(other.out[:, :half], one.out[:, :half], CLOSE):
+            return
+        path = blame(one, other, _kept(self._count, slice(0, half)), CLOSE)
+        where = self._say(path)
+        attention = self._is_core(path) or (not self._layout.context and self._in_word(path, "gather")) or self._foreign
+        if attention:
+            self.found.notes.append(
+                f"each token sees later ones, in {where}: right for an encoder, and for a language model a leak of its "
+                "targets"
+            )
+            rule = f"is not causal, as attention over a split sequence is: {where} sees later tokens"
+            self.found.impossible["cp"] = self._axis("cp", rule, "leave sequences whole")
+            return
+        rule = f"lets a token see later ones in {where}, outside of an attention core: its targets leak"
+        fix = "read earlier positions alone; of an encoder, name the attention core in LAYOUT.context"
+        if bool(getattr(self._module, "CAUSAL", True)):
+            self._break(rule, fix, "cp")  # elsewhere it leaks alike on every mesh
+
+    def _ranks(self) -> None:
+        """Nothing depends on the number of ranks, or on which one it is."""
+        if self._folder is None:
+            return
+        fix = "read no rank and no number of ranks (RANK, WORLD_SIZE, torch.distributed), and no clock or host"
+        if (error := self._folder / "error").exists():
+            return self._break(f"fails as one of two ranks, and not alone: {error.read_text()}", fix)
+        draws, sizes = _draws(self._module, self._shape), _sizes(self._model)
+        for rank in range(2):
+            path = self._folder / f"peer-{rank}.safetensors"
+            if not path.exists():
+                continue
+            told, peer = _of_peer(path)
+            here = f"on rank {rank} of 2"
+            for pattern, draw in draws.items():
+                if (there := told["draws"].get(pattern)) != draw:
+                    rule = f"starts from other weights {here}: initial() gives {pattern} {there}, alone {draw}"
+                    return self._break(rule, fix)
+            for name in sorted({*sizes, *told["parameters"]}):
+                if told["parameters"].get(name) != sizes.get(name):
+                    there, alone = told["parameters"].get(name, "absent"), sizes.get(name, "absent")
+                    return self._break(f"has other weights {here}: {name} is {there}, alone {alone}", fix)
+            if "error" in told:
+                return self._break(f"fails {here}, and not alone: {told['error']}", fix)
+            row = slice(rank, rank + 1)
+            single = self._run(self._tokens_BT[row], self._positions_BT[row])
+            peer.out = peer.calls[-1].outputs[0]
+            if off(peer.out, single.out, CLOSE):
+                where = self._say(blame(single, peer, _whole, CLOSE))
+                return self._break(f"gives other numbers {here} than alone: {where} knows of ranks", fix)
+        return None
+
+    def _precision(self) -> None:
+        """Nothing is computed in a type that is shorter than that of the weights."""
+        watch = _ShortTypes(self._model)
+        with watch:
+            self._model(self._tokens_BT[:1], self._positions_BT[:1])
+        watch.remove()
+        if watch.found:
+            path, dtype = watch.found
+            rule = (
+                f"computes in {dtype} in {self._say(path)}, whatever the type of its weights: meshes round differently"
+            )
+            self._break(rule, "cast nothing: training.mixed_precision_param is the type in which a model computes")
+
+    def _writes(self) -> None:
+        """No layer writes into what it was given: recomputation and pipelines keep that for the backward pass."""
+        found = self._run(self._tokens_BT, self._positions_BT)
+        layer = f"{self._layout.layers}."
+        for call in found.calls:
+            if call.changed and call.path.startswith(layer) and call.path.count(".") == layer.count("."):
+                inner = next(c.path for c in found.calls if c.changed)
+                rule = (
+                    f"writes into its input in {self._say(inner)}: recomputation would start from what it has written"
+                )
+                return self._break(rule, "write x = x + y in place of x += y", "pp", RECOMPUTE)
+        return None
+
+    def _mixing(self) -> None:
+        """Outside of attention a token depends on itself and its position, so that sequences can be cut there."""
+        if self._foreign:
+            return
+        cores = [path for path, _ in self._model.named_modules() if self._is_core(path) and self._outermost(path)]
+        gathered = [
+            path
+            for path, _ in self._model.named_modules()
+            if word_of(self._layout, path) == "gather" and not self._in_word(path.rpartition(".")[0], "gather")
+        ]
+        if cores and (path := self._mixes(cores)) is not None:
+            rule = f"mixes the tokens of a sequence outside of the attention core, in {self._say(path)}"
+            fix = "move it into the core's place or leave sequences whole"
+            self.found.impossible.setdefault("cp", self._axis("cp", rule, fix))
+        if gathered and (path := self._mixes(gathered)) is not None:
+            rule = (
+                f"mixes the tokens of a sequence in {self._say(path)}, where activations are split along the sequence"
+            )
+            fix = 'do it in a module whose word in LAYOUT.tensor is "gather"'
+            self.found.impossible.setdefault("tp", self._axis("tp", rule, fix))
+
+    def _places(self) -> None:
+        """The second half of a sequence, given its positions and what attention gave it, is as within the whole."""
+        if self._foreign or "cp" in self.found.impossible or "tp" in self.found.impossible:
+            return None
+        fixed = [path for path, _ in self._model.named_modules() if self._is_core(path) and self._outermost(path)]
+        if not fixed:
+            fixed = [path for path, _ in self._model.named_modules() if word_of(self._layout, path) == "gather"]
+        whole = self._run(self._tokens_BT, self._positions_BT)
+        half = slice(self._count // 2, None)
+        part = self._run(
+            self._tokens_BT[:, half], self._positions_BT[:, half], replay=outputs_of(whole, fixed), fit=_second_half
+        )
+        if off(part.out, whole.out[:, half], CLOSE):  # places added to activations
+            path = blame(whole, part, _half(self._count), CLOSE, skip=lambda path: _within(path, fixed))
+            rule = (
+                "breaks the promise to take positions from its argument: the second half of a sequence, given its "
+                f"positions, has other numbers than within the whole, first in {self._say(path)}"
+            )
+            return self._break(rule, "use positions_BT wherever a token's place counts, never arange", "cp")
+        ones = [call for call in whole.calls if call.path in fixed]
+        others = [call for call in part.calls if call.path in fixed]
+        for one, other in zip(ones, others, strict=True):
+            pairs = [_half(self._count)(a, b) for a, b in zip(one.inputs, other.inputs, strict=True)]
+            if any(pair is not None and off(pair[1], pair[0], CLOSE) for pair in pairs):
+                rule = (
+                    "breaks the promise to take positions from its argument: for the second half of a sequence, given "
+                    f"its positions, {one.path} is given other queries, keys or values than within the whole"
+                )
+                return self._break(rule, "use positions_BT wherever a token's place counts, never arange", "cp")
+        return None
+
+    def _shared(self) -> None:
+        """Weights that two layers share cannot be sharded with each; those that two ends share are on one stage."""
+        for names in tied_names(self._model):
+            tops = {_top(name, self._layout.layers): name for name in names}
+            if len(tops) > 1:
+                first, second, *_ = tops.values()
+                if sum(top.startswith(f"{self._layout.layers}.") for top in tops) > 0:
+                    rule = f"shares one weight between {first} and {second}, and each layer is sharded by itself"
+                    return self._break(rule, "give each layer weights of its own")
+                rule = f"shares one weight between {first} and {second}, of which pipeline stages would train copies"
+                self.found.impossible["pp"] = self._axis("pp", rule, "give each its own weight")
+                return
+
+    def _outermost(self, path: str) -> bool:
+        return not self._is_core(path.rpartition(".")[0])
+
+    def _axis(self, axis: str, rule: str, fix: str) -> str:
+        return str(Problem(f"parallelism.{OPTIONS[axis]}", None, f"must be 1: the model {rule}", fix))
+
+    def _mixes(self, fixed: Sequence[str]) -> str | None:
+        """The module in which one half of the tokens changes the other, with what ``fixed`` gave replayed."""
+        whole = self._run(self._tokens_BT, self._positions_BT)
+        replay = outputs_of(whole, fixed)
+        half = self._count // 2
+        for kept, other in ((slice(half, None), slice(0, half)), (slice(0, half), slice(half, None))):
+            changed = self._tokens_BT.clone()
+            changed[:, other] = (changed[:, other] + 1) % self._shape.vocab_size
+            run = self._run(changed, self._positions_BT, replay=replay, fit=_as_it_was)
+            if off(run.out[:, kept], whole.out[:, kept], CLOSE):
+                path = blame(whole, run, _kept(self._count, kept), CLOSE, skip=lambda path: _within(path, fixed))
+                return path or ""
+        return None
+
+
+def _starts(path: str) -> list[str]:
+    """A path and those of the modules around it: a.b.c, a.b, a."""
+    pieces = path.split(".")
+    return [".".join(pieces[:count]) for count in range(len(pieces), 0, -1)]
+
+
+def _top(name: str, layers: str) -> str:
+    """What a pipeline stage holds as a whole: an end, or one layer."""
+    pieces = name.split(".")
+    return ".".join(pieces[:2] if pieces[0] == layers else pieces[:1])
+
+
+def _within(path: str, modules: Sequence[str]) -> bool:
+    return any(start in modules for start in _starts(path))
+
+
+def _whole(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    return one, other
+
+
+def _row(row: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """A row of a batch of ROWS, against that row alone; a batch may have been flattened with what follows it."""
+
+    def pick(batch: Tensor, alone: Tensor) -> tuple[Tensor, Tensor] | None:
+        if batch.shape == alone.shape:
+            return batch, alone
+        if batch.ndim != alone.ndim or batch.ndim == 0 or batch.size(0) != ROWS * alone.size(0):
+            return None
+        if batch.shape[1:] != alone.shape[1:]:
+            return None
+        size = alone.size(0)
+        return batch[row * size : (row + 1) * size], alone
+
+    return pick
+
+
+def _kept(count: int, kept: slice) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """Of tensors with ``count`` tokens along some dimension, those that were not changed."""
+
+    def pick(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
+        if one.shape != other.shape:
+            return None
+        dims = [dim for dim, size in enumerate(one.shape) if size == count]
+        for dim in dims:
+            index = tuple(kept if d == dim else slice(None) for d in range(one.ndim))
+            one, other = one[index], other[index]
+        if not dims and one.numel() > 1 and ROWS * count in one.shape:
+            return None  # rows and tokens in one dimension
+        return one, other
+
+    return pick
+
+
+def _as_it_was(kept: list[Tensor], output: Any) -> Any:
+    """What a module gave in another pass, in the form of what it gives now."""
+    remaining = iter(kept)
+    if isinstance(output, Tensor):
+        return next(remaining).clone()
+    if isinstance(output, tuple | list):
+        return type(output)(next(remaining).clone() if isinstance(x, Tensor) else x for x in output)
+    return output
+
+
+def _half(count: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """The second half of tensors with ``count`` tokens, against what has half as many."""
+
+    def pick(whole: Tensor, part: Tensor) -> tuple[Tensor, Tensor] | None:
+        if whole.ndim != part.ndim:
+            return None
+        for dim, (size, own) in enumerate(zip(whole.shape, part.shape, strict=True)):
+            if size != own:
+                if size != count or own != count // 2:
+                    return None
+                whole = whole.narrow(dim, count // 2, count // 2)
+        return whole, part
+
+    return pick
+
+
+def _second_half(kept: list[Tensor], output: Any) -> Any:
+    """What a module gave for the second half of the tokens, in the form of what it gives now."""
+    remaining = iter(kept)
+
+    def cut(now: Any) -> Any:
+        if not isinstance(now, Tensor):
+            return now
+        then = next(remaining)
+        for dim, (size, own) in enumerate(zip(then.shape, now.shape, strict=True)):
+            if size != own:
+                then = then.narrow(dim, size - own, own)
+        return then.clone()
+
+    return type(output)(cut(x) for x in output) if isinstance(output, tuple | list) else cut(output)
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Plain values and tensors that modules keep, by name: what may change between two passes."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        start = f"{path}." if path else ""
+        for name, value in module.__dict__.items():
+            if isinstance(value, bool | int | float | str) and name != "training":
+                found[start + name] = value
+            elif isinstance(value, Tensor):
+                found[start + name] = value.detach().clone().flatten().tolist()
+        for name, value in module._buffers.items():
+            found[start + name] = None if value is None else value.detach().clone().flatten().tolist()
+    return found
+
+
+class _ShortTypes(TorchDispatchMode):
+    """Finds the first operation that gives float16, bfloat16 or shorter, and the module in which it is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.found: tuple[str, str] | None = None
+        self._stack: list[str] = []
+        self._handles = []
+        for path, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._stack.append(path)))
+            self._handles.append(module.register_forward_hook(lambda *_: self._stack.pop() and None))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            short = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.element_size() < 4
+            if short and self.found is None and leaf.numel():
+                self.found = (self._stack[-1] if self._stack else "", str(leaf.dtype).removeprefix("torch."))
+        return result
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def ask(
+    config: Config,
+    module: Any,
+    shape: Any,
+    model: nn.Module,
+    folder: Path | None,
+    kinds: Collection[str] | None = None,
+) -> Found:
+    """Ask a model with weights everything; without a forward pass that works there is nothing to ask."""
+    if len(inspect.signature(model.forward).parameters) < 2:
+        return Found()
+    prober = Prober(config, module, shape, model, folder, kinds)
+    return prober.all()

@@ -1,0 +1,348 @@
+"""``shardtrain verify --real``: the sizes that a small model hides, each beside float64.
+
+``sums`` has norms and losses on 1, 2 and 4 ranks, ``beyond`` tensors of more than 2^31 numbers, ``layers`` one layer
+and the vocabulary of the configured model, ``angles`` its rotary positions. What does not fit into memory is a row that
+says so. Torch is imported by those alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from shardtrain import config as configs
+from shardtrain.config import Loaded
+from shardtrain.tools.verify import workers
+from shardtrain.train.preflight.machine import cgroup_memory, host_memory
+from shardtrain.utils.units import format_bytes
+
+SUM_LIMIT = 1e-6
+"""Relative distance of a norm or a loss from float64 that is allowed."""
+LIMIT_SECONDS = 3600
+"""How long one check may take."""
+SPARE = 0.75
+"""Share of the memory that is free which a check may take, unless ``--memory`` says how much."""
+MESHES: tuple[tuple[str, int, dict[str, int]], ...] = (
+    ("1", 1, {}),
+    ("tp=2", 2, {"tp": 2}),
+    ("dp_shard=2", 2, {}),
+    ("dp_shard=2,tp=2", 4, {"tp": 2}),
+)
+"""Name, ranks and degrees; ``dp_shard`` takes the ranks that are left."""
+REPLICAS = ("dp_replicate=2", 2, {"dp_replicate": 2})
+WIDE = ("tp=4", 4, {"tp": 4})
+
+Verdict = Literal["pass", "fail", "left out"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the checks are; those of a test are smaller."""
+
+    numbers: int = 1 << 26
+    """Of gradients in float32: 67,108,864."""
+    far_rows: int = (1 << 20) + 3
+    """Of 2,048 numbers: 2^31 + 6,144 in all."""
+    far_samples: int = (1 << 33) + 7
+    vocabularies: tuple[int, ...] = (128256, 151936, 262144)
+    tokens: int = 1024
+    """Targets of a sum over each vocabulary."""
+    losses: int = 1 << 26
+    """Targets of a sum of many losses, over a vocabulary of two."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row to be: what is run, the bytes it needs over all ranks, and the largest error allowed."""
+
+    name: str
+    size: str
+    mesh: str
+    ranks: int
+    needs: int
+    limit: float
+    measure: Callable[[Path], tuple[float, str]]
+    """Gives the error and, where there is more to say, a note; has a folder of its own."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of one check; ``error`` is None where nothing ran."""
+
+    check: str
+    size: str
+    mesh: str
+    ranks: int
+    error: float | None
+    limit: float
+    verdict: Verdict
+    seconds: float = 0.0
+    note: str = ""
+
+
+def main(request: Any, loaded: Loaded, load_trainer: Callable[[], Any]) -> int:
+    """Run all checks and print their rows; gives the status: 0, or 4 where one failed."""
+    budget = int(request.memory_gib * 2**30) if request.memory_gib else int(SPARE * free_memory())
+    model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
+    if not request.json:
+        print(f"verify {model} at real size, beside float64, in up to {format_bytes(budget)} of memory")
+        print(_line(_HEADER))
+    rows = []
+    for row in run(loaded, budget, load_trainer):
+        rows.append(row)
+        if not request.json:
+            print(_line(_cells(row)) + (f"  {row.note}" if row.note else ""), flush=True)
+    if request.json:
+        finite = [
+            asdict(replace(row, error=row.error if row.error is None or math.isfinite(row.error) else None))
+            for row in rows
+        ]
+        told = {"model": model, "memory_bytes": budget, "rows": finite, "exit_code": exit_code(rows)}
+        print(json.dumps(told, indent=2, allow_nan=False))
+    else:
+        print(summary(rows))
+    return exit_code(rows)
+
+
+def free_memory() -> int:
+    """Bytes that this machine, or its container, has free."""
+    host = host_memory()
+    limit, used = cgroup_memory()
+    free = host.get("available", host["total"])
+    return min(free, limit - used) if limit else free
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """0 where something was measured and nothing failed, else 4."""
+    verdicts = {row.verdict for row in rows}
+    return 0 if "pass" in verdicts and "fail" not in verdicts else 4
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """One line: how many passed, failed, and were left out."""
+    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("pass", "fail", "left out")}
+    text = f"{counts['pass']} passed, {counts['fail']} failed, {counts['left out']} left out"
+    return f"{text}: nothing is known of what was left out" if counts["left out"] else text
+
+
+def run(loaded: Loaded, budget: int, load_trainer: Callable[[], Any], sizes: Sizes | None = None) -> Iterator[Row]:
+    """Measure each check in turn, in processes of its own."""
+    # one after the other: what a model's checks share lives for as long as they are asked for
+    for check in itertools.chain(general(sizes or Sizes()), of_model(loaded, budget, load_trainer)):
+        yield measured(check, budget)
+
+
+def measured(check: Check, budget: int) -> Row:
+    """The row of one check; what needs more than ``budget`` bytes is left out."""
+    row = Row(check.name, check.size, check.mesh, check.ranks, None, check.limit, "left out")
+    if check.needs > budget:
+        return replace(row, note=f"needs {format_bytes(check.needs)} of memory, {format_bytes(budget)} allowed")
+    folder = Path(tempfile.mkdtemp(prefix="shardtrain-real-"))
+    started = time.perf_counter()
+    try:
+        error, note = check.measure(folder)
+    except workers.RankFailed as failed:
+        return replace(row, verdict="fail", seconds=time.perf_counter() - started, note=str(failed))
+    except _NotPossible as reason:
+        return replace(row, note=str(reason))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    # written so that an error that is not a number fails
+    verdict: Verdict = "pass" if error <= check.limit else "fail"
+    return replace(row, error=error, verdict=verdict, seconds=time.perf_counter() - started, note=note)
+
+
+class _NotPossible(Exception):
+    """A check that the configuration does not admit, in its own words."""
+
+
+def _on_ranks(folder: Path, ranks: int, function: Callable[..., Any], *arguments: Any, alone: bool = False) -> Any:
+    backend = "" if alone else "gloo"
+    return workers.run(ranks, function, *arguments, folder=folder, backend=backend, limit_seconds=LIMIT_SECONDS)
+
+
+def general(sizes: Sizes) -> Iterator[Check]:
+    """Checks that are the same for every model."""
+    from shardtrain.tools.verify.real import beyond, sums
+
+    far_columns, columns = beyond.COLUMNS, 4096
+    far = sizes.far_rows * far_columns
+    rows = sizes.numbers // columns
+
+    def norm(mesh: tuple[str, int, dict[str, int]], shape: tuple[int, int], values: str, dtype: str) -> Check:
+        name, ranks, degrees = mesh
+        numel = shape[0] * shape[1]
+
+        def measure(folder: Path) -> tuple[float, str]:
+            found = _on_ranks(folder, ranks, sums.gradient_norm, degrees, *shape, values, dtype)
+            return sums.norm_error(found), sums.VALUES[values]
+
+        needs = numel * (2 if dtype == "bfloat16" else 4) * degrees.get("dp_replicate", 1)
+        size = f"{numel + 4097:,} {dtype}"
+        return Check("gradient norm", size, name, ranks, needs, SUM_LIMIT, measure)
+
+    for mesh in (*MESHES, REPLICAS):
+        yield norm(mesh, (rows, columns), "normal", "float32")
+    for values in ("offset", "tiny", "one large"):
+        yield norm(MESHES[0], (rows, columns), values, "float32")
+    for mesh, values in zip((MESHES[0], MESHES[1], MESHES[3]), ("one large", "normal", "offset"), strict=True):
+        yield norm(mesh, (sizes.far_rows, far_columns), values, "bfloat16")
+
+    def loss(mesh: tuple[str, int, dict[str, int]], vocabulary: int, tokens: int, batches: int) -> Check:
+        name, ranks, degrees = mesh
+
+        def measure(folder: Path) -> tuple[float, str]:
+            found = _on_ranks(folder, ranks, sums.loss_sum, degrees, vocabulary, tokens, batches)
+            return sums.loss_error(found), ""
+
+        one_batch = tokens // batches * vocabulary * 4 * 4  # logits, their gradient, and two chunks in float32
+        needs = ranks * (sums.PREFIXES * vocabulary * 12 + one_batch)
+        size = f"{tokens:,} tokens x {vocabulary:,}"
+        return Check("loss sum", size, name, ranks, needs, SUM_LIMIT, measure)
+
+    for mesh in MESHES:
+        yield from (loss(mesh, vocabulary, sizes.tokens, 64) for vocabulary in sizes.vocabularies)
+        yield loss(mesh, 2, sizes.losses, 256)
+
+    def exact(name: str, size: str, needs: int, function: Callable[..., Any], *arguments: Any) -> Check:
+        """A check that counts numbers that are wrong."""
+
+        def measure(folder: Path) -> tuple[float, str]:
+            own = [str(folder) if argument is Path else argument for argument in arguments]
+            (found,) = _on_ranks(folder, 1, function, *own, alone=True)
+            return found["wrong"], "numbers that are wrong"
+
+        return Check(name, size, "1", 1, needs, 0, measure)
+
+    size, far_bytes, small = f"{far:,} bfloat16", 2 * far, 1 << 28
+    yield exact("initial draws", f"{far:,} float32", small, beyond.drawn, sizes.far_rows)
+    yield exact("order of samples", f"{sizes.far_samples:,} samples", small, beyond.ordered, sizes.far_samples)
+    yield exact("checkpoint, far rows", size, small, beyond.stored_far, sizes.far_rows, Path)
+    yield exact("checkpoint, whole", size, 2 * far_bytes, beyond.written, sizes.far_rows, Path)
+    yield exact("scaled gradient", size, far_bytes, beyond.scaled, sizes.far_rows)
+    yield exact("embedding rows", size, far_bytes, beyond.looked_up, sizes.far_rows)
+    yield exact("AdamW update", size, 4 * far_bytes, beyond.updated, sizes.far_rows)
+    vocabulary = sizes.vocabularies[0]
+    tokens = -(-far // vocabulary)
+
+    def scored(folder: Path) -> tuple[float, str]:
+        (found,) = _on_ranks(folder, 1, beyond.scored, vocabulary, tokens, alone=True)
+        return found["error"], ""
+
+    size = f"{tokens:,} tokens x {vocabulary:,} bfloat16"
+    yield Check("cross entropy", size, "1", 1, far_bytes + (1 << 29), SUM_LIMIT, scored)
+
+
+def of_model(loaded: Loaded, budget: int, load_trainer: Callable[[], Any]) -> Iterator[Check]:
+    """Checks of the configured model: rotary angles, then a step of each piece on each mesh."""
+    from shardtrain.tools.verify.real import angles, layers
+
+    model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
+    for length in angles.lengths(loaded.config):
+        yield Check(
+            "rotary angles",
+            f"position {length - 1:,}",
+            "1",
+            1,
+            1 << 28,
+            angles.limit(length),
+            functools.partial(_angles, loaded, length),
+        )
+    folder = Path(tempfile.mkdtemp(prefix="shardtrain-real-"))
+    try:
+        if loaded.config.model.name == "transformers":
+            yield _left_out(model, "networks of transformers are compared with their own, by import and export")
+            return
+
+        def count(piece: layers.Piece) -> layers.Piece:
+            (found,) = _on_ranks(folder, 1, layers.count, piece.loaded.config, piece.cut_embedding, alone=True)
+            return replace(piece, numel=found[0], largest_unit=found[1], widest=found[2])
+
+        for piece in layers.pieces(loaded, budget, count):
+            yield from _of_piece(model, piece, load_trainer, folder / "gradients.safetensors")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _left_out(model: str, reason: str) -> Check:
+    def measure(_: Path) -> tuple[float, str]:
+        raise _NotPossible(reason)
+
+    return Check(model, "", "1", 1, 0, 0, measure)
+
+
+def _angles(loaded: Loaded, length: int, folder: Path) -> tuple[float, str]:
+    from shardtrain.tools.verify.real import angles
+
+    (found,) = _on_ranks(folder, 1, angles.error, loaded.config, length, alone=True)
+    if found["error"] is None:
+        raise _NotPossible("the model has no rotary angles of this package")
+    return found["error"], found["note"]
+
+
+def _of_piece(model: str, piece: Any, load_trainer: Callable[[], Any], path: Path) -> Iterator[Check]:
+    """Rows of one piece: loss, norm and gradients on each mesh; the float64 reference is made once."""
+    from shardtrain.tools.verify.real import layers
+
+    expected: dict[str, float] = {}
+    step: dict[str, Any] = {}
+    size = f"{piece.numel:,} float32"
+
+    def first(kind: str, ranks: int, degrees: dict[str, int], folder: Path) -> tuple[float, str]:
+        step.clear()
+        if not expected:
+            path.unlink(missing_ok=True)
+            expected.update(_on_ranks(folder, 1, layers.reference, piece, str(path), alone=True)[0])
+        config = layers.on_mesh(piece, degrees)
+        problems = configs.check(config)
+        if problems:
+            raise _NotPossible("; ".join(str(problem) for problem in problems))
+        arguments = (load_trainer(), config.config, piece, str(path))
+        step.update(layers.errors(_on_ranks(folder, ranks, layers.step, *arguments), expected))
+        return step[kind], piece.said
+
+    def later(kind: str, _: Path) -> tuple[float, str]:
+        if not step:
+            raise _NotPossible("the step did not run, see above")
+        return step[kind], step["where"] if kind == "gradient" else ""
+
+    for name, ranks, degrees in (*MESHES, WIDE):
+        needs = piece.bytes_on(degrees, ranks)
+        # of three rows the first does the work
+        yield Check(
+            f"{piece.name}: loss", size, name, ranks, needs, SUM_LIMIT, functools.partial(first, "loss", ranks, degrees)
+        )
+        yield Check(f"{piece.name}: norm", size, name, ranks, needs, SUM_LIMIT, functools.partial(later, "norm"))
+        bound = layers.gradient_limit(piece.widest)
+        yield Check(f"{piece.name}: gradients", size, name, ranks, needs, bound, functools.partial(later, "gradient"))
+
+
+_HEADER = ("check", "size", "mesh", "error", "limit", "verdict", "seconds")
+_WIDTHS = (32, 38, 15, 8, 8, 8, 7)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    error = "-" if row.error is None else f"{row.error:.1e}" if row.error else "0"
+    limit = f"{row.limit:.1e}" if row.limit else "0"
+    return (
+        row.check,
+        row.size,
+        row.mesh,
+        error,
+        limit,
+        row.verdict,
+        f"{row.seconds:.1f}" if row.error is not None else "-",
+    )

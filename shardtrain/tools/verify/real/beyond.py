@@ -1,0 +1,188 @@
+"""Tensors of more numbers than 32 bits count: what is drawn, read, scaled, updated and stored at their far end.
+
+Each check takes ``rows`` of ``COLUMNS`` numbers, so that a test can run it small; at ``ROWS`` there are more than 2^31.
+Where the far end alone matters, no memory is touched but there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
+
+from shardtrain import optim
+from shardtrain.checkpoint import tensors as stored
+from shardtrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor
+from shardtrain.config.schema import Optimizer
+from shardtrain.data.order import sample_at
+from shardtrain.distributed import fake_backend as fake
+from shardtrain.distributed import grad_clip as clip
+from shardtrain.layout import Draw
+from shardtrain.ops import init_weights as init
+from shardtrain.ops.cross_entropy import cross_entropy_sum
+from shardtrain.ops.targets import IGNORE
+from shardtrain.tools.verify.real import tile
+
+COLUMNS = 2048
+ROWS = (1 << 20) + 3
+"""2^31 + 6,144 numbers of bfloat16 are 4.3 GB; the last rows are those whose numbers 32 bits cannot count."""
+TAIL = 8
+"""Rows at the far end that are looked at one by one."""
+
+
+def _places(rows: int) -> list[int]:
+    """Rows at both ends, in the middle, and where an index of 31 bits would turn over."""
+    return sorted({0, 1, rows // 2, rows - 4, rows - 3, rows - 2, rows - 1})
+
+
+def scaled(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
+    """Scaling gradients in place, as clipping does: by a half, which is exact in every type."""
+    parameter = nn.Parameter(torch.empty(rows, COLUMNS, dtype=torch.bfloat16))
+    tile.fill_(parameter, "scaled")
+    before = {row: parameter[row].detach().clone() for row in _places(rows)}
+    parameter.grad = parameter.detach()
+    clip.scale_gradients([parameter], 0.5)
+    wrong = sum(int((parameter[row].detach() != before[row] * 0.5).sum()) for row in before)
+    return {"wrong": wrong}
+
+
+def updated(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
+    """One AdamW update by the default implementation: from zero moments each number moves by lr times its sign."""
+    parameter = nn.Parameter(torch.zeros(rows, COLUMNS, dtype=torch.bfloat16))
+    parameter.grad = torch.empty_like(parameter)
+    tile.fill_(parameter.grad, "updated")
+    options = Optimizer(lr=0.5, eps=1e-8, weight_decay=0.0)
+    optim.build([("weight", parameter)], options, ["weight"]).step()
+    wrong = 0
+    for row in _places(rows):
+        # bfloat16 rounds each step of the kernel: two digits are left, and a number that was left out is off by 100 %
+        moved, gradient = parameter[row].detach().float(), parameter.grad[row].float()
+        wrong += int(((moved + 0.5 * gradient.sign()).abs() > 0.05).sum())
+    return {"wrong": wrong}
+
+
+def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
+    """Embedding rows at the far end, and the gradient of their lookup: only these rows of the table have memory."""
+    table = torch.empty(rows, COLUMNS, dtype=torch.bfloat16)
+    ids = torch.tensor(_places(rows))
+    for row in ids.tolist():
+        table[row] = (row % 251) + torch.arange(COLUMNS) % 4
+    table.requires_grad_()
+    found = F.embedding(ids, table)
+    expected = (ids % 251)[:, None] + torch.arange(COLUMNS)[None] % 4
+    wrong = int((found.detach() != expected.to(torch.bfloat16)).sum())
+    found.backward(torch.ones_like(found) * torch.arange(1, len(ids) + 1, dtype=torch.bfloat16)[:, None])  # type: ignore[no-untyped-call]
+    gradient = table.grad
+    assert gradient is not None
+    wrong += sum(int((gradient[row] != place).sum()) for place, row in enumerate(ids.tolist(), 1))
+    total = math.fsum(float(part.sum(dtype=torch.float64)) for part in gradient.split(1 << 14))
+    return {"wrong": wrong + int(total != COLUMNS * sum(range(1, len(ids) + 1)))}
+
+
+def scored(rank: int, num_ranks: int, vocabulary: int, tokens: int) -> dict[str, Any]:
+    """The loss of more logits than 2^31, of which the last tokens alone have targets: by far the likeliest and not."""
+    logits = torch.empty(1, tokens, vocabulary, dtype=torch.bfloat16)
+    targets = torch.full((1, tokens), IGNORE)
+    for place in (0, tokens // 2, tokens - 2, tokens - 1):
+        targets[0, place] = vocabulary - 1 - place % 2
+    tile.fill_(logits[0], "scored")
+    kept = (targets[0] != IGNORE).nonzero().flatten()
+    rows = logits[0, kept].double()
+    expected = float((rows.logsumexp(1) - rows.gather(1, targets[0, kept, None]).squeeze(1)).sum())
+    with torch.no_grad():
+        found = float(cross_entropy_sum(logits, targets))
+    return {"error": abs(found / expected - 1)}
+
+
+def drawn(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
+    """Initial numbers of the last of 64 ranks of a tensor, beside a draw of the same blocks written out here."""
+    draw, ranks, rows_per_block = Draw("normal", std=0.02), 64, init.BLOCK_NUMEL // COLUMNS
+    with fake.join(ranks - 1, ranks):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
+        first = -(-rows // ranks) * (ranks - 1)
+        local = torch.empty(rows - first, COLUMNS)
+        tensor = DTensor.from_local(
+            local, mesh, (Shard(0),), run_check=False, shape=torch.Size((rows, COLUMNS)), stride=(COLUMNS, 1)
+        )
+        init.draw_(tensor, "far", draw, seed=5)
+    wrong = 0
+    for block in {first // rows_per_block, (rows - 1) // rows_per_block}:
+        seed = int.from_bytes(hashlib.blake2b(f"5/far/{block}".encode(), digest_size=7).digest(), "big")
+        start = block * rows_per_block
+        size = min(rows_per_block, rows - start)
+        values = torch.empty(size, COLUMNS).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
+        low = max(start, first)
+        wrong += int((local[low - first : start + size - first] != values[low - start :]).sum())
+    return {"wrong": wrong}
+
+
+def ordered(rank: int, num_ranks: int, samples: int) -> dict[str, Any]:
+    """The order of more samples than 32 bits count, beside the same network in Python's integers, at far positions."""
+    positions = [0, 1, 2**31 - 1, 2**31, 2**32 + 1, samples - 1, samples, 3 * samples + 2**31]
+    found = sample_at(positions, samples, seed=3).tolist()
+    near = sample_at(range(samples - 4096, samples), samples, seed=3)
+    wrong = sum(a != _sample(position, samples, 3) for a, position in zip(found, positions, strict=True))
+    return {"wrong": wrong + 4096 - len(set(near.tolist())) + int((near >= samples).sum())}
+
+
+def _sample(position: int, samples: int, seed: int) -> int:
+    epoch, value = divmod(position, samples)
+    pool = b"".join(hashlib.sha256(f"shardtrain order {seed} {epoch} {part}".encode()).digest() for part in range(2))
+    keys = [int.from_bytes(pool[8 * i : 8 * i + 8], "little") for i in range(8)]
+    half = (max(6, (samples - 1).bit_length()) + 1) // 2
+    mask = 2**half - 1
+    while True:
+        left, right = value >> half, value & mask
+        for key in keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        value = left << half | right
+        if value < samples:
+            return value
+
+
+def _mixed(value: int) -> int:
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31
+
+
+def stored_far(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, Any]:
+    """The last rows of a checkpoint's tensor whose bytes begin beyond 2^32: a file with holes, so it takes no space."""
+    path, row_bytes = Path(folder) / "rank-00000.bin", COLUMNS * 2
+    expected = torch.arange(TAIL * COLUMNS).view(TAIL, COLUMNS).remainder(251).to(torch.bfloat16)
+    with open(path, "wb") as file:
+        file.seek((rows - TAIL) * row_bytes)
+        file.write(bytes(stored.bytes_of(expected)))
+    whole = StoredTensor("bfloat16", (rows, COLUMNS), (Chunk((0, 0), (rows, COLUMNS), 0, 0),))
+    manifest = Manifest(0, 1, "", "", (StoredFile(path.name, rows * row_bytes, "0" * 64),), {"weight": whole})
+    wanted = (slice(rows - TAIL, rows), slice(0, COLUMNS))
+    found = stored.read_part(manifest, path.parent, "weight", wanted)
+    path.unlink()
+    return {"wrong": int((found != expected).sum())}
+
+
+def written(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, Any]:
+    """A tensor written whole and read back: the size of its file, and every number."""
+    tensor = torch.empty(rows, COLUMNS, dtype=torch.bfloat16)
+    tile.fill_(tensor, "written")
+    path = Path(folder) / "written"
+    path.mkdir()
+    file = stored.write_blocks([stored.bytes_of(tensor)], 0, 1, path)
+    wrong = int(file.bytes != rows * COLUMNS * 2) + int(os.path.getsize(path / file.name) != file.bytes)
+    whole = StoredTensor("bfloat16", (rows, COLUMNS), (Chunk((0, 0), (rows, COLUMNS), 0, 0),))
+    manifest = Manifest(0, 1, "", "", (file,), {"weight": whole})
+    step = 1 << 15
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        found = stored.read_part(manifest, path, "weight", (slice(start, stop), slice(0, COLUMNS)))
+        wrong += int((found != tensor[start:stop]).sum())
+    (path / file.name).unlink()
+    return {"wrong": wrong}

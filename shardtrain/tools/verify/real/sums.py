@@ -1,0 +1,192 @@
+"""Sums that grow with a model: the gradient norm over millions of numbers and the loss over a real vocabulary, as one
+rank of a mesh computes them, beside the same sum in float64 by other code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardtrain import distributed as parallel
+from shardtrain.config import Config
+from shardtrain.data.batch import Batch
+from shardtrain.distributed import BATCH_AXES, Mesh
+from shardtrain.distributed import grad_clip as clip
+from shardtrain.distributed.process_group import World
+from shardtrain.distributed.runner import Parts, PlainRunner
+from shardtrain.distributed.tensor_parallel import SplitVocabulary
+from shardtrain.ops.cross_entropy import split_vocabulary_chunk_loss
+from shardtrain.ops.dtensor import local_slices, local_tensor, split_axes
+from shardtrain.tools.verify.real import tile
+
+BLOCK_NUMEL = 1 << 22
+"""Numbers of which the reference has a float64 copy at a time."""
+
+VALUES = {
+    "normal": "normal numbers",
+    "offset": "numbers near 1, all of one sign",
+    "tiny": "numbers of 1e-25, whose squares float32 cannot hold",
+    "one large": "normal numbers, and a last row of 100",
+}
+"""What gradients are filled with, each a way in which a sum in float32 goes wrong."""
+
+
+def mesh_of(rank: int, num_ranks: int, degrees: dict[str, int]) -> tuple[Mesh, Config]:
+    """A mesh of CPU ranks with the degrees of some axes; ``dp_shard`` takes the ranks that are left."""
+    config = Config()
+    options = replace(
+        config.parallelism,
+        data_parallel_replicate_degree=degrees.get("dp_replicate", 1),
+        tensor_parallel_degree=degrees.get("tp", 1),
+    )
+    config = replace(config, parallelism=options)
+    return parallel.build(config, World(rank, num_ranks, rank, torch.device("cpu"))), config
+
+
+def float64_squares(tensor: Tensor) -> float:
+    """Sum of the squares of a local tensor: float64 in blocks, and the blocks added exactly."""
+    return math.fsum(float(block.double().square().sum()) for block in tensor.detach().reshape(-1).split(BLOCK_NUMEL))
+
+
+def copies_of(tensor: Tensor, num_ranks: int) -> int:
+    """How many ranks hold the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return num_ranks
+    parts = math.prod(tensor.device_mesh.size(axis) for axis in split_axes(tensor))
+    return num_ranks // parts
+
+
+def gradient(shape: tuple[int, ...], placements: list[Placement], mesh: Mesh, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter whose gradient has memory, split over the mesh; the parameter itself is that gradient."""
+    device_mesh = mesh.submesh(*(mesh.device_mesh.mesh_dim_names or ()))
+    with torch.device("meta"):
+        whole = torch.empty(shape, dtype=dtype)
+    local_shape = list(shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            size, place = device_mesh.size(axis), device_mesh.get_local_rank(axis)
+            chunk = -(-local_shape[placement.dim] // size)
+            local_shape[placement.dim] = max(0, min(chunk, local_shape[placement.dim] - chunk * place))
+    local = torch.empty(local_shape, dtype=dtype)
+    found = DTensor.from_local(
+        local, device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    parameter = nn.Parameter(found)
+    parameter.grad = found
+    return parameter
+
+
+def gradient_norm(
+    rank: int, num_ranks: int, degrees: dict[str, int], rows: int, columns: int, values: str, dtype: str
+) -> dict[str, Any]:
+    """The trainer's norm of a matrix (rows, columns) that the mesh splits and of a vector that every rank holds.
+
+    Gives the norm, and this rank's share of the sum of squares in float64: shares of all ranks add up to the whole.
+    """
+    mesh, _ = mesh_of(rank, num_ranks, degrees)
+    names = mesh.device_mesh.mesh_dim_names or ()
+    split: dict[str, Placement] = {"dp_shard": Shard(0), "tp": Shard(1)}
+    placements = [split.get(name, Replicate()) for name in names]
+    kind = getattr(torch, dtype)
+    matrix = gradient((rows, columns), placements, mesh, kind)
+    vector = gradient((4097, 1), [Replicate() for _ in names], mesh, kind)
+    std, mean = {"offset": (1e-3, 1.0), "tiny": (1e-25, 0.0)}.get(values, (1.0, 0.0))
+    for name, parameter in (("matrix", matrix), ("vector", vector)):
+        tile.fill_(parameter.grad, name, std, mean)  # type: ignore[arg-type]
+    if values == "one large":
+        # a rank that stops short of the end, or counts it twice, is seen
+        _last_row(matrix.grad, rows).fill_(100.0)  # type: ignore[arg-type]
+    norm = clip.gradient_norm([matrix, vector], mesh)
+    gradients = [parameter.grad for parameter in (matrix, vector)]
+    share = math.fsum(
+        float64_squares(local_tensor(one)) / copies_of(one, num_ranks)  # type: ignore[arg-type]
+        for one in gradients
+    )
+    return {"norm": float(norm), "squares": share}
+
+
+def _last_row(tensor: DTensor, rows: int) -> Tensor:
+    mine = local_slices(tensor)[0]
+    return local_tensor(tensor)[-1:] if mine.stop == rows and mine.start < rows else local_tensor(tensor)[:0]
+
+
+def norm_error(answers: list[dict[str, Any]]) -> float:
+    """Relative distance of the worst rank's norm from the root of the sum in float64."""
+    whole = math.sqrt(math.fsum(answer["squares"] for answer in answers))
+    return max(abs(answer["norm"] / whole - 1) for answer in answers)
+
+
+class _Bigrams(nn.Module):
+    """The smallest language model: the logits of the next token are a row of a table."""
+
+    def __init__(self, table_PV: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table_PV)
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(tokens_BT, self.table)
+
+
+PREFIXES = 64
+"""Rows of the table of logits: as many distributions over the vocabulary as there are."""
+
+
+class _Batches:
+    """Micro-batches of random tokens and targets that are made when they are asked for, and a float64 sum over them."""
+
+    def __init__(self, count: int, size: int, table_PV: Tensor, seed: int) -> None:
+        self._count, self._size, self._table = count, size, table_PV
+        self._log_sums_P = torch.stack([row_V.double().logsumexp(0) for row_V in table_PV])
+        self._generator = torch.Generator().manual_seed(seed)
+        self.sums: list[float] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Batch:
+        if number >= self._count:
+            raise IndexError(number)
+        shape, (prefixes, vocabulary) = (1, self._size), self._table.shape
+        tokens_BT = torch.randint(0, prefixes, shape, generator=self._generator)
+        targets_BT = torch.randint(0, vocabulary, shape, generator=self._generator)
+        chosen_N = self._table.view(-1).index_select(0, (tokens_BT * vocabulary + targets_BT).view(-1))
+        log_sums_N = self._log_sums_P.index_select(0, tokens_BT.view(-1))
+        self.sums.append(float((log_sums_N - chosen_N).sum()))
+        return Batch(tokens_BT, targets_BT, torch.arange(self._size)[None], torch.arange(1))
+
+
+def loss_sum(
+    rank: int, num_ranks: int, degrees: dict[str, int], vocabulary: int, tokens: int, batches: int
+) -> dict[str, Any]:
+    """The runner's loss over ``batches`` micro-batches of all data ranks together, of ``tokens`` targets in all.
+
+    The ranks of dp share the tokens, those of tp the vocabulary. Gives the loss sum over all ranks, and this rank's
+    share of it in float64.
+    """
+    mesh, config = mesh_of(rank, num_ranks, degrees)
+    whole_PV = torch.empty(PREFIXES, vocabulary)
+    tile.fill_(whole_PV, "logits")
+    chunk, own_Pv = None, whole_PV
+    if mesh.size("tp") > 1:
+        part = SplitVocabulary(mesh, vocabulary)
+        chunk = split_vocabulary_chunk_loss(part)
+        own_Pv = whole_PV[:, part.offset : part.offset + part.columns].contiguous()
+    runner = PlainRunner(Parts([_Bigrams(own_Pv)], mesh, config, chunk))
+    ranks = mesh.size(*BATCH_AXES)
+    size = tokens // batches
+    made = _Batches(batches // ranks, size, whole_PV, seed=mesh.rank(*BATCH_AXES))
+    weight = torch.tensor(1.0 / (size * (batches // ranks) * ranks))
+    loss = runner.forward_backward(made, weight)  # type: ignore[arg-type]
+    total = clip.agree(loss, torch.ones(()), torch.zeros(0), mesh).loss
+    return {"loss": total / float(weight), "sum": math.fsum(made.sums) / mesh.size("tp")}
+
+
+def loss_error(answers: list[dict[str, Any]]) -> float:
+    """Relative distance of the worst rank's loss sum from that in float64."""
+    whole = math.fsum(answer["sum"] for answer in answers)
+    return max(abs(answer["loss"] / whole - 1) for answer in answers)

@@ -1,0 +1,57 @@
+"""Numbers for tensors of real size: a table of normal numbers, read again and again at moving places.
+
+Drawing two billion numbers takes minutes; copying rows of a table takes seconds. A number depends on its place in the
+whole tensor alone, so that every mesh starts from the same values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shardtrain.ops.dtensor import local_slices, local_tensor
+
+_ROWS, _STEP = 1024, 1021
+"""Rows before the table is used from its beginning again, and how far apart they begin in it: a prime number."""
+
+
+def fill_(tensor: Tensor, name: str, std: float = 1.0, mean: float = 0.0) -> None:
+    """Fill this rank's part of a tensor of two or three dimensions in place.
+
+    Row r is a window of the table, ``std`` wide around ``mean``; its strength changes a little from one run through the
+    table to the next, so that no two rows far apart are equal.
+    """
+    local, slices = local_tensor(tensor).detach(), local_slices(tensor)
+    if local.numel() == 0:
+        return
+    columns = slices[-1]
+    table = _table(name, tensor.shape[-1])
+    windows = table.as_strided((_ROWS, columns.stop - columns.start), (_STEP, 1), columns.start)
+    for rows, first in _row_blocks(local, slices, tensor.shape):
+        start = 0
+        while start < len(rows):
+            run, window = divmod(first + start, _ROWS)
+            part = rows[start : start + _ROWS - window]
+            part.copy_(windows[window : window + len(part)])
+            part.mul_(std * (0.95 + 0.001 * (run * 37 % 101)))
+            if mean:
+                part.add_(mean)
+            start += len(part)
+
+
+def _row_blocks(local: Tensor, slices: tuple[slice, ...], shape: torch.Size) -> Iterator[tuple[Tensor, int]]:
+    """Rows that lie one after the other, with the number of the first in the whole tensor seen as a matrix."""
+    if local.ndim == 2:
+        yield local, slices[0].start
+        return
+    for number, matrix in enumerate(local):
+        yield matrix, (slices[0].start + number) * shape[1] + slices[1].start
+
+
+def _table(name: str, columns: int) -> Tensor:
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(_ROWS * _STEP + columns).normal_(generator=generator)

@@ -1,0 +1,1 @@
+"""The trainer: build, loop, step. Read ``trainer.py`` first."""

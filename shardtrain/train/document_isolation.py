@@ -1,0 +1,69 @@
+"""Whether a network of ``transformers`` keeps the documents of a packed row apart: tried before the first step.
+
+Such networks are told by ``position_ids``, which begin again at 0 with each document: those that make their masks with
+``create_causal_mask`` of transformers see in them where documents begin. Nothing says which do, and a network with a
+memory beside its attention (a convolution, a state) sees other documents however its attention is masked. So a short
+document is computed behind another one and alone, by the very weights and on the very mesh of the run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain.distributed.fsdp import free_gathered
+from shardtrain.distributed.mesh import Mesh
+from shardtrain.hf.as_is import is_as_is
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
+
+OPTION = "data.document_mask"
+_BEFORE, _LENGTH = 8, 8
+_SHARE = 0.1
+"""Of what a document before changes without a mask, the most that it may change with one. A mask leaves what float32
+or bfloat16 rounds; a network that does not heed it is off by about as much as without one."""
+
+
+def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
+    """Refuse a network whose logits of a document depend on the one before it in a row (a collective).
+
+    Without a mesh, each rank has all logits.
+
+    Raises:
+        ConfigError: when they do.
+    """
+    if not is_as_is(module):
+        return
+    name, fix = model.config_name, 'set data.packing to "padded", or this to "off"'
+    if "position_ids" not in inspect.signature(model.hf.forward).parameters:  # type: ignore[union-attr,arg-type]
+        raise ConfigError(Problem(OPTION, None, f"cannot be told to {name}, which takes no position_ids", fix))
+    embedding = model.hf.get_input_embeddings().weight  # type: ignore[union-attr,operator]
+    columns_1T = torch.arange(_BEFORE + _LENGTH, device=embedding.device)[None]
+    tokens_1T = (columns_1T * 37 + 11) % int(embedding.shape[0])
+    documents_1T = (columns_1T >= _BEFORE).long()
+    alone_1T = columns_1T - documents_1T * _BEFORE
+    trains = model.training
+    model.eval()
+    with torch.no_grad():
+        joined = model(tokens_1T, columns_1T)[:, _BEFORE:]
+        packed = model(tokens_1T, alone_1T, documents_BT=documents_1T)[:, _BEFORE:]
+        alone = model(tokens_1T[:, _BEFORE:], alone_1T[:, _BEFORE:])
+    free_gathered(model)
+    model.train(trains)
+    changed = torch.stack([_size(joined - alone), _size(packed - alone)])
+    without, with_mask = changed if mesh is None else mesh.max(changed, over=tuple(mesh.sizes))
+    if not torch.isfinite(without) or without <= 1e-6 * _size(alone):
+        logger.warning(f"{name}: a document before another changes nothing yet, so its mask could not be tried")
+    elif with_mask > _SHARE * without:
+        rule = (
+            f"is not heeded by {name}: a document before another in a row changes its logits by "
+            f"{float(with_mask):.2g}, and without a mask by {float(without):.2g}"
+        )
+        raise ConfigError(Problem(OPTION, None, rule, fix))
+
+
+def _size(values: Tensor) -> Tensor:
+    return values.double().square().mean().sqrt()

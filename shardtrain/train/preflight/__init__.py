@@ -1,0 +1,190 @@
+"""What ``train`` would refuse before its first step, told with nothing started: ``config check`` and ``train`` ask.
+
+``judge`` asks the rules of ``config``, then what these cannot know: the data, the tokenizer, the first weights, the
+model built without memory, and whether its states fit the machine. Torch is imported only where one of these needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardtrain import config
+from shardtrain.config import Loaded, secondary
+from shardtrain.config.machine import mesh_notes
+from shardtrain.train.preflight.machine import Machine, here, named
+from shardtrain.utils import errors
+from shardtrain.utils.errors import ConfigError, FolderTaken, Problem, ShardtrainError
+
+__all__ = ["Machine", "Verdict", "here", "judge", "named", "require", "require_in_child"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``errors`` are what would end a run, each of one line or several; ``notes`` are worth a look and end none."""
+
+    errors: tuple[ShardtrainError, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        """A line for each problem, in the order in which they were found; none twice."""
+        lines = [str(line) for error in self.errors for line in getattr(error, "problems", [error])]
+        return list(dict.fromkeys(lines))
+
+    @property
+    def exit_code(self) -> int:
+        """That of a run: of a wrong configuration before that of data, checkpoints and storage."""
+        return min((error.exit_code for error in self.errors), default=0)
+
+    def raise_errors(self) -> None:
+        """Raise what was found as one error with all lines; raises nothing where nothing was."""
+        if not self.errors:
+            return
+        worst = min(self.errors, key=lambda error: error.exit_code)
+        if len(self.errors) == 1:
+            raise worst
+        if isinstance(worst, ConfigError):
+            raise ConfigError(self.lines)
+        told = type(worst)("\n".join(self.lines))
+        told.problems = tuple(self.lines)
+        raise told
+
+
+@dataclass
+class _Found:
+    problems: list[Problem | str] = field(default_factory=list)
+    errors: list[ShardtrainError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def is_clean(self, *starts: str) -> bool:
+        """Whether no problem so far is about an option that begins so: what is wrong is not looked at further."""
+        options = [secondary.meant(one) for one in self.problems if isinstance(one, Problem)]
+        return not any(name.startswith(starts) for names in options for name in names)
+
+    def take(self, errors: Sequence[ShardtrainError]) -> None:
+        """Note errors of a later look; those of a configuration count with its problems."""
+        for error in errors:
+            if isinstance(error, ConfigError) and not isinstance(error, FolderTaken):
+                self.problems += error.problems
+            else:
+                self.errors.append(error)
+
+
+def require(loaded: Loaded, machine: Machine) -> None:
+    """Raise what ``judge`` finds: before ranks are started, everything at once.
+
+    Raises:
+        ConfigError: where a problem of the configuration is among it, with the lines of all others.
+        DataError, CheckpointError: where all is well but the data, or the first weights.
+    """
+    judge(loaded, machine).raise_errors()
+
+
+def require_in_child(loaded: Loaded, machine: Machine) -> None:
+    """As ``require``, in a child: libraries that open data start threads, and this process is about to fork its ranks.
+
+    Raises:
+        ShardtrainError: what ``require`` raises; or the child was killed, as when a library crashes.
+    """
+    receiver, sender = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(receiver)
+            answer = None
+            try:
+                require(loaded, machine)
+            except ShardtrainError as error:
+                answer = [type(error).__name__, [str(line) for line in getattr(error, "problems", [error])]]
+            with os.fdopen(sender, "w") as pipe:
+                json.dump(answer, pipe)
+            code = 0
+        except KeyboardInterrupt:
+            pass  # the parent was interrupted too, and tells
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(sender)
+    with os.fdopen(receiver) as pipe:
+        said = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code:
+        how = f"was killed by signal {-code}" if code < 0 else "failed"
+        raise ShardtrainError(f"the process that looks at data, tokenizer and model before ranks start {how}")
+    answer = json.loads(said)
+    if answer is None:
+        return
+    kind, lines = getattr(errors, answer[0]), answer[1]
+    if issubclass(kind, ConfigError):
+        raise kind(lines)
+    told = kind("\n".join(lines))
+    if len(lines) > 1:
+        told.problems = tuple(lines)
+    raise told
+
+
+def judge(loaded: Loaded, machine: Machine | None) -> Verdict:
+    """The verdict on a configuration and this or another machine; of the file alone where ``machine`` is None.
+
+    What only this machine can answer (files, packages, devices) is asked where it is the one that is meant.
+    """
+    found = _Found()
+    if machine is not None and machine.is_here:
+        found.problems += config.problems_of(loaded, machine.world_size, machine.device, machine.num_devices)
+        _look_at_files(loaded, machine, found)
+    else:
+        others = [*config.check(loaded), *config.unavailable(loaded)]
+        if machine is not None and machine.world_size:
+            others += mesh_notes(loaded, machine.world_size)
+        found.problems += secondary.distinct([*loaded.problems, *secondary.without(loaded.problems, others)])
+    if machine is not None:
+        _look_at_model(loaded, machine, found)
+        found.notes += machine.notes(loaded.config)
+    own = [one for one in found.problems if isinstance(one, Problem)]
+    kept = {str(one) for one in [*loaded.problems, *secondary.without(loaded.problems, own)]}
+    problems = [one for one in found.problems if isinstance(one, str) or str(one) in kept]
+    errors: list[ShardtrainError] = [ConfigError(problems)] if problems else []
+    notes = (*loaded.notices, *config.notes(loaded), *found.notes)
+    return Verdict((*errors, *found.errors), tuple(dict.fromkeys(notes)))
+
+
+def _look_at_files(loaded: Loaded, machine: Machine, found: _Found) -> None:
+    """The tokenizer, the first rows, how many there are, and the first weights."""
+    from shardtrain.train.preflight import data, weights
+
+    if found.is_clean("checkpoint", "lora", "model.hf_assets_path", "job"):
+        found.take(weights.look(loaded.config, is_alone=machine.world_size == machine.local_ranks))
+    if found.is_clean("task", "data.", "model.tokenizer_path", "model.hf_assets_path", "training.seq_len"):
+        sections = ["training", "validation"] if loaded.config.validation.enable else ["training"]
+        for section in sections:
+            if found.is_clean(f"{section}.", *(["data.sources"] if section == "training" else [])):
+                counts = section == "training" and found.is_clean("parallelism.", "training.", "checkpoint.")
+                errors, notes = data.look(loaded.config, section, machine.world_size if counts else None)
+                found.take(errors)
+                found.notes += notes
+
+
+def _look_at_model(loaded: Loaded, machine: Machine, found: _Found) -> None:
+    """The model without memory, where rules and sizes alone do not say that it can be built and fits."""
+    if not found.is_clean("model", "task", "lora", "optimizer", "parallelism", "training", "compile"):
+        return
+    from shardtrain.train.preflight import memory
+
+    if memory.surely_fits(loaded, machine) and not (machine.is_here and memory.only_building_tells(loaded)):
+        return
+    from shardtrain.train.preflight import model
+
+    errors, built = model.build(loaded.config)
+    found.take(errors)
+    if built is not None:
+        found.problems += memory.problems(loaded, machine, built)

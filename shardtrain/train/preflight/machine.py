@@ -1,0 +1,149 @@
+"""The machine of a verdict: this one, as ``train`` would use it, or one that is known by name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtrain.config import Loaded, derived
+from shardtrain.config.schema import Config
+from shardtrain.launch import environment
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.hardware import GPUS, peak_flops
+
+_NO_LIMIT = 1 << 60
+_ASK_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run would be.
+
+    world_size:   ranks of the whole run; None where it is not known.
+    local_ranks:  ranks that share one host.
+    device:       "cpu" or "cuda"; None where it is not known.
+    num_devices:  CUDA devices of a host.
+    name:         of the device, in words.
+    memory_bytes: what one device has, or on a CPU what all ranks of the host share; 0 where it is not known.
+    is_here:      whether this is the machine on which the verdict is made, so that its files count.
+    """
+
+    world_size: int | None
+    local_ranks: int
+    device: str | None
+    num_devices: int | None
+    name: str
+    memory_bytes: int = 0
+    is_here: bool = True
+
+    def notes(self, config: Config) -> list[str]:
+        """What the device does, and does slowly."""
+        dtype = derived.compute_dtype(config)
+        if self.device != "cuda" or dtype != "bfloat16" or peak_flops(self.name, "float16") is None:
+            return []
+        if peak_flops(self.name, "bfloat16") is not None:
+            return []
+        option = "training.dtype" if config.training.dtype == "bfloat16" else "training.mixed_precision_param"
+        return [f"{option}=bfloat16: {self.name} has no bfloat16 units and computes it slowly; use float16"]
+
+
+def here(loaded: Loaded, nproc: int | None, world_size: int | None = None, local_ranks: int | None = None) -> Machine:
+    """This machine with as many ranks as ``train`` would start, or those of a launcher.
+
+    Raises:
+        ConfigError: ``nproc`` or a variable of the environment is no number of ranks.
+    """
+    config = loaded.config
+    accelerators = environment.count_accelerators(config.training.device)
+    if local_ranks is None:
+        cores = environment.usable_cores()
+        local_ranks = environment.choose_processes(config, nproc, os.environ, accelerators, cores).count
+        world_size = local_ranks
+    wanted = config.training.device
+    device = ("cuda" if accelerators else "cpu") if wanted == "auto" else wanted
+    name, memory = _gpu() if device == "cuda" and accelerators else _host()
+    return Machine(world_size, local_ranks, device, accelerators, name, memory)
+
+
+def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
+    """A machine of GPUs of a name (h100, a100-40gb, ...), one for each rank; the fewest that the mesh needs.
+
+    Raises:
+        ConfigError: the name is not known.
+    """
+    gpu = GPUS.get(name.lower())
+    if gpu is None:
+        from shardtrain.config import nearest
+
+        near = nearest(name, GPUS)
+        fix = (f"did you mean {near}? " if near else "") + f"use none, here, or one of {', '.join(GPUS)}"
+        raise ConfigError(Problem("--for-machine", name, "is no machine that is known", fix, "command line"))
+    config = loaded.config
+    fewest = derived.other_degrees(config) * max(1, config.parallelism.data_parallel_shard_degree)
+    count = nproc or max(1, fewest)
+    return Machine(count, count, "cuda", count, gpu[0], int(gpu[1] * 1e9), is_here=False)
+
+
+def host_memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
+    """Total and available bytes of this host; macOS tells the total alone."""
+    try:
+        lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+    except OSError:
+        return {"total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
+    names = {"total": "MemTotal", "available": "MemAvailable"}
+    return {name: kib[key] * 1024 for name, key in names.items() if key in kib}
+
+
+def cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Limit and use of this container in bytes (version 2, then 1); the limit is 0 where there is none."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        value = number_in(root / limit)
+        if 0 < value < _NO_LIMIT:
+            return value, number_in(root / used)
+    return 0, 0
+
+
+def number_in(path: Path) -> int:
+    """The number that a file of the system holds; 0 where it holds none."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+
+
+def _host() -> tuple[str, int]:
+    """What this host or container has: all of it, as what is used now may be free when the run needs it."""
+    total, (limit, _) = host_memory().get("total", 0), cgroup_memory()
+    swap = _swap()
+    return ("this container", limit + swap) if limit and limit < total else ("this machine", total + swap)
+
+
+def _swap(path: Path = Path("/proc/meminfo")) -> int:
+    try:
+        lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+    except OSError:
+        return 0
+    return sum(int(words[1]) * 1024 for words in lines if words and words[0] == "SwapTotal:")
+
+
+def _gpu(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Name and bytes of the largest GPU here, by nvidia-smi: PyTorch would take memory on it to answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "each GPU", 0
+    command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "each GPU", 0
+    rows = [line.rpartition(",") for line in done.stdout.splitlines()]
+    sizes = [(name.strip(), int(mib) * 2**20) for name, _, mib in rows if mib.strip().isdecimal()]
+    return max(sizes, key=lambda one: one[1], default=("each GPU", 0))

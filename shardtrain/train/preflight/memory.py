@@ -1,0 +1,130 @@
+"""Whether weights, gradients and optimizer state can fit: a lower bound of what a rank holds, by shapes and layout.
+
+Activations, buffers of FSDP and the allocator's own need come on top: a run that passes here may still be too large. A
+dry run (``comm.mode="fake_backend"``) counts these too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardtrain.config import Loaded, derived
+from shardtrain.config.rules.model import model_shape
+from shardtrain.config.schema import Config
+from shardtrain.train.preflight.machine import Machine
+from shardtrain.utils.errors import Problem
+from shardtrain.utils.units import format_bytes
+
+_STATES = {"AdamW": 2, "Adam": 2, "Muon": 1}
+"""Tensors of an optimizer for each weight, at least."""
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SMALL = 0.5
+"""Share of the memory below which a generous guess of the size needs no exact count."""
+_TASKS_OF_RULES = ("language_model",)
+_BACKENDS = ("inductor", "eager", "aot_eager")
+"""Of torch.compile, that every PyTorch has."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the whole model.
+
+    tensor: whether tensor parallelism splits it; expert: whether it is of experts; trained: whether it learns.
+    """
+
+    num_elements: int
+    tensor: bool
+    expert: bool
+    trained: bool
+
+
+def only_building_tells(loaded: Loaded) -> bool:
+    """Whether rules that read no Python can miss what building the model would find."""
+    c = loaded.config
+    return (
+        c.lora.enable
+        or c.model.name.endswith(".py")
+        or c.task.name not in _TASKS_OF_RULES
+        or bool(c.optimizer.no_weight_decay)
+        or c.optimizer.name == "Muon"
+        or (c.compile.enable and c.compile.backend not in _BACKENDS)
+    )
+
+
+def surely_fits(loaded: Loaded, machine: Machine) -> bool:
+    """Whether a generous guess of the number of weights, from sizes alone, is far below what there is."""
+    if not machine.memory_bytes:
+        return True
+    sizes = model_shape(loaded)
+    guess = _generous_guess(sizes) if sizes is not None else None
+    if guess is None:
+        return False
+    ranks = machine.local_ranks if machine.device == "cpu" else 1
+    held = state_bytes(loaded.config, machine.world_size or machine.local_ranks, [Parameter(guess, True, False, True)])
+    return held * ranks < _SMALL * machine.memory_bytes
+
+
+def _generous_guess(sizes: dict[str, Any]) -> int | None:
+    """More weights than a model of these sizes has; None where a size that decides is not known."""
+
+    def size(name: str, default: int = 0) -> int:
+        value = sizes.get(name)
+        return value if isinstance(value, int) and value > 0 else default
+
+    dim, layers, vocab = size("dim"), size("num_layers"), size("vocab_size")
+    if not dim or not layers or not vocab:
+        return None
+    width = max((value for key, value in sizes.items() if "ffn" in key and isinstance(value, int)), default=0)
+    width = max(width, 4 * dim)
+    heads = size("num_heads", 1) * max(size("head_dim"), size("v_head_dim"), dim // size("num_heads", 1))
+    experts = 1 + size("num_experts") + size("num_shared_experts")
+    return 2 * vocab * dim + layers * (8 * dim * max(dim, heads) + 4 * dim * width * experts)
+
+
+def state_bytes(config: Config, world_size: int, parameters: list[Parameter]) -> int:
+    """Bytes of weights, gradients and optimizer state of the rank that holds most, at least."""
+    p, width = config.parallelism, _WIDTH.get(config.training.dtype, 4)
+    states = _STATES.get(config.optimizer.name, 1)
+    pieces = max(1, derived.shard_degree(config, world_size)) * max(1, p.context_parallel_degree)
+    replicas = p.data_parallel_replicate_degree if p.shard_optimizer_states else 1
+    total = 0.0
+    for one in parameters:
+        shares = pieces * (p.tensor_parallel_degree if one.tensor or one.expert else 1)
+        tensors = 1 + (1 + states / max(1, replicas) if one.trained else 0)
+        total += one.num_elements * width * tensors / shares
+    return int(total / max(1, p.pipeline_parallel_degree))  # stages differ: the largest holds no less than the mean
+
+
+def checkpoint_bytes(config: Config, parameters: list[Parameter]) -> int:
+    """Bytes of a checkpoint: weights and the optimizer's state of those that learn."""
+    width, states = _WIDTH.get(config.training.dtype, 4), _STATES.get(config.optimizer.name, 1)
+    return sum(one.num_elements * width * (1 + states * one.trained) for one in parameters)
+
+
+def problems(loaded: Loaded, machine: Machine, parameters: list[Parameter]) -> Iterator[Problem]:
+    """The problem of a model whose states alone are more than the machine has; none where that is not known."""
+    config = loaded.config
+    if not machine.world_size or not machine.memory_bytes:
+        return
+    if config.lora.enable and config.lora.base_dtype != "training":
+        return  # frozen weights in few bits: how few is known to what makes them
+    needed = state_bytes(config, machine.world_size, parameters)
+    on_host = machine.device == "cpu" or config.training.enable_cpu_offload
+    if on_host and machine.device != "cpu":
+        return  # what a host beside its GPUs has is not asked
+    if on_host:
+        needed *= machine.local_ranks
+    if needed <= machine.memory_bytes:
+        return
+    count = sum(one.num_elements for one in parameters)
+    whose = f"the {machine.local_ranks} ranks of a host" if on_host and machine.local_ranks > 1 else "a rank"
+    rule = (
+        f"has {count / 1e9:.3g} billion weights: with gradients and {config.optimizer.name}'s state {whose} would hold "
+        f"{format_bytes(needed)} or more, and {machine.name} has {format_bytes(machine.memory_bytes)}"
+    )
+    more = "" if on_host else "more ranks to shard over (parallelism.data_parallel_shard_degree), "
+    smaller = 'training.dtype="bfloat16", ' if config.training.dtype == "float32" else ""
+    fix = f"use {more}{smaller}a smaller model, or adapters (lora.enable)"
+    yield Problem("model.flavor", config.model.flavor, rule, fix, loaded.where("model.flavor"))

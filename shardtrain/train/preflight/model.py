@@ -1,0 +1,54 @@
+"""The model of a configuration on tensors without memory: whether it can be built, and its parameters."""
+
+from __future__ import annotations
+
+import torch
+
+from shardtrain import models, optim, tasks
+from shardtrain.config.schema import Config
+from shardtrain.layout import word_of
+from shardtrain.lora import spec as adapters
+from shardtrain.train.preflight import own_files
+from shardtrain.train.preflight.memory import Parameter
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
+
+_SPLIT = ("embed", "colwise", "rowwise", "head", "per_head")
+"""Words of a layout whose weights tensor parallelism splits."""
+
+
+def build(config: Config) -> tuple[list[ShardtrainError], list[Parameter] | None]:
+    """Build the model with its head and adapters and group its parameters, as a run would; no memory is taken.
+
+    Gives what a run would raise, or the parameters of the whole model.
+    """
+    try:
+        return [], _parameters(config)
+    except ShardtrainError as error:
+        return [error], None
+    except Exception as error:
+        return [own_files.explain(error, config)], None
+
+
+def _parameters(config: Config) -> list[Parameter]:
+    if config.compile.enable:
+        _check_backend(config.compile.backend)
+    task, module = tasks.open_task(config), models.find(config.model.name)
+    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    layout = module.LAYOUT
+    with torch.device("meta"):
+        model = task.adapt(models.build(module, shape), layout)
+    adapters.adapt(model, module, shape, config.lora, bool(task.num_labels))
+    named = dict(model.named_parameters())
+    optim.build(named.items(), config.optimizer, list(named))
+    found = []
+    for name, parameter in named.items():
+        word = word_of(layout, name.rpartition(".")[0])
+        found.append(Parameter(parameter.numel(), word in _SPLIT, word == "expert", parameter.requires_grad))
+    return found
+
+
+def _check_backend(name: str) -> None:
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if name not in known:
+        rule = f"is no backend of torch.compile in PyTorch {torch.__version__}"
+        raise ConfigError(Problem("compile.backend", name, rule, f"use one of {', '.join(known)}"))

@@ -1,0 +1,33 @@
+"""Files of Python that the configuration names: what goes wrong in them is told with their own lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardtrain.config.schema import Config
+from shardtrain.utils.errors import ConfigError, Problem
+
+
+def explain(error: Exception, config: Config) -> ConfigError:
+    """The error of a file of the user's with its place there, in Python's words; any other is raised again."""
+    files = {name: option for option, name in _named(config) if name.endswith(".py")}
+    by_path = {str(Path(name).resolve()): name for name in files}
+    found, place, trace = "", "", error.__traceback__
+    while trace is not None:
+        path = str(Path(trace.tb_frame.f_code.co_filename).resolve())
+        if path in by_path:
+            found, place = by_path[path], f" (line {trace.tb_lineno})"
+        trace = trace.tb_next
+    if isinstance(error, SyntaxError) and error.filename and str(Path(error.filename).resolve()) in by_path:
+        found, place = by_path[str(Path(error.filename).resolve())], f" (line {error.lineno})"
+    if not found:
+        raise error
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split()) or "an error without words"
+    return ConfigError(Problem(files[found], found, f"fails{place}: {text}", "correct the file"))
+
+
+def _named(config: Config) -> list[tuple[str, str]]:
+    """Options and the files that they may name."""
+    found = [("model.name", config.model.name), ("task.name", config.task.name)]
+    found += [("training.dataset", config.training.dataset), ("validation.dataset", config.validation.dataset)]
+    return found + [(f"data.sources.{name}.dataset", source.dataset) for name, source in config.data.sources.items()]

@@ -1,0 +1,220 @@
+"""Save a run, and continue it: on any number of ranks, at exactly the sample where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardtrain import models, optim, tasks
+from shardtrain.checkpoint.collectives import exchange, together
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.checkpoint.storage import Place, place
+from shardtrain.config import derived
+from shardtrain.distributed import BATCH_AXES, Runner
+from shardtrain.hf import importing
+from shardtrain.lora import base_weights as base
+from shardtrain.lora import peft
+from shardtrain.lora.spec import FACT, Spec
+from shardtrain.train import compatibility as continuing
+from shardtrain.train import saved_file
+from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.log import logger
+
+if TYPE_CHECKING:
+    from shardtrain.train.run import Run
+
+
+def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> None:
+    """Write the run's state to its checkpoint folder (a collective); see ``Checkpoints.save``."""
+    facts: dict[str, Any] = {
+        "state": run.state.to_dict(),
+        "guard": run.guard.to_dict(),
+        "data_fingerprint": run.stream.fingerprint,
+        "data_files": dict(run.stream.files),
+        "data_contents": run.contents.record(),
+        "data_cursors": _cursors(run),
+        "best": checkpoints.best.to_dict(),
+        **continuing.record(run),
+    }
+    if run.lora:
+        facts[FACT] = run.lora
+    if run.scaler:
+        facts["scaler"] = run.scaler.state()
+    checkpoints.save(run.state.step, weights(run), optimizer_state(run), facts, last, wait)
+
+
+def resume(run: Run, checkpoints: Checkpoints) -> None:
+    """Continue from the run's own checkpoint, or start from ``checkpoint.initial_load_path``, if there is one.
+
+    A run of adapters takes the frozen weights from there in either case, and starts from ``lora.initial_load_path``.
+
+    Raises:
+        ConfigError: when the data or options are not those of the checkpoint; names each that differs.
+        CheckpointError: when the checkpoint cannot be used.
+    """
+    options = run.config.checkpoint
+    path, start, lora = checkpoints.to_continue(), derived.initial_weights(run.config), run.config.lora
+    if lora.enable:
+        assert run.adapters is not None
+        run.lora = base.load(run.config, run.runner, run.adapters, run.mesh.device, checkpoints)
+        start = lora.initial_load_path
+    initial = path is None and options.enable and start is not None
+    if initial:
+        path = place(str(start))
+    if path is None:
+        return
+    if initial and lora.enable and peft.is_folder(path):
+        peft.load(run, Path(str(path)))
+        return
+    if initial and not lora.enable and not options.initial_load_in_hf and saved_file.is_saved_file(path):
+        tensors = weights(run)
+        together(lambda: saved_file.load(run, Path(str(path)), tensors, options.initial_load_model_only))
+        return
+    if initial and options.initial_load_in_hf and not lora.enable:
+        _load_hub(run, path)
+        return
+    excluded = set(options.exclude_from_loading)
+    if initial and options.initial_load_model_only:
+        excluded |= {"optimizer", "train_state", "dataloader"}
+    load(run, checkpoints, path, excluded, own=not initial)
+    logger.info(f"continuing from {path} at step {run.state.step}")
+
+
+def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], own: bool = True) -> None:
+    """Fill the run in place from a checkpoint, and stand where its data go on; raises what ``resume`` raises.
+
+    ``own`` says that it is one of this run, and not of the one that it starts from.
+    """
+    rest = {} if "optimizer" in excluded else optimizer_state(run)
+    facts = checkpoints.facts(path)
+    if run.config.lora.enable:
+        base.check_same(run, path, facts)
+    is_new_run = not own and run.config.checkpoint.initial_load_model_only
+    changes = [] if is_new_run else continuing.find_changes(run, facts, sorted(excluded))
+    other_data = _find_other_data(run, facts) if not excluded & {"dataloader", "train_state"} else ""
+    if not any(change.option.startswith("model.") for change in changes):  # the load names a tensor that does not fit
+        continuing.refuse(run, path, changes, other_data)
+    checkpoints.load(path, weights(run), rest)
+    continuing.refuse(run, path, changes, other_data)
+    if "train_state" not in excluded:
+        run.state.load(facts.get("state", {}))
+        checkpoints.best.load(facts.get("best"), path.parent if own else None)
+        _load_guard(run, path, facts)
+        begins_to_scale = any(change.option == "training.mixed_precision_param" for change in changes)
+        if run.scaler and ("scaler" in facts or not begins_to_scale):
+            run.scaler.load(_scaler_state(path, facts))
+    if "lr_scheduler" in excluded:
+        run.state.updates = 0  # the schedule begins anew: it is a function of this count alone
+    cursors: np.ndarray | None = None
+    if "dataloader" in excluded:
+        run.state.samples_consumed = run.state.order_hash = 0
+        run.guard.rewinds = []  # the rows that they leave out are those of other data
+    elif "train_state" not in excluded:
+        cursors = _saved_cursors(path, facts)
+    run.stream.seek(run.state.samples_consumed, cursors)
+    if not is_new_run:
+        continuing.keep_history(run, facts, changes)
+
+
+def _load_hub(run: Run, folder: Place) -> None:
+    """Start from the weights of a Hugging Face folder (a collective): all ranks do, or none."""
+    model, options = run.config.model, run.config.checkpoint
+    quantized, legacy = options.initial_load_in_hf_quantized, options.initial_load_legacy_bin
+    module = models.find(model.name)
+    shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+    tensors, resize = weights(run), options.initial_load_resize_embeddings
+    if tasks.open_task(run.config).num_labels:
+        head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
+        logger.info(f"the head of {run.config.task.name} is not in the folder, and starts anew")
+    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized, resize, legacy))
+    logger.info(f"starting from the weights of {folder}")
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    """Everything of a model that a checkpoint holds: parameters and buffers by name, or the adapters alone."""
+    return held_by(run.adapters, everything(run))
+
+
+def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of the tensors of a model, with the prefix of checkpoints, those that one of such adapters holds."""
+    if adapters is None:
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if adapters.holds(name.removeprefix(WEIGHTS_PREFIX))}
+
+
+def everything(run: Run) -> dict[str, Tensor]:
+    """Everything that a model is: parameters and buffers by name."""
+    return weights_of(run.runner)
+
+
+def weights_of(runner: Runner) -> dict[str, Tensor]:
+    """The same of a model outside a run."""
+    tensors: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
+    return {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def optimizer_state(run: Run) -> dict[str, Tensor]:
+    """The optimizer's tensors by name."""
+    states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
+    return {f"optimizer.{name}": tensor for name, tensor in states.items()}
+
+
+def _load_guard(run: Run, path: Place, facts: Mapping[str, Any]) -> None:
+    values = facts.get("guard")
+    if values is None:
+        logger.warning(f"checkpoint {path} remembers no earlier losses: spikes are found when the window is full again")
+        return
+    if not isinstance(values, dict):
+        raise CheckpointError(f"checkpoint {path}: the guard's state is no table; use another one")
+    run.guard.load(values)
+
+
+def _cursors(run: Run) -> list[list[int]] | None:
+    """Where the readers of streamed datasets stand, put together from all ranks; None where nobody knows of one."""
+    own = torch.from_numpy(run.stream.cursors(run.state.samples_consumed))
+    if not len(own):
+        return []
+    # whoever knows a cursor knows the same one, and -1 stands for not knowing
+    everyone: Tensor = run.mesh.max(own.to(run.mesh.device), over=BATCH_AXES)
+    return None if bool((everyone < 0).any()) else everyone.tolist()
+
+
+def _saved_cursors(path: Place, facts: Mapping[str, Any]) -> np.ndarray | None:
+    cursors = facts.get("data_cursors")
+    try:
+        return None if cursors is None else np.array(cursors, np.int64).reshape(-1, 3)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: data_cursors are no rows of three counts; use another one"
+        ) from error
+
+
+def _scaler_state(path: Place, facts: Mapping[str, Any]) -> dict[str, float]:
+    state = facts.get("scaler", {})
+    if not isinstance(state, dict) or not all(isinstance(value, int | float) for value in state.values()):
+        raise CheckpointError(f"checkpoint {path}: the loss scaler's state is no table of numbers; use another one")
+    return state
+
+
+def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
+    """How the data differ from those of the checkpoint; empty when they are the same."""
+    differing = exchange(run.contents.expect(facts.get("data_contents")))[0]
+    if facts.get("data_fingerprint") == run.stream.fingerprint:
+        return f"{_some(differing)} differ at equal size" if differing else ""
+    old, new = facts.get("data_files", {}), run.stream.files
+    old = old if isinstance(old, dict) else {}
+    changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    if changed:
+        return f"{_some(changed)} differ"
+    return "tokenizer, seq_len, seed, packing, mixture, data.mode, data.readers or training.last_batch differ"
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

@@ -1,0 +1,50 @@
+"""What the metrics are told about a run, and the sums over ranks that they need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardtrain.config import derived
+from shardtrain.distributed import LOSS_AXES, Mesh
+from shardtrain.distributed.process_group import World
+from shardtrain.metrics import Reduce, RunFacts
+
+if TYPE_CHECKING:
+    from shardtrain.train.run import Run
+
+
+def run_facts(run: Run, here: World) -> RunFacts:
+    """Facts that stay the same from the first step of this process to the last, or until it goes back."""
+    config, cuda = run.config, here.device.type == "cuda"
+    return RunFacts(
+        rank=here.rank,
+        world_size=here.size,
+        is_writer=here.rank == 0,
+        start_step=run.state.step,
+        total_steps=run.total_steps,
+        num_params=run.num_params,
+        flops_per_token=run.flops_per_token,
+        device_type=here.device.type,
+        device_name=torch.cuda.get_device_name(here.device) if cuda else "cpu",
+        compute_dtype=derived.compute_dtype(config),
+        description=config.job.description,
+        model=f"{config.model.name}/{config.model.flavor}",
+    )
+
+
+class ReduceOverMesh(Reduce):
+    """Sums and maxima over the ranks that hold different target tokens, and those that wait for a pipeline's loss."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._axes = mesh, ("pp", *LOSS_AXES)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """See Reduce."""
+        return self._mesh.sum(tensor, over=self._axes)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """See Reduce."""
+        return self._mesh.max(tensor, over=self._axes)

@@ -1,0 +1,131 @@
+"""What a run says of itself at start: the resolved configuration on disk, and the header of the log."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+from shardtrain import __version__
+from shardtrain import config as configs
+from shardtrain.config import Loaded, derived
+from shardtrain.config.schema import Config
+from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.distributed.mesh import BATCH_AXES, Mesh
+from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils.errors import StorageError
+from shardtrain.utils.redact import redact
+from shardtrain.utils.units import format_count
+
+RESOLVED_CONFIG = "config.resolved.toml"
+
+
+def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None:
+    """Write every option as it holds, with the versions as comments; loading the file gives the same config."""
+    header = f"# {versions()}, {world_size} ranks, started from {loaded.path or 'the defaults'}\n"
+    text = redact(header + configs.resolved_toml(loaded.config))
+    paths = [folder / RESOLVED_CONFIG]
+    if loaded.config.job.save_config_file:
+        paths.append(folder / loaded.config.job.save_config_file)
+    try:
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            whole_file.write(path, text)
+    except OSError as error:
+        raise StorageError(f"cannot write {error.filename}: {error.strerror}; check job.dump_folder") from error
+
+
+def read_world_size(resolved: Path) -> int | None:
+    """The number of ranks of the run that wrote a resolved configuration, or None where it does not say."""
+    with resolved.open(encoding="utf-8", errors="replace") as file:
+        first = file.readline(4096)
+    found = re.search(r", (\d{1,9}) ranks, started from ", first)
+    return int(found[1]) if found else None
+
+
+def describe(
+    loaded: Loaded,
+    mesh: Mesh,
+    num_params: int,
+    total_steps: int,
+    num_samples: int | None,
+    places_per_epoch: int | None = None,
+) -> list[str]:
+    """Lines for the log: versions, model and mesh, the arithmetic of the batch, precision and seed."""
+    config = loaded.config
+    batch = derived.global_batch_size(config, mesh.device_mesh.size())
+    lines = [
+        versions(),
+        *describe_model(config, mesh, num_params),
+        f"data: {_describe_data(config)}, {total_steps} steps"
+        + (
+            ""
+            if num_samples is None
+            else f" are {total_steps * batch / (places_per_epoch or num_samples):.2f} epochs of {num_samples} rows"
+        ),
+        describe_precision(config),
+    ]
+    return lines + (configs.resolved_toml(config).splitlines() if config.job.print_config else [])
+
+
+def _packing(config: Config) -> str:
+    """data.packing; "auto" as it is for rows of the formats that the configuration names."""
+    formats = {source.format or config.data.format for source in config.data.sources.values()}
+    return derived.packing_kind(config.data, formats or {config.data.format})
+
+
+def _describe_data(config: Config) -> str:
+    """The datasets and how their documents become rows."""
+    staged = bool(config.data.stages)
+    names = ", ".join(
+        f"{name} ({source.dataset})" + ("" if staged else f" weight {source.weight:g}")
+        for name, source in config.data.sources.items()
+    )
+    if staged:
+        names += f", weights of {len(config.data.stages)} stages"
+    rows = f"packed by {_packing(config)}" if config.task.name in OF_NEXT_TOKENS else config.task.name
+    return f"{names or config.training.dataset or 'rows of the task'}, {rows}"
+
+
+def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:
+    """Two lines: the model on its mesh, and the arithmetic of the batch."""
+    training, world_size = config.training, mesh.device_mesh.size()
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "one process"
+    batch = derived.global_batch_size(config, world_size)
+    micro = derived.accumulation_steps(config, world_size)
+    return [
+        f"model {config.model.name} {config.model.flavor}: {format_count(num_params)} parameters on {axes}",
+        f"batch: {training.local_batch_size} sequences x {micro} accumulation x {mesh.size(*BATCH_AXES)} data ranks = "
+        f"{batch} sequences x {training.seq_len} = {batch * training.seq_len} tokens per step",
+    ]
+
+
+def describe_precision(config: Config) -> str:
+    """One line: types of numbers, and the seed."""
+    return (
+        f"precision: stored {config.training.dtype}, computed {derived.compute_dtype(config)}, reduced "
+        f"{config.training.mixed_precision_reduce}; seed {config.debug.seed}"
+    )
+
+
+def versions() -> str:
+    """One line: this package, its commit where it runs from a checkout, torch, Python."""
+    commit = _commit()
+    return (
+        f"shardtrain {__version__}{f' ({commit})' if commit else ''}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+
+
+def _commit() -> str:
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists():  # an installed package inside somebody else's repository has no commit of ours
+        return ""
+    command = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

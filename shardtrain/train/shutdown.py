@@ -1,0 +1,198 @@
+"""The end of a run before its last step: it was asked to stop, the data have ended, or a rank is missing."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
+
+from shardtrain import data
+from shardtrain.checkpoint.collectives import exchange
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.storage import Place, folder_of
+from shardtrain.data.data_budget import check_enough
+from shardtrain.hf.saving import HubSaves
+from shardtrain.ops.dtensor import local_tensor
+from shardtrain.resilience import signals as stopping
+from shardtrain.train.resume import optimizer_state, save, weights
+from shardtrain.utils.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem
+from shardtrain.utils.log import logger
+
+if TYPE_CHECKING:
+    from shardtrain.train.run import Run
+
+_ASSUMED_BYTES_PER_SECOND, _ASSUMED_SECONDS = 100e6, 1.0
+
+
+def expect(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> None:
+    """Let the run and its checkpoints know of each other, and say where the data will end before the last step.
+
+    Called when the run stands where it begins, and where it goes on after going back: data that it leaves out from then
+    on are no reason to give up what it has learned, so it ``may_end_early``.
+
+    Raises:
+        DataError: when a run that begins is known to have too few data, unless training.on_data_end allows it.
+    """
+    left, position = run.stream.steps_left, run.stream.samples_consumed
+    if left is not None and run.stream.end is not None:
+        left -= run.guard.steps_left_out(position, run.stream.end, run.stream.global_batch)
+        training = run.config.training
+        if training.epochs is not None:
+            run.total_steps = run.state.step + left
+        policy = replace(training, on_data_end="stop") if may_end_early else training
+        if run.config.checkpoint.create_seed_checkpoint:
+            note = ""  # no step is made
+        else:
+            note = check_enough(policy, run.state.step, left, run.total_steps)
+        if note:
+            logger.warning(note)
+    _introduce(run, checkpoints)
+
+
+def _introduce(run: Run, checkpoints: Checkpoints) -> None:
+    tensors = {**weights(run), **optimizer_state(run)}.values()
+    num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
+    # until a save has been measured
+    run.stop.assumed_save_seconds = _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
+    run.saving, checkpoints.saved_step = checkpoints.saving, run.state.step
+    checkpoints.exporter = HubSaves(run.config) if HubSaves.wanted(run.config) else None
+    checkpoints.on_written, checkpoints.on_saved = run.stop.saves.add, run.ledger.saved
+    if checkpoints.best.exhausted:
+        _no_patience(run, checkpoints)
+
+
+def save_when_due(run: Run, checkpoints: Checkpoints, pause: Callable[[], AbstractContextManager[None]]) -> None:
+    """Hear of the save in flight, and save if it is time (a collective); ``pause`` stops the clock of steps."""
+    if not checkpoints.is_due(run.state.step, run.total_steps):
+        checkpoints.poll()
+        return
+    with pause(), run.phases.within("checkpoint"):
+        checkpoints.poll()
+        started = time.perf_counter()
+        save(run, checkpoints, last=run.state.step == run.total_steps)
+        if checkpoints.saving.writing is None:  # else it is known when all is on disk
+            run.stop.saves.add(time.perf_counter() - started - checkpoints.export_seconds)
+        _compare_with_grace(run)
+
+
+def save_seed(run: Run, checkpoints: Checkpoints) -> None:
+    """Save the state before the first step, for other runs to start from.
+
+    Raises:
+        ConfigError: when the run has gone on from a checkpoint already.
+    """
+    if run.state.step:
+        option, rule = (
+            "checkpoint.create_seed_checkpoint",
+            f"is for a run that begins, and this one is at {run.state.step}",
+        )
+        raise ConfigError(Problem(option, True, f"{rule} steps", "remove it, or choose another job.dump_folder"))
+    save(run, checkpoints, last=False, wait=True)
+
+
+def note_validation(run: Run, checkpoints: Checkpoints, values: Mapping[str, float]) -> None:
+    """Keep the best of a validation's values, and end the run where they have not improved for long (a collective)."""
+    config = run.config
+    if config.checkpoint.keep_best or config.validation.patience:
+        # sums over different groups of ranks may differ in the last bit, and all ranks must agree on what is better
+        checkpoints.best.observe(run.state.step, exchange(dict(values))[0])
+        if checkpoints.best.exhausted:
+            _no_patience(run, checkpoints)
+
+
+def _no_patience(run: Run, checkpoints: Checkpoints) -> None:
+    best = checkpoints.best
+    found = f"best {best.value:.6g} at step {best.step}" if best.step >= 0 else "none was finite"
+    logger.warning(
+        f"{best.metric} has not improved for {best.without_improvement} validations ({found}): the run ends at step "
+        f"{run.state.step} of {run.total_steps} (validation.patience={best.patience})"
+    )
+    run.total_steps = run.state.step
+
+
+def _compare_with_grace(run: Run) -> None:
+    """Warn, once, when a request to stop could not be obeyed in time: the step under way is finished, then saved."""
+    step, saving = run.stop.steps.p95() or 0.0, run.stop.saves.p95() or 0.0
+    grace = run.config.checkpoint.grace_seconds
+    if step + saving > grace and not run.stop.warned_of_grace:
+        run.stop.warned_of_grace = True
+        logger.warning(
+            f"a step ({step:.1f} s) and a save ({saving:.1f} s) take longer than "
+            f"checkpoint.grace_seconds={grace}: a request to stop would lose what came after the last checkpoint; "
+            "raise it as far as your platform grants, make steps shorter, or save more often"
+        )
+
+
+def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
+    """End the run after the step that all ranks agreed on: save what is not saved yet, unless a rank has no time.
+
+    Raises:
+        Preempted: everything is saved.
+        NotSaved: there was no time for it.
+    """
+    step, reason, folder = run.state.step, run.stop.reason or "another rank's request", _folder(run)
+    with run.phases.within("checkpoint"):
+        checkpoints.give_up_export()
+        seconds = 0.9 * run.stop.remaining_seconds()
+        in_time = checkpoints.finish(None if seconds == math.inf else seconds) and run.stop_word < stopping.NOT_IN_TIME
+        if step > checkpoints.saved_step:
+            # waiting for the save in flight has taken of the time
+            late = (run.stop.saves.p95() or 0.0) > run.stop.remaining_seconds()
+            if any(exchange(late)) or not in_time:
+                newest = stopping.newest_checkpoint(folder)
+                raise NotSaved(
+                    f"stopped by {reason} after step {step}; a save would have taken longer than the time left of "
+                    f"checkpoint.grace_seconds={run.config.checkpoint.grace_seconds}; "
+                    f"the last checkpoint is {newest or 'none'}"
+                )
+            logger.warning(f"asked to stop by {reason}: saving step {step}")
+            save(run, checkpoints, last=False, wait=True)
+    where = f"everything is saved in {folder / f'step-{step}'}" if step else "before the first step"
+    raise Preempted(f"stopped by {reason} after step {step}; {where}; the same command goes on from there")
+
+
+def data_ended(run: Run, checkpoints: Checkpoints) -> None:
+    """The data ended before the last step, on all ranks at the same one: save, and say so.
+
+    Raises:
+        DataError: unless training.on_data_end is "stop".
+    """
+    with run.phases.within("checkpoint"):
+        checkpoints.finish()
+        if run.state.step > checkpoints.saved_step and checkpoints.is_due(run.state.step, run.state.step):
+            save(run, checkpoints, last=False, wait=True)
+        if run.config.training.on_data_end == "stop" and run.state.step == checkpoints.saved_step:
+            checkpoints.export_last(run.state.step)
+    if run.config.training.on_data_end == "repeat":
+        raise DataError("the training data have no document in whole passes; the log says why")
+    message = f"the training data ended after step {run.state.step} of {run.total_steps}"
+    if run.config.training.on_data_end == "stop":
+        logger.warning(message)
+        return
+    raise DataError(f'{message}; use more, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)')
+
+
+def _folder(run: Run) -> Place:
+    return folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)
+
+
+def explain(error: Exception, run: Run) -> Exception:
+    """An error of a step, with the step and its data; it names what failed where PyTorch's own words do not."""
+    first, step = run.state.samples_consumed, run.state.step + 1
+    if run.stream.global_batch:
+        error.add_note(f"in step {step} (sequences {first} to {first + run.stream.global_batch - 1} of the data)")
+    if not isinstance(error, RuntimeError):
+        return error
+    if dead := data.death_of_worker(error):
+        return dead
+    calls = [f for f in traceback.extract_tb(error.__traceback__) if "torch/distributed" in f.filename]
+    if "gloo/transport" not in str(error) or not calls:
+        return error
+    return PeerError(
+        f"step {step}: {calls[-1].name} did not complete: {str(error).splitlines()[0].rpartition('] ')[2]}; "
+        "another rank failed or is late: see the other logs, or raise comm.train_timeout_seconds"
+    )

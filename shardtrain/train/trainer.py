@@ -1,0 +1,280 @@
+"""The trainer: build, loop, step. Read this file first.
+
+One process per device runs ``main``. A step is: read this rank's batches, count target tokens over all ranks, forward
+and backward with the loss divided once by that count, norm, finite check, clip, update.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from shardtrain import config as configs
+from shardtrain import data, models, optim
+from shardtrain.checkpoint.collectives import together
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config import Loaded
+from shardtrain.data import checksum as order_hash
+from shardtrain.data.file_hashes import Contents
+from shardtrain.distributed import BATCH_AXES
+from shardtrain.distributed import config_consistency as agreement
+from shardtrain.distributed import grad_clip as clip
+from shardtrain.distributed import process_group as world
+from shardtrain.distributed.process_group import World
+from shardtrain.metrics import Metrics, profiling
+from shardtrain.metrics.flight_recorder import flight_recorder_environment
+from shardtrain.ops.seeding import seed_step, set_determinism
+from shardtrain.optim import lr_scheduler as schedule
+from shardtrain.resilience import progress as moving
+from shardtrain.resilience import watchdog as heartbeat
+from shardtrain.resilience.goodput.ledger import Ledger
+from shardtrain.resilience.guards import loss_spikes as spikes
+from shardtrain.resilience.guards import nan_guard as nonfinite
+from shardtrain.resilience.guards import replica_check as replicas
+from shardtrain.resilience.guards.replica_check import Replicas
+from shardtrain.resilience.phases import Phases
+from shardtrain.train import document_isolation as documents_apart
+from shardtrain.train import model_check
+from shardtrain.train import shutdown as ending
+from shardtrain.train.build import build
+from shardtrain.train.resume import resume
+from shardtrain.train.run import Outcome, Run
+from shardtrain.train.run_facts import ReduceOverMesh, run_facts
+from shardtrain.train.run_folder import describe, write_resolved_config
+from shardtrain.train.state import TrainState
+from shardtrain.train.validation import Validator
+from shardtrain.utils import log
+from shardtrain.utils.errors import DataError
+from shardtrain.utils.log import logger
+
+__all__ = ["Outcome", "Run", "build", "main", "step", "train"]
+
+_STEPS_WITHOUT_TARGETS = 10
+"""After so many steps in which nothing is learned a run ends."""
+
+
+def main(loaded: Loaded) -> TrainState:
+    """Train as one rank of the job that the environment describes; raises ShardtrainError for what a user can mend."""
+    config, phases = loaded.config, Phases()
+    folder = Path(config.job.dump_folder)
+    os.environ.update(flight_recorder_environment(config, folder))  # read when the process group starts
+    compared: list[str] = []
+
+    def check_ranks(store: Store, rank: int, size: int) -> None:
+        agreement.check(config, store, rank, size)
+        compared.extend(model_check.check(config, store, rank, size))
+
+    with world.join(config.comm, config.training.device, check_ranks) as here, heartbeat.beating(config, here, phases):
+        notices = configs.require(
+            loaded, here.size, here.device.type, here.size if here.device.type == "cuda" else None
+        )
+        console = here.rank in log.console_ranks()
+        several = len(log.console_ranks()) > 1
+        color = not config.metrics.disable_color_printing
+        log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console, color, prefix=several)
+        for notice in notices:
+            (logger.info if notice in loaded.renames else logger.warning)(notice)
+        for line in compared:
+            (logger.warning if " NOT " in line else logger.info)(line)
+        return train(loaded, here, phases)
+
+
+def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainState:
+    """Build the run, continue it from a checkpoint if there is one, and step to its end."""
+    config, folder = loaded.config, Path(loaded.config.job.dump_folder)
+    phases = phases or Phases()
+    checkpoints, contents = Checkpoints(config), Contents()
+    try:
+        set_determinism(config.debug)
+        run = build(config, here)
+        run.phases = phases
+        if here.rank == 0:
+            contents = run.contents = Contents(getattr(run.stream, "whole_files", ()), folder)
+        together(contents.look, only_first=True)
+        resume(run, checkpoints)
+        contents.start(run.state.step)
+        if run.stream.masks_documents:
+            documents_apart.check(run.runner.parts[0], models.find(config.model.name), run.mesh)
+            teacher = getattr(run.runner, "teacher", None)
+            if teacher is not None and hasattr(teacher, "hf"):
+                documents_apart.check(teacher, models.find("transformers"), run.mesh)
+        run.ledger = Ledger(None if here.rank else folder, phases, run.state.step, here.size)
+        ending.expect(run, checkpoints)
+        if config.checkpoint.create_seed_checkpoint:
+            ending.save_seed(run, checkpoints)
+            return run.state
+        if here.rank == 0:
+            write_resolved_config(loaded, folder, here.size)
+        of_epoch = run.stream.num_samples, run.stream.places_per_epoch
+        for line in describe(loaded, run.mesh, run.num_params, run.total_steps, *of_epoch):
+            logger.info(line)
+        validator = Validator(config, run.runner, run.mesh, run.stop, run.stream.places_per_epoch)
+        started_at = run.state.step
+        with run.ledger:
+            while True:
+                try:
+                    facts = run_facts(run, here)
+                    with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
+                        _steps(run, here, checkpoints, validator, metrics)
+                    run.stop.close()  # the last step is done and saved
+                    return run.state
+                except spikes.GoBack as why:
+                    spikes.go_back(run, checkpoints, why, started_at)
+                    ending.expect(run, checkpoints, may_end_early=True)
+    finally:
+        contents.close()
+        checkpoints.close()  # another run may write the folder, however this one has ended
+
+
+def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator, metrics: Metrics) -> None:
+    """Step to the end of the run, and save, validate and report when it is time."""
+    config, state = run.config, run.state
+    collector = profiling.GarbageCollection(config.training.gc_freq, config.training.gc_debug)
+    profiler = profiling.profiler(config, Path(config.job.dump_folder), here.rank, here.device.type, state.step)
+    first_step, copies = state.step + 1, Replicas(run, checkpoints)
+    run.phases.begin("compile")  # the first step compiles and warms up
+    with collector, profiler as trace:
+        while state.step < run.total_steps:
+            started = time.perf_counter()
+            run.contents.check()
+            moving.begin_step(state.step + 1, state.to_dict())
+            try:
+                outcome = step(run)
+            except Exception as error:
+                raise ending.explain(error, run) from error
+            if outcome is None:
+                if state.step >= first_step and not run.stop_word and validator.is_due(state.step, state.step):
+                    _validate(run, validator, metrics, checkpoints)
+                break
+            _check_that_something_is_learned(run)
+            step_seconds = time.perf_counter() - started
+            extra = run.ledger.note(state.step, metrics.is_log_step(state.step), lambda: _measures(run))
+            metrics.update(state.step, **outcome.measures(), extra=extra, order_hash=state.order_hash)
+            copies.check(state.step)
+            if validator.is_due(state.step, run.total_steps):
+                _validate(run, validator, metrics, checkpoints)
+            ending.save_when_due(run, checkpoints, metrics.pause)  # what the validation found is part of it
+            collector.step(state.step)
+            trace.step()
+            if state.step > first_step:
+                run.stop.steps.add(step_seconds)
+            else:
+                world.set_timeout(config.comm.train_timeout_seconds)
+                run.phases.begin("step")
+    run.phases.begin("end")
+    if run.stop_word:
+        ending.leave(run, checkpoints)
+    if state.step < run.total_steps:
+        ending.data_ended(run, checkpoints)
+
+
+def _check_that_something_is_learned(run: Run) -> None:
+    """Stop a run that trains on nothing: such as one whose prompts fill each row, so that no answer is left of it.
+
+    Raises:
+        DataError: on all ranks.
+    """
+    state, config = run.state, run.config
+    if not state.tokens_seen and state.step >= min(_STEPS_WITHOUT_TARGETS, run.total_steps):
+        raise DataError(
+            f"the first {state.step} steps had no token with loss (training.seq_len={config.training.seq_len}, "
+            f'data.format="{config.data.format}"); where prompts fill the rows raise training.seq_len; look at them '
+            "with shardtrain data show"
+        )
+
+
+def _measures(run: Run) -> dict[str, float]:
+    """What a logged step reports beside its numbers: of experts, and of slow ranks."""
+    return {**run.runner.measures(), **run.measures(), **moving.now().measures}
+
+
+def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Checkpoints) -> None:
+    with metrics.pause(), run.phases.within("validation"):
+        found = validator.run(run.state.step)
+    if found is None:
+        logger.warning(f"validation after step {run.state.step} was given up: the run was asked to stop")
+        return
+    metrics.validation(run.state.step, found.values)
+    ending.note_validation(run, checkpoints, found.values)
+
+
+def step(run: Run) -> Outcome | None:
+    """One optimizer step on all ranks together; None, on all, where the data have ended or one was asked to stop."""
+    config, mesh, state = run.config, run.mesh, run.state
+    with run.phases.within("data"):
+        found = _read(run)
+    if found is None:
+        return None
+    local, sums, data_seconds = found
+    if run.runner.counts_filler:
+        local = data.mark_filler(local)
+    batches = [batch.to(mesh.device, non_blocking=True) for batch in local]
+    seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
+
+    num_tokens = sums[0]
+    scale = run.scaler.scale if run.scaler else 1.0
+    weight = (scale / num_tokens.clamp_min(1.0)).float()
+    loss = run.runner.forward_backward(batches, weight)
+    norm = clip.gradient_norm(run.runner.parameters().values(), mesh) / scale
+    agreed = clip.agree(loss / scale, norm, sums, mesh)
+    global_loss, grad_norm, (tokens, _, *hash_parts) = agreed.loss, agreed.norm, agreed.sums
+
+    lr = schedule.learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates)
+    finite = math.isfinite(grad_norm) and math.isfinite(global_loss)
+    if not finite:
+        nonfinite.stop_or_skip(run, loss, local)
+    elif not agreed.same_norm:
+        replicas.refuse_norms(run, norm)
+    apply = run.scaler.update(finite) if run.scaler else finite
+    apply = apply and spikes.may_apply(run, global_loss, grad_norm)
+    if apply:
+        max_norm = config.training.max_norm
+        clip.scale_gradients(run.runner.parameters().values(), min(1.0, max_norm / (grad_norm + 1e-6)) / scale)
+        optim.set_learning_rate(run.optimizer, lr)
+        run.runner.update(run.optimizer)
+    run.runner.forget_gradients()
+    state.advance(run.stream.samples_consumed, int(tokens), order_hash.join(hash_parts), apply, finite)
+    local_tokens = run.runner.own_targets(local)
+    return Outcome(loss / weight, local_tokens, int(tokens), grad_norm, norm, lr, data_seconds)
+
+
+def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
+    """This rank's batches of a step; over all ranks targets, rows, and what the rows add to the order hash; seconds.
+
+    None, on all ranks, where the data have ended or one rank was asked to stop. A dataset that is read as training goes
+    on ends without notice, its readers one by one: a step without rows is passed over, and when none has any, it ends.
+    """
+    empty, data_seconds = 0, 0.0
+    while True:
+        started, first_row = time.perf_counter(), run.stream.samples_consumed
+        try:
+            read = run.stop.read(lambda: [next(run.stream) for _ in range(run.stream.accumulation)])
+        except StopIteration:
+            return None
+        if read is None and run.stream.has_ended:
+            return None
+        data_seconds += time.perf_counter() - started
+        local = read or []
+        counts = [sum(batch.num_targets for batch in local), sum(batch.num_rows for batch in local)]
+        # all ranks in one sum, so that they stop together; of those that hold the same rows the first one counts them
+        is_first = run.mesh.rank("pp", "cp", "tp") == 0
+        own = [*counts, *order_hash.split(run.stream.step_hash)] if is_first else [0.0] * 6
+        whole = torch.tensor([*own, run.stop.word(), *run.saving.tell()], dtype=torch.float64)
+        *_, run.stop_word, ended, failed, due = (sums := run.mesh.sum_of_all(whole.to(run.mesh.device))).tolist()
+        run.saving.hear([ended, failed, due])
+        if run.stop_word:
+            return None
+        sums = sums[: len(own)]
+        left_out = run.guard.leaves_out(first_row, first_row + run.stream.global_batch)
+        if not left_out and (not run.stream.ends_without_notice or sums[1] > 0):
+            return local, sums, data_seconds
+        empty += 0 if left_out else run.stream.global_batch
+        run.state.samples_consumed = run.stream.samples_consumed
+        if empty >= run.stream.num_readers and not left_out:
+            return None

@@ -1,0 +1,199 @@
+"""Log lines of one rank: a file per rank that is appended to, the console where asked for, and no secrets in either.
+
+Every module says ``from shardtrain.utils.log import logger``; the trainer calls ``setup`` once per process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils.redact import redact, visible
+
+logger = logging.getLogger("shardtrain")
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def setup(
+    rank: int,
+    world_size: int,
+    run_folder: Path,
+    file_pattern: str,
+    console: bool = True,
+    color: bool = True,
+    prefix: bool = False,
+) -> Path:
+    """Send the log to this rank's file, and to stderr where ``console`` is set; returns the path of the file.
+
+    ``file_pattern`` is a path below ``run_folder`` in which ``{rank}`` becomes the rank; the file is appended to, so
+    a resumed run continues its log. ``prefix`` starts each line with ``[rank3]``, for consoles shared by ranks.
+    ``color`` permits colours; a stream that is no terminal, ``NO_COLOR`` and ``SLURM_JOB_ID`` forbid them. A second
+    call replaces the first. Raises ConfigError where ranks would share a file, StorageError where it cannot be opened.
+    """
+    if world_size > 1 and "{rank}" not in file_pattern:
+        rule = f"would make {world_size} ranks write one file"
+        raise ConfigError(Problem("metrics.save_log_file", file_pattern, rule, "put {rank} into the name"))
+    path = Path(run_folder) / file_pattern.replace("{rank}", str(rank))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _FileHandler(path)
+    except OSError as error:
+        raise StorageError(f"cannot open the log file {path}: {error.strerror}; check metrics.save_log_file") from error
+    reset()
+    start = f"[rank{rank}] " if prefix else ""
+    handlers: list[logging.Handler] = [file]
+    file.setFormatter(_LineFormatter(start))
+    if console:
+        handlers.append(_ConsoleHandler(start, color))
+    for handler in handlers:
+        # On the handlers, not the logger: a logger's filters do not see the records of its children.
+        handler.addFilter(SecretFilter())
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    # Libraries put handlers on the root logger; lines would then appear twice, and unmasked.
+    logger.propagate = False
+    return path
+
+
+def reset() -> None:
+    """Close the handlers and undo ``setup``; a process that logs afterwards is back to Python's defaults."""
+    for handler in list(logger.handlers):
+        if isinstance(handler.formatter, _LineFormatter):
+            logger.removeHandler(handler)
+            handler.close()
+    logger.propagate = True
+
+
+def console_ranks() -> set[int]:
+    """Ranks that write to the console, from the variable ``LOG_RANK``: ``0`` unless set, or a list like ``0,1``.
+
+    Raises ConfigError where the variable is not a list of ranks.
+    """
+    text = os.environ.get("LOG_RANK", "").strip() or "0"
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise ConfigError(Problem("LOG_RANK", text, "is not a list of ranks", 'write it like "0" or "0,1"'))
+    return {int(part) for part in parts}
+
+
+def color_allowed(stream: TextIO, wanted: bool = True) -> bool:
+    """Whether ANSI colours may go to ``stream``: a terminal, outside Slurm, and nobody has said no.
+
+    ``NO_COLOR`` is the convention of no-color.org: any value but the empty one forbids colours.
+    """
+    if not wanted or os.environ.get("NO_COLOR") or os.environ.get("SLURM_JOB_ID"):
+        return False
+    return os.environ.get("TERM") != "dumb" and stream.isatty()
+
+
+class SecretFilter(logging.Filter):
+    """Masks secrets, and what a terminal would obey, in a record's message, its coloured form and its traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Redact the record in place and let it pass."""
+        record.msg, record.args = redact(visible(_ANSI.sub("", record.getMessage()))), None
+        if record.exc_info and not record.exc_text:
+            record.exc_text = logging.Formatter().formatException(record.exc_info)
+        if record.exc_text:
+            record.exc_text = redact(visible(record.exc_text))
+        if record.stack_info:
+            record.stack_info = redact(visible(record.stack_info))
+        colored = getattr(record, "colored", None)
+        if colored:
+            record.colored = redact(visible(colored, colors=True))
+        return True
+
+
+class _LineFormatter(logging.Formatter):
+    """``[rank1] 2026-01-31 12:00:00 INFO message``; uses the coloured form of a message where colours are allowed."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__(start + "%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+        self.color = False
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        colored = getattr(record, "colored", None)
+        if self.color and colored:
+            record.message = colored
+        line = super().formatMessage(record)
+        return line if self.color else _ANSI.sub("", line)
+
+
+class _FileHandler(logging.Handler):
+    """Appends each record in one write. A full disk or a lost folder stops nobody: it is said once on stderr.
+
+    A file that was removed, with its folder or without, is made again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.num_lost = path, 0
+        self._descriptor = self._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        data = (self.format(record) + "\n").encode(errors="replace")
+        try:
+            if self._is_gone():
+                descriptor = self._open()
+                os.close(self._descriptor)
+                self._descriptor = descriptor
+            size = os.fstat(self._descriptor).st_size
+            written = os.write(self._descriptor, data)
+            if written != len(data):  # a full disk may take a part of a line
+                os.ftruncate(self._descriptor, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.num_lost += 1
+            if self.num_lost == 1:
+                text = f"cannot write the log file {self.path}: {error.strerror}; lines of it are lost until it works"
+                with contextlib.suppress(OSError, ValueError):
+                    print(redact(text), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Let the file go."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        super().close()
+
+    def _open(self) -> int:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
+
+    def _is_gone(self) -> bool:
+        try:
+            there, own = os.stat(self.path), os.fstat(self._descriptor)
+        except FileNotFoundError:
+            return True
+        except OSError:  # it cannot be seen at the moment, which does not make it gone
+            return False
+        return (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
+
+
+class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to whatever ``sys.stderr`` is at that moment, so that a progress line can keep lines whole."""
+
+    def __init__(self, start: str, color: bool) -> None:
+        logging.Handler.__init__(self)
+        self._formatter = _LineFormatter(start)
+        self._color_wanted = color
+        self.setFormatter(self._formatter)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        """The stream of this moment."""
+        return sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        self._formatter.color = color_allowed(sys.stderr, self._color_wanted)
+        super().emit(record)

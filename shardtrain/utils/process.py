@@ -1,0 +1,39 @@
+"""What holds for a process of ours as a whole: no secret in what Python prints, no file that everybody may write."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from types import TracebackType
+
+from shardtrain.utils.atomic_io import umask
+from shardtrain.utils.redact import redact, visible
+
+OTHERS_WRITE = 0o002
+STORE = "SHARDTRAIN_STORE"
+"""Names the folder in which the ranks of one machine meet, in place of MASTER_ADDR and MASTER_PORT."""
+
+
+def own_process() -> None:
+    """Set both for this process and those that it starts; a program that only calls this package keeps its own."""
+    mask_uncaught()
+    os.umask(umask() | OTHERS_WRITE)
+
+
+def mask_uncaught() -> None:
+    """Redact what Python prints of exceptions that nobody catches, in the main thread and in others."""
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+            return
+        sys.stderr.write(redact(visible("".join(traceback.format_exception(kind, error, trace)))))
+
+    def show_of_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is not SystemExit and args.exc_value is not None:
+            show(args.exc_type, args.exc_value, args.exc_traceback)
+
+    sys.excepthook = show
+    threading.excepthook = show_of_thread

@@ -1,0 +1,192 @@
+"""Files of strangers are opened first in a process of their own, with hard limits on memory, time and what it says.
+
+Libraries that read a tokenizer or a Parquet file are made of other languages: one that asks for too much memory ends
+its process, and no exception tells of it. So the process that ends is a child, which the kernel holds to its limits and
+which knows none of this one's environment; afterwards this process opens the same bytes, known by their hash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from shardtrain.utils.errors import ShardtrainError
+
+PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
+"""What of the environment a process needs to find Python and its packages: no token, no proxy."""
+_ANSWER_BYTES = 16 * 1024
+_MEMORY_WORDS = ("alloc", "out of memory", "not enough memory", "worker thread")
+_WALL_FACTOR, _START_SECONDS = 4, 60
+"""A busy machine gives a process a part of its time, and may be slow to start it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of opening one artefact: data.artefact_memory_bytes and data.artefact_seconds (of CPU time)."""
+
+    memory_bytes: int = 2**30
+    seconds: int = 30
+
+
+_limits = Limits()
+_proved: set[str] = set()
+
+
+class Refused(Exception):
+    """An artefact cannot be opened within its bounds; the text completes a sentence about it."""
+
+
+def set_limits(limits: Limits) -> None:
+    """Set the bounds of what this process opens from now on."""
+    global _limits
+    _limits = limits
+
+
+def prove(kind: str, request: Mapping[str, Any], key: str) -> None:
+    """Let a child open an artefact, unless one of this ``key`` (hash and what else decides) was proved before.
+
+    Raises:
+        Refused: it goes beyond the bounds, or the child says what is wrong with it.
+    """
+    if key in _proved:
+        return
+    answer = _ask({**request, "kind": kind, "memory_bytes": _limits.memory_bytes, "seconds": _limits.seconds})
+    if answer:
+        raise Refused(answer)
+    _proved.add(key)
+
+
+def _ask(request: Mapping[str, Any]) -> str:
+    command = [sys.executable, "-P", "-m", "shardtrain.utils.sandbox"]
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    package = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH", "")]))
+    environment |= {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    child = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    late = threading.Timer(_START_SECONDS + _WALL_FACTOR * _limits.seconds, child.kill)
+    late.daemon = True
+    late.start()
+    try:
+        assert child.stdin is not None and child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(json.dumps(request).encode())
+            child.stdin.close()
+        said = _read(child.stdout)
+    finally:
+        late.cancel()
+        child.kill()  # one that has answered has nothing left to do
+        status = child.wait()
+        for pipe in filter(None, (child.stdin, child.stdout)):
+            with contextlib.suppress(OSError):
+                pipe.close()
+    return _verdict(said, status)
+
+
+def _read(pipe: IO[bytes]) -> bytes:
+    """What the child says, up to the most that it may say."""
+    said = b""
+    while len(said) < _ANSWER_BYTES and not said.endswith(b"\n"):
+        part = os.read(pipe.fileno(), _ANSWER_BYTES - len(said))
+        if not part:
+            break
+        said += part
+    return said
+
+
+def _verdict(said: bytes, status: int) -> str:
+    """What is wrong, from the child's answer or from how it ended; empty where nothing is."""
+    try:
+        answer = json.loads(said)["refused"]
+        if isinstance(answer, str):
+            return answer
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"takes more than data.artefact_seconds={_limits.seconds} to open"
+    return f"needs more than data.artefact_memory_bytes={_limits.memory_bytes} to open, or its library fails on it"
+
+
+# --- the child
+
+
+def _lower(kind: int, limit: int) -> None:
+    """Set a limit, or keep the one that is there where it is lower: a scheduler's cannot be raised."""
+    _, most = resource.getrlimit(kind)
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(kind, (limit, most))
+
+
+def _bound(memory_bytes: int, seconds: int) -> None:
+    if sys.platform == "linux":  # elsewhere the kernel does not hold a process to it
+        mapped, resident = map(int, Path("/proc/self/statm").read_text().split()[:2])
+        more = max(memory_bytes - resident * resource.getpagesize(), 0)
+        _lower(resource.RLIMIT_AS, mapped * resource.getpagesize() + more)
+    _lower(resource.RLIMIT_CPU, seconds)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _open_tokenizer(request: Mapping[str, Any]) -> None:
+    from shardtrain.data.tokenizer import open_content
+
+    path = Path(request["path"])
+    _bound(request["memory_bytes"], request["seconds"])
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != request["sha256"]:
+        raise ValueError("it was changed while it was opened")
+    tokenizer = open_content(path, content, request["option"], request["spec"])
+    for text in ("hello world", "a" * 1000, "".join(map(chr, range(32, 1000))), "日本 é\u0301 🦜\n\t"):
+        ids = tokenizer.encode(text)
+        tokenizer.decode(ids)
+
+
+def _open_parquet(request: Mapping[str, Any]) -> None:
+    import pyarrow.parquet
+
+    _bound(request["memory_bytes"], request["seconds"])
+    pyarrow.set_cpu_count(1)
+    parquet = pyarrow.parquet.ParquetFile(request["path"], pre_buffer=False)
+    for _ in parquet.iter_batches(batch_size=request["rows"], row_groups=request["groups"], use_threads=False):
+        pass
+
+
+_OPENERS = {"tokenizer": _open_tokenizer, "parquet": _open_parquet}
+
+
+def main() -> None:
+    """Open what standard input names; says one line of JSON."""
+    request = json.loads(sys.stdin.buffer.read())
+    try:
+        _OPENERS[request["kind"]](request)
+        refused = ""
+    except MemoryError:
+        refused = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
+    except ShardtrainError:
+        refused = ""  # within the limits: who opens it next tells what is wrong with it
+    except BaseException as error:  # a library may raise anything; panics of Rust are no Exception
+        text = f"cannot be opened ({' '.join(str(error).split())[:200]})"
+        refused = text
+        if (isinstance(error, OSError) and error.errno == errno.ENOMEM) or any(
+            w in text.lower() for w in _MEMORY_WORDS
+        ):
+            refused = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
+    os.write(1, json.dumps({"refused": refused[:1000]}).encode() + b"\n")
+    os._exit(0)  # nothing that was loaded gets another turn
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Attention over a sequence that is split over ranks equals attention over the whole, forward and backward."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from shardtrain.distributed import attention_blocks as pieces
+from shardtrain.distributed import context_attention as attention
+from shardtrain.ops import sliding_window as windows
+from shardtrain.ops.attention_scores import PLAIN, Scores
+
+B, T, N, K, H = 2, 48, 4, 2, 8
+KINDS = {
+    "gathered, balanced": (attention.gathered_attention, True),
+    "gathered, in order": (attention.gathered_attention, False),
+    "ring, balanced": (attention.ring_attention, True),
+    "ring, in order": (attention.ring_attention, False),
+    "ulysses": (attention.ulysses_attention, False),
+}
+
+
+def inputs(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def by_hand(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int = 0, scores_of: Scores = PLAIN
+) -> Tensor:
+    """Causal grouped attention written out in float64; with a window, a query sees so many keys."""
+    q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
+    scores = torch.einsum("btnh,bsnh->bnts", q, k) * (scores_of.scale or 1 / math.sqrt(H))
+    if scores_of.softcap:
+        scores = scores_of.softcap * (scores / scores_of.softcap).tanh()
+    if scores_of.slopes:
+        distance = torch.arange(T)[:, None] - torch.arange(T)
+        scores = scores - torch.tensor(scores_of.slopes, dtype=torch.float64)[:, None, None] * distance
+    hidden = torch.ones(T, T).triu(1).bool().expand(B, T, T)
+    if documents is not None:
+        hidden = hidden | (documents[:, :, None] != documents[:, None])
+    if window:
+        hidden = hidden | torch.ones(T, T).tril(-window).bool()
+    scores = scores.masked_fill(hidden[:, None], -math.inf)
+    return torch.einsum("bnts,bsnh->btnh", scores.softmax(-1), v)
+
+
+def part(whole: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
+    if not balanced:
+        return whole.chunk(size, 1)[rank].contiguous()
+    chunks = whole.chunk(2 * size, 1)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), 1)
+
+
+def largest_errors(
+    rank: int, dtype: torch.dtype, documents: Tensor | None = None, window: int = 0, scores: Scores = PLAIN
+) -> dict[str, list[float]]:
+    size = dist.get_world_size()
+    *whole, gradient = inputs(dtype)
+    leaves = [x.double().requires_grad_() for x in whole]
+    expected = by_hand(*leaves, documents, window, scores)
+    expected.backward(gradient.double())
+    targets = [expected.detach(), *(leaf.grad for leaf in leaves)]
+    errors = {}
+    for name, (function, balanced) in KINDS.items():
+        if name == "ulysses" and K % size:
+            continue
+        local = [part(x, rank, size, balanced).requires_grad_() for x in whole]
+        out = function(*local, dist.group.WORLD, balanced, documents, window, scores)
+        out.backward(part(gradient, rank, size, balanced))
+        got = [out.detach(), *(x.grad for x in local)]
+        pairs = zip(got, targets, strict=True)
+        errors[name] = [float((mine - part(theirs, rank, size, balanced)).abs().max()) for mine, theirs in pairs]
+    return errors
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_split_attention_equals_attention_written_out(num_ranks: int) -> None:
+    for errors in run_ranks(num_ranks, largest_errors, torch.float32):
+        for name, values in errors.items():
+            assert max(values) < 2e-6, (name, values)  # values and gradients are about one; float32 keeps 1e-7
+
+
+def test_split_attention_in_bfloat16_loses_no_more_than_the_type_does() -> None:
+    for errors in run_ranks(2, largest_errors, torch.bfloat16):
+        for name, values in errors.items():
+            assert max(values) < 6e-2, (name, values)  # 2^-8 of values up to about 4
+
+
+def random_documents(seed: int) -> Tensor:
+    """Rows cut at random places: none to all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    share = torch.rand(B, 1, generator=generator) ** 3
+    begins = torch.rand(B, T, generator=generator) < share
+    return begins.long().cumsum(1)
+
+
+def errors_of_many_cuts(rank: int) -> dict[str, float]:
+    edges = torch.zeros(B, T, dtype=torch.int64)
+    edges[0, :: T // (2 * dist.get_world_size())] = 1  # a document for each chunk
+    each = torch.arange(T).expand(B, T)  # each token a document
+    cuts = [edges.cumsum(1), each, torch.zeros_like(each), *(random_documents(seed) for seed in range(20))]
+    worst: dict[str, float] = {}
+    for documents in cuts:
+        for name, values in largest_errors(rank, torch.float32, documents).items():
+            assert not any(math.isnan(value) for value in values), name
+            worst[name] = max(worst.get(name, 0.0), *values)
+    return worst
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_split_attention_within_documents_equals_attention_written_out(num_ranks: int) -> None:
+    for worst in run_ranks(num_ranks, errors_of_many_cuts):
+        assert len(worst) >= 4
+        assert max(worst.values()) < 4e-6, worst  # the worst of 23 cuts, where one without documents is below 2e-6
+
+
+def errors_of_many_windows(rank: int) -> dict[str, float]:
+    worst: dict[str, float] = {}
+    for window, at_once, cut in ((1, 5, 0), (2, 5, 2), (7, 128, 1), (12, 5, 0), (13, 5, 3), (25, 5, 1), (40, 128, 0)):
+        windows.QUERIES_AT_ONCE = at_once  # in a forked process of its own
+        documents = random_documents(cut) if cut else None
+        for name, values in largest_errors(rank, torch.float32, documents, window).items():
+            assert not any(math.isnan(value) for value in values), name
+            worst[name] = max(worst.get(name, 0.0), *values)
+    return worst
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_split_attention_within_a_window_equals_attention_written_out(num_ranks: int) -> None:
+    for worst in run_ranks(num_ranks, errors_of_many_windows):
+        assert len(worst) >= 4
+        assert max(worst.values()) < 5e-6, worst  # few keys have large weights, and gradients reach 10
+
+
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
+SCORES = {
+    "scale": Scores(scale=0.1),
+    "soft cap": Scores(softcap=1.5),
+    "slopes": Scores(slopes=SLOPES),
+    "all": Scores(0.7, 2.0, SLOPES),
+}
+
+
+def errors_of_scores(rank: int) -> dict[str, float]:
+    worst: dict[str, float] = {}
+    attention.QUERIES_AT_ONCE = 5  # in a forked process of its own: blocks end within chunks
+    for scores in SCORES.values():
+        for documents, window in ((None, 0), (None, 13), (random_documents(2), 0), (random_documents(3), 7)):
+            for name, values in largest_errors(rank, torch.float32, documents, window, scores).items():
+                assert not any(math.isnan(value) for value in values), name
+                worst[name] = max(worst.get(name, 0.0), *values)
+    return worst
+
+
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
+def test_split_attention_with_other_scores_equals_attention_written_out(num_ranks: int) -> None:
+    for worst in run_ranks(num_ranks, errors_of_scores):
+        assert len(worst) >= 4
+        assert max(worst.values()) < 5e-6, worst  # few keys have large weights, and gradients reach 10
+
+
+def test_split_attention_within_a_window_in_bfloat16_loses_no_more_than_the_type_does() -> None:
+    for errors in run_ranks(2, largest_errors, torch.bfloat16, None, 9):
+        for name, values in errors.items():
+            assert max(values) < 6e-2, (name, values)
+
+
+def test_parts_of_the_ring_meet_every_earlier_key_once() -> None:
+    for balanced in (True, False):
+        for size in (1, 2, 3, 5):
+            tokens = 2 * 4
+            order = torch.arange(size * tokens)[None, :, None, None]
+            places = [part(order, rank, size, balanced).flatten() for rank in range(size)]
+            for rank in range(size):
+                seen = torch.zeros(tokens, size * tokens, dtype=torch.int64)
+                for source in range(size):
+                    for rows, columns, causal in pieces._causal_parts(tokens, source, rank, balanced):
+                        mask = torch.ones(tokens, tokens)[rows, columns]
+                        mask = mask.tril() if causal else mask
+                        seen[rows, places[source][columns]] += mask.long()
+                expected = places[rank][:, None] >= torch.arange(size * tokens)[None]
+                assert torch.equal(seen, expected.long()), (balanced, size, rank)

@@ -1,0 +1,153 @@
+"""Laws of the chain that pipelines need: what goes round x is seen, whichever way, and a sound forward passes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardtrain.distributed import chain
+from shardtrain.layout import Layout
+from shardtrain.utils.errors import ConfigError
+
+LAYOUT = Layout(first=("embed",), layers="layers", last=("norm", "head"))
+PARTS = [["embed", "layers.0", "layers.1"], ["layers.2", "layers.3", "norm", "head"]]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), {}
+
+    def forward(self, x: Tensor, more: object = None) -> Tensor:
+        y = self.linear(x)
+        if isinstance(more, dict):  # values of the first layer, for all others
+            y = y + more.setdefault("first", y)
+        if isinstance(more, float):
+            y = y * more
+        if self.kept is not None and "all" in self.kept:
+            y = y + self.kept["all"].setdefault("first", y)
+        return x + y + (more if isinstance(more, Tensor) else 0.0)
+
+
+class Model(nn.Module):
+    """A sound one; ``run`` goes through the layers in its place."""
+
+    def __init__(self, run: Callable[[Model, Tensor, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.run = run
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleDict({str(i): Layer() for i in range(4)})
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.run is not None:
+            x = self.run(self, x, positions)
+        else:
+            for layer in self.layers.values():
+                x = layer(x)
+        return self.head(self.norm(x))
+
+
+def values_of_the_first(model: Model, x: Tensor, _: Tensor) -> Tensor:
+    values: dict[str, Tensor] = {}
+    for layer in model.layers.values():
+        x = layer(x, values)
+    return x
+
+
+def values_by_an_attribute(model: Model, x: Tensor, _: Tensor) -> Tensor:
+    values: dict[str, Tensor] = {}
+    for layer in model.layers.values():
+        layer.kept = {"all": values}
+        x = layer(x)
+    return x
+
+
+def skips(model: Model, x: Tensor, _: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+    for i, layer in model.layers.items():
+        x = layer(x, kept.pop() if int(i) > 1 and kept else None)
+        kept.append(x)
+    return x
+
+
+def first_embedding(model: Model, x: Tensor, _: Tensor) -> Tensor:
+    start = x
+    for layer in model.layers.values():
+        x = layer(x, start)
+    return x
+
+
+def place_in_the_loop(model: Model, x: Tensor, positions: Tensor) -> Tensor:
+    for i, layer in enumerate(model.layers.values()):
+        x = layer(x, positions[..., None].float() * (1.0 if i % 3 else 0.5))
+    return x
+
+
+def number_of_layers(model: Model, x: Tensor, _: Tensor) -> Tensor:
+    for layer in model.layers.values():
+        x = layer(x, 1.0 / len(model.layers))
+    return x
+
+
+def by_key(model: Model, x: Tensor, positions: Tensor) -> Tensor:
+    for i, layer in model.layers.items():
+        x = layer(x, positions[..., None].float() * (1.0 if int(i) % 3 else 0.5))
+    return x
+
+
+def built(run: Callable[[Model, Tensor, Tensor], Tensor] | None) -> Model:
+    with torch.device("meta"):
+        return Model(run)
+
+
+BROKEN = {
+    values_of_the_first: "layers.1 is given more of what other modules compute than x",
+    values_by_an_attribute: "layers.1 uses what layers.0.linear.",
+    skips: "layers.2 is given more of what other modules compute than x",
+    first_embedding: "layers.0 is given more of what other modules compute than x",
+    place_in_the_loop: "layers.2 is given other arguments in its stage than in the whole model",
+    number_of_layers: "is given other arguments in its stage than in the whole model",
+}
+
+
+@pytest.mark.parametrize("run", BROKEN, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_goes_round_x_is_refused(run: Callable[[Model, Tensor, Tensor], Tensor], is_frozen: bool) -> None:
+    model = built(run)
+    if is_frozen:  # as adapters leave a model: no gradient tells then
+        model.requires_grad_(False)
+        model.layers["3"].requires_grad_(True)
+    with pytest.raises(ConfigError) as raised:
+        chain.check(model, LAYOUT, PARTS, 2)
+    said = str(raised.value)
+    expected = BROKEN[run] if not is_frozen else BROKEN[run].replace("layers.0.linear.", "the output of embed")
+    assert expected in said and "\n" not in said
+
+
+def test_a_weight_that_a_module_takes_from_another_is_refused() -> None:
+    class Head(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input @ self.others[0].weight.T
+
+    model = built(None)
+    with torch.device("meta"):
+        model.head = Head(8, 16)
+    model.head.others = [model.embed]  # no module's child, so no name of the weight says that it is shared
+    with pytest.raises(ConfigError, match="head uses what embed.weight has"):
+        chain.check(model, LAYOUT, PARTS, 2)
+
+
+@pytest.mark.parametrize("run", [None, by_key], ids=["sound", "by key"])
+def test_a_chain_passes_however_it_is_cut_and_is_left_as_it_was(run: Callable[..., Tensor] | None) -> None:
+    model = built(run)
+    before = [list(vars(module)) for module in model.modules()]
+    names = [name for part in PARTS for name in part]
+    for at in itertools.pairwise([0, *range(1, len(names)), len(names)]):
+        chain.check(model, LAYOUT, [names[: at[0]], names[at[0] :]] if at[0] else [names], 2)
+    assert [list(vars(module)) for module in model.modules()] == before

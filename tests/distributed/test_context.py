@@ -1,0 +1,113 @@
+"""Cutting sequences over ranks: every token goes to one rank with its own position and target."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiers import cases
+from tiny import assert_same_numbers, make_run, reference, run_tiny, tiny_config
+
+from shardtrain import config as configs
+from shardtrain.config import Loaded
+from shardtrain.distributed import context_parallel as context
+from shardtrain.train import trainer as train
+
+WAYS = {
+    "gather": {},
+    "gather, in order": {"context_parallel_load_balancer": "none"},
+    "ring": {"context_parallel_rotate_method": "alltoall"},
+    "ring, in order": {"context_parallel_rotate_method": "alltoall", "context_parallel_load_balancer": "none"},
+    "ulysses": {"context_parallel_method": "ulysses"},
+}
+
+
+class FakeMesh:
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self, axis: str) -> int:
+        return self._size
+
+    def rank(self, axis: str) -> int:
+        return self._rank
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_token_goes_to_one_rank_with_its_position_and_target(way: str, size: int) -> None:
+    config = tiny_config(parallelism={"context_parallel_degree": size, **WAYS[way]})
+    tokens = torch.arange(3 * 64).view(3, 64)
+    batch = SimpleNamespace(tokens_BT=tokens, targets_BT=tokens + 1000, positions_BT=torch.arange(64).expand(3, 64))
+    seen = []
+    for rank in range(size):
+        tokens_Bt, targets_Bt, positions_Bt = context.cut(batch, FakeMesh(size, rank), config)  # type: ignore[arg-type]
+        assert tokens_Bt.shape == (3, 64 // size)
+        assert torch.equal(targets_Bt, tokens_Bt + 1000)
+        assert torch.equal(tokens_Bt % 64, positions_Bt)
+        seen.append(tokens_Bt)
+    assert torch.equal(torch.cat(seen, 1).sort(1).values, tokens)
+
+
+IN_ORDER = ("gather, in order", "ring, in order")
+
+
+@pytest.mark.parametrize("way", cases([way for way in WAYS if way not in IN_ORDER], nightly=IN_ORDER))
+def test_context_parallelism_changes_no_number(way: str) -> None:
+    config = tiny_config(parallelism={"context_parallel_degree": 2, **WAYS[way]})
+    for result in run_tiny(2, config):
+        assert_same_numbers(result, reference())
+
+
+FIRST_ODD = [("ulysses", 34, 2, 1), ("ring", 36, 2, 1)]
+ODD = [  # parts that no further cut divides: tokens a rank, or a chunk of a rank, in odd numbers
+    ("gather, in order", 34, 2, 1),
+    ("ring, in order", 34, 2, 1),
+    ("gather", 36, 2, 2),
+    ("ring, in order", 36, 2, 2),
+]
+
+
+@pytest.mark.parametrize(("way", "seq_len", "cp", "tp"), cases(FIRST_ODD, nightly=ODD))
+def test_any_length_that_the_ranks_can_share_is_accepted_and_changes_no_number(way, seq_len, cp, tp) -> None:
+    parallelism = {"context_parallel_degree": cp, "tensor_parallel_degree": tp, **WAYS[way]}
+    made = tiny_config(parallelism=parallelism, training={"seq_len": seq_len})
+    assert configs.check(Loaded(made)) == []
+    [expected] = run_tiny(1, tiny_config(training={"local_batch_size": 8, "seq_len": seq_len}), 2)
+    for result in run_tiny(cp * tp, made, 2):
+        assert_same_numbers(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("way", "seq_len", "tp", "multiple"), [("ring", 34, 1, 4), ("ulysses", 33, 1, 2), ("gather", 34, 2, 4)]
+)
+def test_a_length_that_the_ranks_cannot_share_is_refused_with_the_nearest(way, seq_len, tp, multiple) -> None:
+    parallelism = {"context_parallel_degree": 2, "tensor_parallel_degree": tp, **WAYS[way]}
+    [problem] = configs.check(Loaded(tiny_config(parallelism=parallelism, training={"seq_len": seq_len})))
+    low = seq_len // multiple * multiple
+    assert f"training.seq_len={seq_len} is not a multiple of {multiple} (" in str(problem)
+    assert str(problem).endswith(f"use {low} or {low + multiple}")
+
+
+@pytest.mark.nightly("on two ranks", by="tests/distributed/test_context.py::test_context_parallelism_changes_no_number")
+@pytest.mark.parametrize("way", cases(["ring"], nightly=["gather"]))
+def test_four_context_ranks_change_no_number(way: str) -> None:
+    config = tiny_config(parallelism={"context_parallel_degree": 4, **WAYS[way]})
+    for result in run_tiny(4, config, steps=4):
+        assert_same_numbers(result, reference(4))
+
+
+def test_the_largest_loss_of_a_rank_is_per_token_of_its_part() -> None:
+    config = tiny_config(parallelism={"context_parallel_degree": 2})
+    tokens = [run_ranks(2, own_tokens, config), run_ranks(1, own_tokens, tiny_config())]
+    assert sum(count for count, _ in tokens[0]) == tokens[1][0][0] == 8 * 64
+    for count, loss in tokens[0]:
+        assert abs(loss / count - tokens[1][0][1] / tokens[1][0][0]) < 0.1  # halves of the same text are alike
+
+
+def own_tokens(rank: int, config: Any) -> tuple[int, float]:
+    outcome = train.step(make_run(rank, config))
+    return outcome.local_tokens, float(outcome.loss_sum)

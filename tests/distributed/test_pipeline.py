@@ -1,0 +1,253 @@
+"""Pipeline stages: a whole model cut without renaming, every schedule with the numbers of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiers import cases
+from tiny import deep_config, make_run, reference, run_tiny, train_steps
+from torch import nn
+
+from shardtrain import models
+from shardtrain.config import stages
+from shardtrain.distributed import LOSS_AXES
+from shardtrain.distributed import pipeline_parallel as pipeline
+from shardtrain.ops.dtensor import local_tensor
+from shardtrain.utils.errors import ConfigError
+
+EVEN = {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}
+
+
+def piped(degree: int = 2, schedule: str = "1F1B", **more: Any) -> dict[str, Any]:
+    return {"pipeline_parallel_degree": degree, "pipeline_parallel_schedule": schedule, **EVEN, **more}
+
+
+class FakeMesh:
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self, axis: str) -> int:
+        return self._size
+
+    def rank(self, axis: str) -> int:
+        return self._rank
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_stages_share_the_model_out_and_keep_its_names(schedule: str) -> None:
+    config = deep_config(parallelism=piped(schedule=schedule))
+    module = models.find("llama3")
+    whole = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
+    names: list[str] = []
+    for rank in range(2):
+        for part in pipeline.cut(whole, module.LAYOUT, FakeMesh(2, rank), config):  # type: ignore[arg-type]
+            names += [name for name, _ in part.named_parameters()]
+            missing = [name for name in ("embed", "norm", "head") if isinstance(getattr(part, name), nn.Identity)]
+            assert len(missing) + sum(name.split(".")[0] in ("embed", "norm", "head") for name in names) >= 3
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+
+
+FIRST = ("Interleaved1F1B", "DualPipeV")  # test_grid.py has them all
+SCHEDULES = [name for name in stages.SCHEDULES if name not in stages.FROM_CSV]
+
+
+@pytest.mark.parametrize("schedule", cases(FIRST, nightly=[name for name in SCHEDULES if name not in FIRST]))
+def test_every_schedule_changes_no_number(schedule: str) -> None:
+    for result in run_tiny(2, deep_config(parallelism=piped(schedule=schedule)), steps=5):
+        assert_same_losses(result)
+
+
+def assert_same_losses(result: Any) -> None:
+    """For a rank that holds some of the weights."""
+    expected = reference(5, 4)
+    for name, weight in result.initial.items():
+        assert torch.equal(weight, expected.initial[name])
+    for name, weight in result.final.items():
+        torch.testing.assert_close(weight, expected.final[name], atol=2e-6, rtol=0, msg=name)
+    for mine, theirs in zip(result.losses, expected.losses, strict=True):
+        assert abs(mine - theirs) <= 1e-5
+    for mine, theirs in zip(result.grad_norms, expected.grad_norms, strict=True):
+        assert abs(mine - theirs) <= 1e-4
+
+
+# Gradients of inputs and of weights are computed apart: weights must then be found that forward had gathered and freed
+# again, and a layer is recomputed for either.
+APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "resharded": ({"fsdp_reshard_after_forward": "always"}, {"mode": "none"}),
+    "recomputed by operation": ({}, {"mode": "selective", "selective_ac_option": "op"}),
+    "resharded, recomputed by operation": (
+        {"fsdp_reshard_after_forward": "always"},
+        {"mode": "selective", "selective_ac_option": "op"},
+    ),
+    "resharded, recomputed whole": ({"fsdp_reshard_after_forward": "always"}, {"mode": "full"}),
+}
+
+
+def split_backward(schedule: str, case: str, **more: Any) -> Any:
+    keys, recompute = APART[case]
+    training = {"local_batch_size": 4, "global_batch_size": 4, "seq_len": 16}
+    sections: dict[str, Any] = {"training": training, "activation_checkpoint": recompute, **more}
+    return deep_config(parallelism=piped(schedule=schedule, **keys), **sections)
+
+
+def run_apart(rank: int, schedule: str) -> dict[str, Any]:
+    return {case: train_steps(rank, split_backward(schedule, case), 2) for case in APART}
+
+
+@functools.cache
+def one_process_apart() -> Any:
+    return run_tiny(1, deep_config(training={"local_batch_size": 4, "global_batch_size": 4, "seq_len": 16}), 2)[0]
+
+
+@pytest.mark.parametrize("schedule", stages.SPLIT_BACKWARD)
+def test_gradients_of_inputs_and_weights_apart_are_those_of_one_process(schedule: str) -> None:
+    expected = one_process_apart()
+    for results in run_ranks(2, run_apart, schedule):
+        for case, result in results.items():
+            assert result.losses == pytest.approx(expected.losses, abs=1e-5), case
+            # float32 sums in another order: 1e-7 of their size
+            assert result.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6), case
+            assert result.gradients.keys() == result.initial.keys(), case
+            for name, gradient in result.gradients.items():
+                error = (gradient - expected.gradients[name]).norm() / expected.gradients[name].norm()
+                assert error <= 1e-5, f"{case}: {name}"
+
+
+def test_uneven_stages_by_name_change_no_number() -> None:
+    parts = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
+    for result in run_tiny(2, deep_config(parallelism=piped(module_fqns_per_model_part=parts)), steps=5):
+        assert_same_losses(result)
+
+
+def test_larger_micro_batches_change_no_number() -> None:
+    config = deep_config(parallelism=piped(pipeline_parallel_microbatch_size=2))
+    for result in run_tiny(2, config, steps=5):
+        assert_same_losses(result)
+
+
+def test_a_schedule_from_a_file_changes_no_number(tmp_path: Path) -> None:
+    # GPipe written out for two ranks with one stage each and eight micro-batches
+    lines = [
+        ",".join([*(f"0F{i}" for i in range(8)), "", "", *(f"0B{i}" for i in range(8))]),
+        ",".join(["", *(f"1F{i}" for i in range(8)), *(f"1B{i}" for i in range(8)), ""]),
+    ]
+    file = tmp_path / "gpipe.csv"
+    file.write_text("\n".join(lines) + "\n")
+    parallelism = piped(schedule="PipelineScheduleMulti", pipeline_parallel_schedule_csv=str(file))
+    parallelism["pipeline_parallel_layers_per_stage"] = 2
+    for result in run_tiny(2, deep_config(parallelism=parallelism), steps=5):
+        assert_same_losses(result)
+
+
+def test_a_file_that_splits_the_backward_changes_no_number(tmp_path: Path) -> None:
+    lines = [
+        ",".join([*(f"0F{i}" for i in range(4)), *(f"0{kind}{i}" for i in range(4) for kind in "IW")]),
+        ",".join([*(f"1{kind}{i}" for i in range(4) for kind in "FI"), *(f"1W{i}" for i in range(4))]),
+    ]
+    file = tmp_path / "split.csv"
+    file.write_text("\n".join(lines) + "\n")
+    by_file = {"pipeline_parallel_schedule_csv": str(file), "pipeline_parallel_layers_per_stage": 2}
+    config = split_backward("PipelineScheduleMulti", "resharded, recomputed by operation")
+    config = dataclasses.replace(config, parallelism=dataclasses.replace(config.parallelism, **by_file))
+    for result in run_tiny(2, config, 2):
+        assert result.losses == pytest.approx(one_process_apart().losses, abs=1e-5)
+        assert result.grad_norms == pytest.approx(one_process_apart().grad_norms, rel=1e-6)
+
+
+OTHERS = Path(__file__).parent.parent / "models" / "others"
+# file, what is changed in it -> what the refusal says
+NO_CHAIN = {
+    "a scale after the embedding": (
+        "gpt2",
+        [("x = self.embed(tokens, positions)", "x = 2.0 * self.embed(tokens, positions)")],
+        ["h.0 is not given just what embed gives", "do what lies between in h.0"],
+    ),
+    "a scale of the logits": (
+        "gpt2",
+        [("return self.lm_head(self.ln_f(x))", "return self.lm_head(self.ln_f(x)) / 8")],
+        ["does not return just what lm_head gives", "do what follows in lm_head"],
+    ),
+    "two tables of the model": (
+        "opt",
+        [
+            ('first=("embeddings",)', 'first=("tokens", "positions")'),
+            ('"embeddings.tokens"', '"tokens"'),
+            ('"embeddings.positions"', '"positions"'),
+            ("self.embeddings = Embeddings(c)", "self.tokens = nn.Embedding(c.vocab_size, c.dim)\n"
+             "        self.positions = nn.Embedding(c.max_positions + OFFSET, c.dim)"),
+            ("self.embeddings(tokens_BT, positions_BT)", "self.tokens(tokens_BT) + self.positions(positions_BT)"),
+            ('"embeddings.*.weight"', '"*.weight"'),
+        ],
+        ["positions is not given just what tokens gives", "let one module do both"],
+    ),
+    "another path around layers": (
+        "gpt2",
+        [
+            ("x = block(x)", "x = block(x, first)"),
+            ("x = self.embed(tokens, positions)", "x = first = self.embed(tokens, positions)"),
+            ("def forward(self, x):\n        x = x + self.attn", "def forward(self, x, y):\n        x = y + self.attn"),
+        ],
+        ["h.0 is given more of what other modules compute than x"],
+    ),
+    "a layer that is left out": (
+        "gpt2",
+        [("for block in self.h.values():", "for block in list(self.h.values())[:-1]:")],
+        ["ln_f is called where h.3 is next"],
+    ),
+    "tied ends": (
+        "gpt2",
+        [("if c.tied_embeddings:", "if True:")],
+        ["embed.wte.weight and lm_head.weight into different stages"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_CHAIN)
+def test_what_every_stage_would_do_again_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    file, changes, words = NO_CHAIN[name]
+    text = (OTHERS / f"{file}.py").read_text()
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    path = tmp_path / "my_model.py"
+    path.write_text(text)
+    module = models.find(str(path))
+    overrides = {"tied_embeddings": False} if file == "gpt2" else {}
+    whole = models.build(module, models.shape_of(module, "tiny", overrides, "rmsnorm"))
+    with pytest.raises(ConfigError) as error:
+        pipeline.cut(whole, module.LAYOUT, FakeMesh(2, 0), deep_config(parallelism=piped()))  # type: ignore[arg-type]
+    assert "parallelism.pipeline_parallel_degree=2" in str(error.value)
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert not any("forward" in vars(module) for module in whole.modules())  # as it was
+
+
+def test_names_that_do_not_cover_the_model_are_refused() -> None:
+    config = deep_config(parallelism=piped(module_fqns_per_model_part=[["embed", "layers.0"], ["layers.1", "norm"]]))
+    module = models.find("llama3")
+    whole = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
+    with pytest.raises(ConfigError, match="does not cover the model.*head.*layers.2"):
+        pipeline.cut(whole, module.LAYOUT, FakeMesh(2, 0), config)  # type: ignore[arg-type]
+
+
+def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:
+    run = make_run(rank, config)
+    batch = next(run.stream)
+    before = {name: local_tensor(p.detach()).clone() for name, p in run.runner.parameters().items()}
+    loss = run.mesh.sum(run.runner.evaluate(batch), over=("pp", *LOSS_AXES)).item()
+    same = all(torch.equal(before[name], local_tensor(p)) for name, p in run.runner.parameters().items())
+    return loss, batch.num_targets, same and all(p.grad is None for p in run.runner.parameters().values())
+
+
+@pytest.mark.parametrize("schedule", cases(["1F1B", "ZBVZeroBubble"], nightly=["Interleaved1F1B", "DualPipeV"]))
+def test_evaluation_gives_the_loss_of_one_process_and_changes_nothing(schedule: str) -> None:
+    training = {"local_batch_size": 8}
+    expected = run_ranks(1, evaluated, deep_config(training=training))[0]
+    for result in run_ranks(2, evaluated, deep_config(training=training, parallelism=piped(schedule=schedule))):
+        assert result[0] == pytest.approx(expected[0], rel=1e-6)
+        assert result[1:] == expected[1:] == (8 * 64, True)

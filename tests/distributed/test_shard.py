@@ -1,0 +1,222 @@
+"""Laws of data parallelism: types of computing and reducing, how often it communicates, fixed names."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import SHAPE, deep_config, make_run
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardtrain.distributed.fsdp import precision_policy
+from shardtrain.models import build, find, shape_of
+from shardtrain.ops.dtensor import local_tensor, to_full
+
+REPLICATE, TENSOR = {"data_parallel_replicate_degree": 2}, {"tensor_parallel_degree": 2}
+UNITS = 4 + 2  # layers; embedding; norm with head
+
+
+def _run(rank: int, **sections: dict[str, Any]):
+    return make_run(
+        rank, deep_config(**{**sections, "training": {"global_batch_size": -1, **sections.get("training", {})}})
+    )
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by kind and notes in which types they send more than one number.
+
+    PyTorch's CommDebugMode does the first, but fails on a second forward pass.
+    """
+
+    KINDS: ClassVar = {"allgather": "gather", "reduce_scatter": "reduce_scatter", "allreduce": "all_reduce"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = dict.fromkeys(self.KINDS.values(), 0)
+        self.reduced: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            kind = next((kind for part, kind in self.KINDS.items() if part in func.__name__), None)
+            assert kind is not None, func
+            self.counts[kind] += 1
+            tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
+            if kind != "gather" and tensors[0].numel() > 1:
+                self.reduced |= {str(tensor.dtype) for tensor in tensors}
+        return func(*args, **(kwargs or {}))
+
+
+def _count(run, passes: int) -> dict[str, int]:
+    """Collectives of some forward and backward passes that end in one update, by kind."""
+    batches = [next(run.stream) for _ in range(passes)]
+    with Collectives() as collectives:
+        run.runner.forward_backward(batches, torch.tensor(1e-3))
+    run.runner.forget_gradients()
+    return collectives.counts
+
+
+def _communication(rank: int) -> dict[str, dict[str, int]]:
+    counts = {}
+    for policy in ("default", "always", "never"):
+        run = _run(rank, parallelism={"fsdp_reshard_after_forward": policy})
+        counts[policy] = _count(run, 1)
+        counts[f"{policy}, 3 passes"] = _count(run, 3)
+    run = _run(rank, parallelism=REPLICATE)
+    counts["ddp"], counts["ddp, 3 passes"] = _count(run, 1), _count(run, 3)
+    return counts
+
+
+@pytest.fixture(scope="module")
+def communication() -> dict[str, dict[str, int]]:
+    return run_ranks(2, _communication)[0]
+
+
+def test_each_unit_is_gathered_in_forward_and_again_in_backward_where_it_was_freed(communication) -> None:
+    gathers = {policy: communication[policy]["gather"] for policy in ("never", "default", "always")}
+    # by default the last layer and the head are kept, since backward needs them first
+    assert gathers == {"never": UNITS, "default": 2 * UNITS - 2, "always": 2 * UNITS}
+
+
+@pytest.mark.parametrize("policy", ["default", "always", "never"])
+def test_gradients_are_reduced_once_per_update_however_many_passes(policy: str, communication) -> None:
+    assert communication[policy]["reduce_scatter"] == UNITS
+    assert communication[f"{policy}, 3 passes"]["reduce_scatter"] == UNITS
+    assert communication[policy]["all_reduce"] == 0
+
+
+def test_replicas_reduce_their_gradients_once_per_update(communication) -> None:
+    assert communication["ddp"]["all_reduce"] == UNITS
+    assert communication["ddp, 3 passes"]["all_reduce"] == UNITS
+
+
+def _seen_types(run) -> tuple[set[str], set[str]]:
+    """Types of weights and inputs within forward, and of what is reduced, in one forward and backward pass."""
+    computed: set[str] = set()
+
+    def note(module, inputs, output) -> None:
+        computed.update((str(module.weight.dtype), str(inputs[0].dtype)))
+
+    for layer in run.runner.parts[0].layers.values():
+        layer.attn.wq.register_forward_hook(note)
+    with Collectives() as collectives:
+        run.runner.forward_backward([next(run.stream)], torch.tensor(1e-3))
+    return computed, collectives.reduced
+
+
+def _types(rank: int) -> dict[str, tuple[set, ...]]:
+    seen = {}
+    for name, parallelism in (("fsdp", {}), ("ddp", REPLICATE)):
+        for param, reduce in (
+            ("bfloat16", "float32"),
+            ("bfloat16", "bfloat16"),
+            ("float16", "float32"),
+            ("float32",) * 2,
+        ):
+            training = {"mixed_precision_param": param, "mixed_precision_reduce": reduce}
+            run = _run(rank, training=training, parallelism=parallelism)
+            computed, reduced = _seen_types(run)
+            stored = {str(p.dtype) for p in run.runner.parameters().values()}
+            gradients = {str(p.grad.dtype) for p in run.runner.parameters().values()}
+            seen[f"{name} {param} {reduce}"] = (computed, reduced, stored, gradients)
+    return seen
+
+
+def test_weights_compute_in_one_type_are_reduced_in_another_and_stay_in_float32() -> None:
+    for key, (computed, reduced, stored, gradients) in run_ranks(2, _types)[0].items():
+        _, param, reduce = key.split()
+        assert computed == {f"torch.{param}"}, key
+        assert reduced == {f"torch.{reduce}"}, key
+        assert stored == gradients == {"torch.float32"}, key
+
+
+def _alone(rank: int) -> dict[str, Any]:
+    """One process: mixed precision holds there too, and nothing is wrapped where there is nothing to do."""
+    plain, mixed = _run(rank), _run(rank, training={"mixed_precision_param": "bfloat16"})
+    stored = _run(rank, training={"dtype": "bfloat16"})
+    computed, computed_in_stored = _seen_types(mixed)[0], _seen_types(stored)[0]
+    return {
+        "plain is wrapped": isinstance(plain.runner.parts[0], FSDPModule),
+        "computed": computed,
+        "stored": {str(p.dtype) for p in mixed.runner.parameters().values()},
+        "bfloat16 throughout": computed_in_stored | {str(p.dtype) for p in stored.runner.parameters().values()},
+    }
+
+
+def test_one_process_computes_in_the_same_types() -> None:
+    assert run_ranks(1, _alone)[0] == {
+        "plain is wrapped": False,
+        "computed": {"torch.bfloat16"},
+        "stored": {"torch.float32"},
+        "bfloat16 throughout": {"torch.bfloat16"},
+    }
+
+
+def test_the_policy_leaves_inputs_alone() -> None:
+    policy = precision_policy(deep_config(training={"mixed_precision_param": "bfloat16"}))
+    assert (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs) == (
+        torch.bfloat16,
+        torch.float32,
+        False,
+    )
+
+
+COMBINATIONS: list[dict[str, Any]] = [
+    {},
+    {"parallelism": REPLICATE},
+    {"parallelism": TENSOR},
+    {"compile": {"enable": True, "backend": "eager"}, "activation_checkpoint": {"mode": "full"}},
+    {"parallelism": TENSOR, "compile": {"enable": True, "backend": "eager"}, "activation_checkpoint": {"mode": "full"}},
+    {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
+    {"parallelism": {**REPLICATE, "shard_optimizer_states": True}},
+]
+
+
+def _names(rank: int) -> list[tuple[list[str], list[str], list[str], bool]]:
+    facts = []
+    for sections in COMBINATIONS:
+        run = _run(rank, **sections)
+        run.runner.forward_backward([next(run.stream)], torch.tensor(1e-3))  # also compiles
+        parameters = run.runner.optimizer_parameters()
+        # the fused optimizer needs memory in a row
+        packed = all(local_tensor(p).is_contiguous() for p in parameters.values())
+        packed &= all(local_tensor(p.grad).is_contiguous() for p in parameters.values() if p.grad is not None)
+        facts.append((list(run.runner.parameters()), list(run.runner.parts[0].state_dict()), list(parameters), packed))
+    return facts
+
+
+def test_names_never_change_and_memory_is_in_a_row() -> None:
+    module = find("llama3")
+    plain = [n for n, _ in build(module, shape_of(module, "debugmodel", SHAPE, "rmsnorm")).named_parameters()]
+    for sections, (parameters, state, optimized, packed) in zip(COMBINATIONS, run_ranks(2, _names)[0], strict=True):
+        assert parameters == state == optimized == plain, sections
+        assert packed, sections
+
+
+def _gradient_of_a_frequent_token(rank: int, **sections: dict[str, Any]) -> tuple[float, float]:
+    """Of 4,096 occurrences whose gradient is 1 each: at that token, and the largest at any other."""
+    run = make_run(rank, deep_config(**sections))
+    embed = run.runner.parts[0].embed
+    embed(torch.full((8, 512), 3)).float().sum().backward()
+    gradient = to_full(embed.weight.grad).float()
+    others = gradient.clone()
+    others[3] = 0.0
+    return gradient[3].mean().item(), others.abs().max().item()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sections"),
+    [
+        (1, {"training": {"mixed_precision_param": "bfloat16"}}),
+        (1, {"training": {"dtype": "bfloat16"}}),
+        (2, {"training": {"mixed_precision_param": "bfloat16"}, "parallelism": {"tensor_parallel_degree": 2}}),
+    ],
+)
+def test_the_gradient_of_a_frequent_token_is_rounded_once(num_ranks: int, sections: dict[str, Any]) -> None:
+    # added one by one in bfloat16, ones stop at 256
+    for mine, others in run_ranks(num_ranks, partial(_gradient_of_a_frequent_token, **sections)):
+        assert mine == 4096.0 and others == 0.0

@@ -1,0 +1,72 @@
+"""Parameters that cannot be sharded are refused in one line, with their names, before anything has memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from shardtrain.distributed import fsdp as shard
+from shardtrain.layout import Layout
+from shardtrain.utils.errors import ConfigError
+
+LAYOUT = Layout(first=("embed",), layers="layers", last=("head",))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleDict({str(i): Layer() for i in range(4)})
+
+
+def built() -> Model:
+    with torch.device("meta"):
+        return Model()
+
+
+def without_dimensions(model: Model) -> None:
+    model.layers["1"].gain = torch.nn.Parameter(torch.empty((), device="meta"))
+
+
+def of_two_layers(model: Model) -> None:
+    model.layers["3"].linear.weight = model.layers["0"].linear.weight
+
+
+def of_two_types(model: Model) -> None:
+    model.layers["2"].linear.weight = nn.Parameter(torch.empty(8, 8, device="meta", dtype=torch.bfloat16))
+
+
+def of_both_ends(model: Model) -> None:
+    model.head.weight = model.embed.weight
+
+
+REFUSED = {
+    without_dimensions: "the parameter layers.1.gain without dimensions",
+    of_two_layers: "one parameter as layers.0.linear.weight and layers.3.linear.weight",
+    of_two_types: "layers.2.linear.weight of bfloat16 and layers.2.linear.bias of float32",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_parameters_that_cannot_be_sharded_are_refused_by_name(change: Callable[[Model], None]) -> None:
+    model = built()
+    change(model)
+    with pytest.raises(ConfigError) as raised:
+        shard._check_parameters(model, LAYOUT)
+    said = str(raised.value)
+    assert REFUSED[change] in said and "\n" not in said
+
+
+def test_ends_may_share_a_parameter() -> None:
+    model = built()
+    of_both_ends(model)
+    shard._check_parameters(model, LAYOUT)

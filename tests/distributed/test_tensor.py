@@ -1,0 +1,109 @@
+"""Laws of tensor parallelism: each word of the layout splits its weight as it says, and the logits stay the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import SHAPE, tiny_config
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardtrain.distributed import build
+from shardtrain.distributed import tensor_parallel as tensor
+from shardtrain.distributed.process_group import World
+from shardtrain.models import find, shape_of
+from shardtrain.ops.dtensor import local_tensor
+from shardtrain.ops.tied import tied_names
+
+PLACEMENTS = {
+    "embed": Shard(0),
+    "norm": Replicate(),
+    "attn_norm": Replicate(),
+    "ffn_norm": Replicate(),
+    "wq": Shard(0),
+    "wk": Shard(0),
+    "wv": Shard(0),
+    "wo": Shard(1),
+    "w1": Shard(0),
+    "w2": Shard(1),
+    "w3": Shard(0),
+    "head": Shard(0),
+}
+
+
+def _model(tied: bool = False) -> tuple[Any, torch.nn.Module]:
+    module = find("llama3")
+    torch.manual_seed(0)
+    return module, module.Model(shape_of(module, "debugmodel", {**SHAPE, "tied_embeddings": tied}, "rmsnorm"))
+
+
+def _split(rank: int, size: int, whole_logits: bool = False, tied: bool = False) -> tuple[Any, torch.nn.Module, Any]:
+    options = {"tensor_parallel_degree": size, "disable_loss_parallel": whole_logits}
+    config = tiny_config(parallelism=options)
+    mesh = build(config, World(rank, size, rank, torch.device("cpu")))
+    module, model = _model(tied)
+    tensor.apply(model, module.LAYOUT, mesh, config)
+    return module, model, mesh
+
+
+def _check(rank: int) -> None:
+    tokens, positions = torch.arange(24).view(2, 12) * 7, torch.arange(12).expand(2, -1)
+    expected = _model()[1](tokens, positions)
+    for whole_logits in (False, True):
+        _, model, mesh = _split(rank, 2, whole_logits)
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor) and parameter.placements == (PLACEMENTS[name.split(".")[-2]],), name
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in ("layers.0.attn_norm", "layers.0.attn.wq", "layers.0.attn.core", "layers.0.ffn.w2", "norm"):
+            model.get_submodule(path).register_forward_hook(
+                lambda _, inputs, __, path=path, shapes=shapes: shapes.update(
+                    {path: tuple(local_tensor(inputs[0]).shape)}
+                )
+            )
+        logits = model(tokens, positions)
+        vocabulary = slice(None) if whole_logits else slice(256 * rank, 256 * rank + 256)
+        torch.testing.assert_close(logits, expected[..., vocabulary], atol=1e-5, rtol=1e-5)
+        # norms see half of the sequence, the attention core half of the heads
+        assert shapes["layers.0.attn_norm"] == shapes["norm"] == (2, 6, 64)
+        assert shapes["layers.0.attn.core"] == (2, 12, 2, 16)
+        logits.sum().backward()
+    assert _vocabularies(mesh) == ([0, 256][rank], 256)
+    _check_tied(rank)
+
+
+def _vocabularies(mesh) -> tuple[int, int]:
+    vocabulary = tensor.SplitVocabulary(mesh, 512)
+    largest = vocabulary.max(torch.tensor([float(mesh.rank("tp")), -5.0]))
+    assert largest.tolist() == [1.0, -5.0]
+    assert vocabulary.sum(torch.tensor([1.0, mesh.rank("tp") + 1.0])).tolist() == [2.0, 3.0]
+    assert tensor.SplitVocabulary(mesh, 7).offset == 4 * mesh.rank("tp")  # as torch.chunk: 4 and 3
+    return vocabulary.offset, vocabulary.columns
+
+
+def _check_tied(rank: int) -> None:
+    _, model, _ = _split(rank, 2, tied=True)
+    assert tied_names(model) == [["embed.weight", "head.weight"]]
+    model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None]).sum().backward()
+    assert model.head.weight.grad is model.embed.weight.grad is not None
+
+
+def test_words_split_weights_and_activations_as_they_say() -> None:
+    run_ranks(2, _check)
+
+
+def test_one_rank_changes_nothing() -> None:
+    def check(rank: int) -> None:
+        _, model, _ = _split(rank, 1)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert not any(module._forward_pre_hooks for module in model.modules())
+
+    run_ranks(1, check)
+
+
+def test_the_words_of_dense_models_have_a_style_and_an_unknown_one_has_none() -> None:
+    for word in ("embed", "sequence", "gather", "colwise", "rowwise", "head"):
+        assert tensor._style(word, loss_parallel=True) is not None
+    with pytest.raises(ValueError, match="unknown layout word 'diagonal'"):
+        tensor._style("diagonal", loss_parallel=True)

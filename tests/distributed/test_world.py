@@ -1,0 +1,98 @@
+"""Laws of the world: a process alone needs no launcher, ranks that disagree stop, collectives have a limit."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from shardtrain.config.schema import Comm, Config
+from shardtrain.distributed import config_consistency as agreement
+from shardtrain.distributed.process_group import (
+    check_agreement,
+    gather_flags,
+    join,
+    pick_device_type,
+    set_timeout,
+)
+from shardtrain.utils.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "available", "given"),
+    [
+        ("cpu", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("auto", False, "cpu"),
+        ("auto", True, "cuda"),
+        ("cuda", True, "cuda"),
+    ],
+)
+def test_the_device_is_the_one_asked_for_or_the_best_there_is(wanted, available, given, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert pick_device_type(wanted) == given
+
+
+def test_a_missing_device_is_not_replaced_in_silence(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r'training.device="cuda" finds no CUDA device; use "cpu"'):
+        pick_device_type("cuda")
+
+
+def _alone(_: int) -> None:
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    with join(Comm(), "cpu") as world:
+        assert (world.rank, world.size, world.local_rank, world.device) == (0, 1, 0, CPU)
+        assert dist.get_world_size() == 1
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="broken"), join(Comm(), "cpu"):
+        raise RuntimeError("broken")
+    assert not dist.is_initialized()  # left also when the run fails
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what run_ranks will leave
+
+
+def test_a_process_alone_is_a_world_of_one_without_a_launcher() -> None:
+    run_ranks(1, _alone)
+
+
+def _timeouts() -> list[timedelta]:
+    return [group._get_backend(CPU).options._timeout for group in dist.distributed_c10d._world.pg_map]
+
+
+def _together(rank: int) -> None:
+    check_agreement("f" * 40, "the data differ", CPU)
+    check_agreement("0" * 40, "the data differ", CPU)
+    for mine in ("ab" * 20 if rank == 1 else "cd" * 20, f"{rank:012x}" + "0" * 28):
+        with pytest.raises(ConfigError, match="the data differ; give every rank the same files"):
+            check_agreement(mine, "the data differ", CPU)
+    assert gather_flags(False, CPU) == []
+    assert gather_flags(rank == 1, CPU) == [1]
+    assert gather_flags(rank != 1, CPU) == [0, 2]
+    assert gather_flags(True, CPU) == [0, 1, 2]
+    dist.new_group([0, 1])
+    dist.new_group([0, 1, 2])
+    set_timeout(77)
+    assert set(_timeouts()) == {timedelta(seconds=77)}
+    dist.barrier()
+
+
+def test_ranks_find_out_together_who_disagrees_and_who_waves() -> None:
+    run_ranks(3, _together)
+
+
+def _of_two_agents(rank: int) -> None:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
+    agreement.check(Config(), dist.distributed_c10d._get_default_store(), rank, 2)
+
+
+def test_ranks_of_agents_that_count_other_restarts_find_each_other() -> None:
+    """The agent of a node that was lost and came back begins at 0; the others have counted the loss."""
+    run_ranks(2, _of_two_agents)

@@ -1,0 +1,101 @@
+"""Folders of many architectures that only ``transformers`` has: the same logits, and back as they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiers import cases
+
+from shardtrain.cli import main
+from shardtrain.hf.model import recognise
+
+transformers = pytest.importorskip("transformers")
+
+_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_BASE: dict[str, Any] = {
+    **_IDS, "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 128,
+}  # fmt: skip
+_GROUPED = {**_BASE, "num_key_value_heads": 2}
+_HEADS = {**_GROUPED, "head_dim": 8}
+_OLD = {**_IDS, "vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+SHAPES: dict[str, dict[str, Any]] = {
+    "GPT2LMHead": _OLD,
+    "GPTJ": {**_OLD, "rotary_dim": 4, "tie_word_embeddings": False},
+    "GPTBigCode": {**_OLD, "multi_query": True},
+    "CodeGen": {**_OLD, "rotary_dim": 4, "tie_word_embeddings": False},
+    "OPT": {**_BASE, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "Bloom": {**_IDS, "vocab_size": 320, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "Falcon": {**_BASE, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": False},
+    "MPT": {**_IDS, "vocab_size": 320, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
+    "GPTNeo": {
+        **_IDS, "vocab_size": 320, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 8,
+        "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 128,
+    },
+    "Phi": _GROUPED,
+    "Phi3": _GROUPED,
+    "StableLm": _GROUPED,
+    "Starcoder2": _GROUPED,
+    "Gemma": _HEADS,
+    "Gemma2": {**_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 8},
+    "Gemma3": {**_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 8},
+    "Olmo": _GROUPED,
+    "Olmo2": _GROUPED,
+    "Olmo3": {**_GROUPED, "sliding_window": 16},
+    "Cohere": _GROUPED,
+    "Cohere2": {**_GROUPED, "sliding_window": 16},
+    "Glm": _HEADS,
+    "Glm4": _HEADS,
+    "Granite": _GROUPED,
+    "Helium": _HEADS,
+    "Nemotron": _GROUPED,
+    "Persimmon": _BASE,
+    "SmolLM3": {**_GROUPED, "no_rope_layer_interval": 2},
+    "Exaone4": {**_GROUPED, "sliding_window": 16, "sliding_window_pattern": 2},
+    "Ernie4_5": _HEADS,
+    "Arcee": _GROUPED,
+    "SeedOss": _HEADS,
+    "BioGpt": _BASE,
+    "XGLM": {**_IDS, "vocab_size": 320, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
+    "Llama": {**_GROUPED, "attention_bias": True},
+    "Qwen2": {**_GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+}  # fmt: skip
+"""The last two are of families of ours, with settings that only ``transformers`` has."""
+DEFAULT_TIER = ("Bloom", "Falcon", "Cohere", "Qwen2")
+OWN = {"unsloth_version": "2026.1", "my_own": {"a": [1, None]}}
+
+
+def folder(name: str, path: Path) -> Path:
+    """Random weights, norms and biases too, in bfloat16, with keys of somebody's own."""
+    cls = getattr(transformers, name if name.endswith("Head") or name == "MPT" else f"{name}ForCausalLM", None)
+    cls = cls or getattr(transformers, {"GPT2LMHead": "GPT2LMHeadModel", "MPT": "MptForCausalLM"}[name])
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**SHAPES[name]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn_like(parameter) * 0.1
+    model.bfloat16().save_pretrained(path)
+    said = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**said, **OWN}))
+    return path
+
+
+@pytest.mark.parametrize("name", cases(DEFAULT_TIER, nightly=[name for name in SHAPES if name not in DEFAULT_TIER]))
+def test_logits_are_equal_and_the_folder_comes_back(name: str, tmp_path: Path, capsys: Any) -> None:
+    source, back = folder(name, tmp_path / "hf"), tmp_path / "back"
+    found = recognise(source)
+    assert found.name == "transformers" and len(found.notices) == 1
+    # both commands compare logits in float32 on the way, and stop above 1e-4 of the largest
+    assert main(["import", str(source), "--to", str(tmp_path / "imported"), "--check", "logits"]) == 0
+    assert main(["export", str(tmp_path / "imported"), "--to", str(back), "--check", "logits"]) == 0
+    assert capsys.readouterr().out.count("transformers gives the same logits") == 2
+    assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    one, other = (load_file(path / "model.safetensors") for path in (source, back))
+    assert {name: tensor.dtype for name, tensor in one.items()} == {name: t.dtype for name, t in other.items()}
+    assert all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
+    assert (back / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()

@@ -1,0 +1,172 @@
+"""Folders of any architecture in and out under their own names: the same bits, whatever their files call a tensor."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign import config_for, folder
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from tiny import make_run, train_whole
+
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config.schema import Config
+from shardtrain.hf.command import export_main
+from shardtrain.train import trainer as train
+from shardtrain.train.resume import resume
+from shardtrain.train.run_folder import RESOLVED_CONFIG
+from shardtrain.utils.errors import CheckpointError, ShardtrainError
+
+pytest.importorskip("transformers")
+
+
+def seed_checkpoint(rank: int, config: Config) -> None:
+    """What a run would start from, as a checkpoint."""
+    ended = train_whole(rank, config)
+    assert ended.error is None
+
+
+def toml(name: str, path: Path) -> Path:
+    file = path / RESOLVED_CONFIG
+    path.mkdir(parents=True, exist_ok=True)
+    file.write_text(
+        f'[model]\nname = "transformers"\n[model.overrides]\npath = "{folder(name)}"\n[training]\nseq_len = 32\n'
+    )
+    return file
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("gpt2", 2), ("gemma2", 1), ("t5", 1), ("bart", 1), ("bert", 1)])
+def test_what_comes_in_goes_out_to_the_bit(name: str, ranks: int, tmp_path: Path, capsys: Any) -> None:
+    task = {"bert": "masked_language_model", "bart": "sequence_to_sequence", "t5": "sequence_to_sequence"}.get(name)
+    folder(name)
+    sections: dict[str, Any] = {} if task is None else {"task": {"name": task, "options": {"mask_token_id": 300}}}
+    if task:
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text('{"text": "one two", "prompt": "one", "completion": "two"}\n' * 8)
+        sections["training"] = {"dataset": "jsonl", "dataset_path": str(rows)}
+    config = config_for(name, tmp_path / "run", checkpoint={"create_seed_checkpoint": True}, **sections)
+    run_ranks(ranks, seed_checkpoint, config)
+    output = tmp_path / "out"
+    words = [str(tmp_path / "run/checkpoint/step-0"), "--to", str(output), "--check", "logits"]
+    assert export_main([*words, "--config", str(toml(name, tmp_path))]) == 0
+    assert "transformers gives the same logits" in capsys.readouterr().out
+    before, after = (load_file(path / "model.safetensors") for path in (folder(name), output))
+    # of tensors that are one, another name may have been written
+    assert all(torch.equal(after[key], before[key]) for key in before.keys() & after.keys())
+    assert len(before.keys() ^ after.keys()) <= 2
+    described = [json.loads((path / "config.json").read_text()) for path in (folder(name), output)]
+    assert described[0]["architectures"] == described[1]["architectures"]
+    assert described[0]["model_type"] == described[1]["model_type"]
+
+
+def started(rank: int, config: Config) -> dict[str, torch.Tensor] | str:
+    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    try:
+        resume(run, checkpoints)
+    except ShardtrainError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        checkpoints.close()
+    return {name: p.detach().clone() for name, p in run.runner.parameters().items()}
+
+
+def rewritten(name: str, path: Path, change: Any) -> Path:
+    """The folder with other tensors in its file."""
+    path.mkdir()
+    (path / "config.json").write_bytes((folder(name) / "config.json").read_bytes())
+    tensors = load_file(folder(name) / "model.safetensors")
+    save_file(change(tensors), path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def begun(name: str, source: Path, tmp_path: Path, **overrides: Any) -> Any:
+    load = {"initial_load_path": str(source)}
+    return run_ranks(1, started, config_for(name, tmp_path / "run", overrides=overrides, checkpoint=load))[0]
+
+
+def test_a_file_without_the_base_prefix_and_with_a_tensor_twice_is_the_same_model(tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        return {**bare, "lm_head.weight": bare["wte.weight"].clone(), "h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+
+    found = begun("gpt2", rewritten("gpt2", tmp_path / "bare", change), tmp_path)
+    expected = load_file(folder("gpt2") / "model.safetensors")
+    assert isinstance(found, dict), found
+    assert torch.equal(found["hf.transformer.wte.weight"], expected["transformer.wte.weight"])
+    assert torch.equal(found["hf.transformer.h.1.mlp.c_fc.bias"], expected["transformer.h.1.mlp.c_fc.bias"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: {**t, "lm_head.weight": t["transformer.wte.weight"] + 1}, "1 not of this model: lm_head.weight"),
+        (lambda t: {k: v for k, v in t.items() if "ln_f" not in k}, "2 missing: transformer.ln_f.bias"),
+        (lambda t: {**t, "transformer.ln_f.bias": torch.ones(3)}, "transformer.ln_f.bias [3] in place of [32]"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(change: Any, said: str, tmp_path: Path) -> None:
+    found = begun("gpt2", rewritten("gpt2", tmp_path / "other", change), tmp_path)
+    assert isinstance(found, str) and found.startswith("CheckpointError") and said in found
+
+
+def test_a_truncated_file_another_model_and_converted_names_are_one_line(tmp_path: Path) -> None:
+    source = rewritten("gpt2", tmp_path / "cut", lambda tensors: tensors)
+    file = source / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    assert "is cut short" in begun("gpt2", source, tmp_path)
+    other = begun("gpt2", folder("opt"), tmp_path / "b")
+    assert "holds another model than" in other and other.startswith("ConfigError")
+    experts = begun("mixtral", folder("mixtral"), tmp_path / "c")
+    assert isinstance(experts, dict) or "names that transformers converts" in experts  # by version
+
+
+def test_a_new_head_starts_as_drawn_where_another_architecture_is_asked_for(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": "one two", "label": i % 3}) + "\n" for i in range(9)))
+    config = config_for(
+        "bart",
+        tmp_path / "run",
+        overrides={"architecture": "BartForSequenceClassification", "num_labels": 3},
+        task={"name": "classification", "num_labels": 3},
+        training={"dataset": "jsonl", "dataset_path": str(rows)},
+    )
+    found = run_ranks(1, started, config)[0]
+    assert isinstance(found, dict), found
+    expected = load_file(folder("bart") / "model.safetensors")
+    key = "model.encoder.layers.1.fc1.weight"
+    assert torch.equal(found[f"hf.{key}"], expected[key])
+    assert found["hf.classification_head.out_proj.weight"].std() > 0
+
+
+def without_network(rank: int, config: Config) -> float:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a connection was asked for")
+
+    for name in ("connect", "connect_ex", "bind"):
+        setattr(socket.socket, name, refuse)
+    socket.getaddrinfo = refuse  # type: ignore[assignment]
+    run = make_run(rank, config)
+    resume(run, Checkpoints(config))
+    outcome = train.step(run)
+    assert outcome is not None
+    return outcome.grad_norm
+
+
+def test_no_connection_is_asked_for(tmp_path: Path) -> None:
+    config = config_for("llama", tmp_path)
+    assert run_ranks(1, without_network, config)[0] > 0
+
+
+def test_an_architecture_without_a_model_file_goes_the_way_of_transformers(tmp_path: Path) -> None:
+    from shardtrain.hf.model import recognise
+
+    found = recognise(folder("gpt2"))
+    assert (found.name, found.overrides) == ("transformers", {"path": str(folder("gpt2"))})
+    assert "model_type='gpt2' is none of" in found.notices[0] and "GPT2LMHeadModel of transformers" in found.notices[0]
+    with pytest.raises(CheckpointError, match="is missing"):
+        recognise(tmp_path)

@@ -1,0 +1,109 @@
+"""Weights published in fp8 with a scale per block: read as the numbers that they stand for, on any mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hub_folders import build, save
+from hub_runs import config_for, refused, start
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+
+from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.tensors import read_whole
+from shardtrain.config.schema import Config
+from shardtrain.hf import importing
+from shardtrain.utils.errors import CheckpointError
+
+pytest.importorskip("transformers")
+BLOCK = (8, 12)
+"""No divisor of the sizes: the last blocks are smaller."""
+
+
+def quantise(folder: Path) -> dict[str, np.ndarray]:
+    """Write the projections of a folder in fp8, by the published layout; gives the numbers that they then stand for."""
+    tensors, numbers = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if "proj" in name]:
+        weight = tensors[name]
+        rows, columns = (-(-size // step) for size, step in zip(weight.shape, BLOCK, strict=True))
+        scales = torch.rand((rows, columns), generator=torch.Generator().manual_seed(len(name))) + 0.5
+        spread = np.kron(scales.numpy(), np.ones(BLOCK, np.float32))[: weight.shape[0], : weight.shape[1]]
+        stored = (weight / torch.from_numpy(spread)).to(torch.float8_e4m3fn)
+        tensors |= {name: stored, f"{name}_scale_inv": scales}
+        numbers[name] = stored.double().numpy() * spread.astype(np.float64)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    fields["quantization_config"] = {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": list(BLOCK),
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(fields))
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("deepseek_v3"), tmp_path_factory.mktemp("fp8") / "hf")
+
+
+@pytest.fixture(scope="module")
+def numbers(folder: Path) -> dict[str, np.ndarray]:
+    return quantise(folder)
+
+
+def quantized(config: Config, value: bool = True) -> Config:
+    checkpoint = dataclasses.replace(config.checkpoint, initial_load_in_hf_quantized=value)
+    return dataclasses.replace(config, checkpoint=checkpoint)
+
+
+def expected(numbers: dict[str, np.ndarray], name: str) -> torch.Tensor:
+    return torch.from_numpy(numbers[name]).float()  # a product of fp8 and float32, rounded to float32 once
+
+
+def test_an_import_writes_the_numbers(folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path) -> None:
+    importing.to_checkpoint(folder, tmp_path / "checkpoint", dtype="float32")
+    stored = manifest.read(tmp_path / "checkpoint")
+    found = read_whole(stored, tmp_path / "checkpoint", "model.layers.0.attn.wo.weight")
+    assert torch.equal(found, expected(numbers, "model.layers.0.self_attn.o_proj.weight"))
+    experts = read_whole(stored, tmp_path / "checkpoint", "model.layers.1.moe.experts.w2")
+    for number in range(8):
+        assert torch.equal(experts[number], expected(numbers, f"model.layers.1.mlp.experts.{number}.down_proj.weight"))
+    importing.to_checkpoint(folder, tmp_path / "other")
+    assert {t.dtype for t in manifest.read(tmp_path / "other").tensors.values()} == {"float32"}, "that of the embedding"
+
+
+def test_a_run_starts_from_the_numbers_on_any_mesh(
+    folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    alone = run_ranks(1, start, quantized(config_for(folder, tmp_path / "one", "one")))[0]
+    several = run_ranks(4, start, quantized(config_for(folder, tmp_path / "four", "fsdp=2 tp=2")))[0]
+    assert torch.equal(alone["layers.0.attn.wo.weight"], expected(numbers, "model.layers.0.self_attn.o_proj.weight"))
+    assert alone.keys() == several.keys() and all(torch.equal(alone[name], several[name]) for name in alone)
+
+
+def test_the_option_says_what_the_folder_is(folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path) -> None:
+    kind, text = run_ranks(1, refused, config_for(folder, tmp_path / "run", "one"))[0]
+    assert kind == "ConfigError" and "initial_load_in_hf_quantized=false is needed: these weights are quant" in text
+    plain = save(build("deepseek_v3"), tmp_path / "plain")
+    kind, text = run_ranks(1, refused, quantized(config_for(plain, tmp_path / "run", "one")))[0]
+    assert kind == "ConfigError" and "is for quantised weights, and these are not" in text
+
+
+def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = save(build("deepseek_v3"), tmp_path / "hf")
+    quantise(folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    whole = dict(tensors)
+    tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is no fp8 weight with a float32 for each block of 8 x 12"):
+        importing.to_checkpoint(folder, tmp_path / "checkpoint")
+    del whole[f"{name}_scale_inv"]
+    save_file(whole, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"of a type that weights are not trained in: {name}"):
+        importing.to_checkpoint(folder, tmp_path / "checkpoint")

@@ -1,0 +1,288 @@
+"""A file per layer and model-parallel rank: in and out to the bit, and what strangers wrote runs nothing."""
+
+from __future__ import annotations
+
+import io
+import operator
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fmengine_runs import VOCABULARY, hf_folder, same, tensors
+from hostile_files import bombs
+from tiers import cases
+
+from shardtrain import cli
+from shardtrain.hf.layer_files import LayerWeights, step_of
+from shardtrain.utils.errors import CheckpointError
+
+STEP = "global_step001"
+
+
+def made(folder: Path, family: str, shards: int, **changed: Any) -> Path:
+    """A folder per layer; its Hugging Face folder stands beside it."""
+    hf = hf_folder(folder / "hf", family, **changed)
+    assert cli.main(["checkpoint", "to-fmengine", str(hf), str(folder / "fm"), f"--mp_world_size={shards}"]) == 0
+    return folder / "fm"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("good"), "llama2", 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "shards", "layers"),
+    cases(
+        [("llama2", 2, 2), ("mistral", 1, 2), ("neox", 2, 2), ("llama3-tied", 1, 2)],
+        nightly=[("llama2", n, k) for n in (1, 2, 4) for k in (4, 12)] + [("neox", 4, 12), ("mistral", 2, 4)],
+    ),
+)
+def test_a_model_is_the_same_after_a_folder_per_layer(tmp_path: Path, family: str, shards: int, layers: int) -> None:
+    folder = made(tmp_path, family, shards, num_hidden_layers=layers)
+    expected = {f"layer_{n:02d}-model_{s:02d}-model_states.pt" for n in range(layers + 3) for s in range(shards)}
+    expected |= {f"mp_rank_{s:02d}_model_states.pt" for s in range(shards)}
+    assert {path.name for path in (folder / STEP).iterdir()} == expected
+    assert (folder / "latest").read_text() == STEP
+    assert cli.main(["export", str(folder), "--to", str(tmp_path / "back"), "--check=weights"]) == 0
+    same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
+
+
+def test_files_are_what_fmengine_reads(good: Path) -> None:
+    """Its rules, written out: which file holds what, under which name, and which part of it."""
+    whole = tensors(good.parent / "hf")
+
+    def file(number: int, shard: int) -> dict[str, torch.Tensor]:
+        path = good / STEP / f"layer_{number:02d}-model_{shard:02d}-model_states.pt"
+        found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+        return found
+
+    for shard in (0, 1):
+        rows = slice(shard * VOCABULARY // 2, (shard + 1) * VOCABULARY // 2)
+        same(file(0, shard), {"weight": whole["model.embed_tokens.weight"][rows]})
+        same(file(3, shard), {"weight": whole["model.norm.weight"]})
+        same(file(4, shard), {"weight": whole["lm_head.weight"][rows]})
+        for layer in (0, 1):
+            found, prefix = file(layer + 1, shard), f"model.layers.{layer}."
+            assert found.keys() == {n.removeprefix(prefix) for n in whole if n.startswith(prefix)}
+            for name, part in found.items():
+                full = whole[prefix + name]
+                if any(word in name for word in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+                    full = full.chunk(2, 0)[shard]
+                elif "o_proj" in name or "down_proj" in name:
+                    full = full.chunk(2, 1)[shard]
+                assert torch.equal(part, full)
+    state = torch.load(good / STEP / "mp_rank_01_model_states.pt", weights_only=True)
+    assert (state["mp_world_size"], state["global_steps"], state["module"]) == (2, 1, None)
+
+
+def test_files_as_fmengine_writes_them_are_read(good: Path, tmp_path: Path) -> None:
+    """Parts that are views of the whole tensor, names without a leading zero, tables of angles, a step of a training
+    with the state of DeepSpeed beside it, and rows for tokens that were added."""
+    hf = tensors(good.parent / "hf")
+    folder = tmp_path / "trained"
+    for name, number in (("global_step5", 5), ("global_step10", 10)):
+        (folder / name).mkdir(parents=True)
+        added = torch.cat([hf["model.embed_tokens.weight"], torch.full((1, 32), float(number))])
+        head = torch.cat([hf["lm_head.weight"], torch.zeros(1, 32)])
+        parts: dict[int, dict[str, torch.Tensor]] = {0: {"weight": added}, 4: {"weight": head}}
+        parts[3] = {"weight": torch.nn.Parameter(hf["model.norm.weight"])}
+        for layer in (0, 1):
+            prefix = f"model.layers.{layer}."
+            parts[layer + 1] = {n.removeprefix(prefix): t for n, t in hf.items() if n.startswith(prefix)}
+            parts[layer + 1]["self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        for layer, table in parts.items():
+            torch.save({n: t[:] for n, t in table.items()}, folder / name / f"layer_{layer}-model_00-model_states.pt")
+        torch.save({"anything": os.getcwd}, folder / name / "mp_rank_00_model_states.pt")
+    (folder / "latest").write_text("global_step10\n")
+    base = ["--base-model", str(good.parent / "hf")]
+    for step, row in (("latest", 10.0), ("global_step5", 5.0)):
+        out = str(tmp_path / step)
+        assert cli.main(["checkpoint", "from-fmengine", str(folder), out, *base, "--step", step]) == 0
+        assert cli.main(["export", out, "--to", f"{out}-hf", "--check=weights"]) == 0
+        found = tensors(Path(f"{out}-hf"))
+        assert bool((found["model.embed_tokens.weight"][-1] == row).all())
+        same({n: t[:VOCABULARY] for n, t in found.items()}, {n: t[:VOCABULARY] for n, t in hf.items()})
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "global_step5", "global_step5-hf", "latest", "latest-hf", "trained",
+    ]  # fmt: skip
+
+
+def test_adapters_of_a_step_are_those_that_peft_opens(tmp_path: Path) -> None:
+    step = tmp_path / "run/global_step3"
+    step.mkdir(parents=True)
+    torch.manual_seed(0)
+    parts = {f"self_attn.{m}.lora_{k}": torch.randn(*s) for m in ("q_proj", "v_proj") for k, s in
+             (("A", (4, 32)), ("B", (32, 4)))}  # fmt: skip
+    torch.save({**parts, "input_layernorm.weight": torch.ones(32)}, step / "layer_01-model_00-model_states.pt")
+    words = ["checkpoint", "from-fmengine", str(tmp_path / "run"), str(tmp_path / "out"), "--adapter"]
+    assert cli.main([*words, "--lora_alpha", "16"]) == 0
+    from safetensors.torch import load_file
+
+    found = load_file(str(tmp_path / "out/adapter_model.safetensors"))
+    prefix = "base_model.model.model.layers.0."
+    assert found.keys() == {f"{prefix}{name}.weight" for name in parts}
+    assert all(torch.equal(found[f"{prefix}{name}.weight"], tensor) for name, tensor in parts.items())
+    import peft
+    from hub_folders import build
+
+    model = peft.PeftModel.from_pretrained(build("llama2", num_hidden_layers=1), str(tmp_path / "out"))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert layer.scaling["default"] == 4.0
+    assert torch.equal(layer.lora_A["default"].weight, parts["self_attn.q_proj.lora_A"])
+
+
+def resaved(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Path], None]:
+    """The first layer's file, changed and saved again."""
+
+    def write(file: Path, canary: Path) -> None:
+        table = torch.load(file, weights_only=True)
+        torch.save(change(table) or table, file)
+
+    return write
+
+
+def zipped(change: Callable[[str, bytes], tuple[str, bytes]], kind: int = zipfile.ZIP_STORED) -> Any:
+    """Members of the archive, each changed."""
+
+    def write(file: Path, canary: Path) -> None:
+        with zipfile.ZipFile(file) as archive:
+            members = [change(name, archive.read(name)) for name in archive.namelist()]
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", kind) as archive:
+            for name, data in members:
+                archive.writestr(name, data)
+        file.write_bytes(buffer.getvalue())
+
+    return write
+
+
+def cyclic(table: dict[str, Any]) -> Any:
+    loop: list[Any] = []
+    loop.append(loop)
+    return {**table, "loop": loop}
+
+
+def shared(table: dict[str, Any]) -> Any:
+    value: Any = 0
+    for _ in range(70):
+        value = [value, value]
+    return {**table, "deep": value}
+
+
+def bomb(name: str) -> Callable[[Path, Path], None]:
+    return lambda file, canary: file.write_bytes(bombs(canary)[name]) and None
+
+
+HOSTILE: dict[str, Callable[[Path, Path], None]] = {
+    **{name: bomb(name) for name in ("pickle-0", "pickle-2", "pickle-4", "pickle-5", "torch-zip", "7z")},
+    "a function": resaved(lambda table: {**table, "x": operator.attrgetter("x")}),
+    "cut": lambda file, _: file.write_bytes(file.read_bytes()[:-400]) and None,
+    "empty": lambda file, _: file.write_bytes(b"") and None,
+    "compressed": zipped(lambda name, data: (name, data), zipfile.ZIP_DEFLATED),
+    "another byte": lambda file, _: file.write_bytes(bytes(b ^ (i == 3000) for i, b in enumerate(file.read_bytes()))),
+    "no storage": zipped(lambda name, data: (name.replace("/data/0", "/other/0"), data)),
+    "big-endian": zipped(lambda name, data: (name, b"big" if name.endswith("byteorder") else data)),
+    "expanded": resaved(lambda table: {**table, "x": torch.ones(1).expand(2**30)}),
+    "a part of itself": resaved(cyclic),
+    "nested": resaved(shared),
+    "no table": resaved(lambda table: [1]),
+    "no tensor": resaved(lambda table: {**table, "x": "text"}),
+    "strange name": resaved(lambda table: {**table, "\x1b[2J": torch.ones(1)}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_runs_nothing_and_is_one_line(name: str, good: Path, tmp_path: Path, capfd: Any) -> None:
+    folder, canary = tmp_path / "fm", tmp_path / "canary"
+    shutil.copytree(good, folder)
+    HOSTILE[name](folder / STEP / "layer_01-model_00-model_states.pt", canary)
+    for words in (["export", str(folder), "--to"], ["checkpoint", "from-fmengine", str(folder)]):
+        assert cli.main([*words, str(tmp_path / "out")]) == 5
+        error = capfd.readouterr().err
+        assert len(error.strip().splitlines()) == 1 and "layer_01-model_00" in error and "\x1b" not in error
+    assert [path.name for path in tmp_path.iterdir()] == ["fm"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("layer_01-model_01-model_states.pt", "1 missing: layer_01-model_01-model_states.pt"),
+        ("layer_03-model_00-model_states.pt", "1 missing: layer_03-model_00-model_states.pt"),
+        ("surplus", "2 of no layer: layer_05-model_00-model_states.pt"),
+        ("a tensor", "self_attn.q_proj.weight is in 1 of 2"),
+        ("both", "1 missing: model.layers.0.self_attn.q_proj.weight"),
+        ("more", "1 not of this model: model.layers.0.self_attn.surplus"),
+        ("shape", "1 of another shape: model.layers.0.self_attn.q_proj.weight [16, 32]"),
+        ("copies", "model.layers.0.input_layernorm.weight is not the same in"),
+        ("latest", "names 'global_step9'"),
+        ("twice", "has both"),
+        ("adapters", "holds adapters"),
+        ("family", "model_type 'gpt2'"),
+    ],
+)
+def test_what_is_missing_or_surplus_is_named_and_nothing_is_written(
+    change: str, told: str, good: Path, tmp_path: Path, capfd: Any
+) -> None:
+    folder = tmp_path / "fm"
+    shutil.copytree(good, folder)
+    step = folder / STEP
+    files = [step / f"layer_01-model_{shard:02d}-model_states.pt" for shard in (0, 1)]
+
+    def each(number: int, edit: Callable[[dict[str, Any]], Any]) -> None:
+        for file in files[:number]:
+            table = torch.load(file, weights_only=True)
+            edit(table)
+            torch.save(table, file)
+
+    q = "self_attn.q_proj.weight"
+    if change.startswith("layer_"):
+        (step / change).unlink()
+    elif change == "surplus":
+        for shard in (0, 1):
+            shutil.copy(files[0], step / f"layer_05-model_{shard:02d}-model_states.pt")
+    elif change in ("a tensor", "both"):
+        each(1 if change == "a tensor" else 2, lambda table: table.pop(q))
+    elif change == "more":
+        each(2, lambda table: table.update({"self_attn.surplus": torch.ones(2)}))
+    elif change == "shape":
+        each(2, lambda table: table.update({q: table[q][:8]}))
+    elif change == "copies":
+        each(1, lambda table: table["input_layernorm.weight"].add_(1))
+    elif change == "latest":
+        (folder / "latest").write_text("global_step9")
+    elif change == "twice":
+        shutil.copy(files[0], step / "layer_1-model_0-model_states.pt")
+    elif change == "adapters":
+        each(2, lambda table: table.update({"self_attn.q_proj.lora_A": torch.ones(4, 32)}))
+    else:
+        (folder / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    for words in (["checkpoint", "from-fmengine", str(folder)], ["checkpoint", "to-fmengine", str(folder)]):
+        assert cli.main([*words, str(tmp_path / "out")]) in (2, 5)
+        error = capfd.readouterr().err
+        assert told in error and len(error.strip().splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["fm"]
+
+
+def test_a_model_that_cannot_be_divided_so_is_refused_with_the_way(good: Path, tmp_path: Path, capfd: Any) -> None:
+    for shards, told in ((3, "--vocab_size 513"), (8, "heads"), (0, "must lie between"), (1000, "must lie between")):
+        words = ["checkpoint", "to-fmengine", str(good), str(tmp_path / "out"), f"--mp_world_size={shards}"]
+        assert cli.main(words) == 2
+        assert told in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_latest_the_newest_step_is_read(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "fm"
+    shutil.copytree(good, folder)
+    shutil.copytree(folder / STEP, folder / "global_step12")
+    (folder / "latest").unlink()
+    assert step_of(folder).name == "global_step12"
+    (folder / "latest").write_text("../" * 300)
+    with pytest.raises(CheckpointError, match="latest names"):
+        LayerWeights(folder)

@@ -1,0 +1,209 @@
+"""What config.json says is what is computed: every field stated, every key judged by what transformers does with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_folders import CONFIGS, FAMILIES, build, save
+
+from shardtrain import models
+from shardtrain.cli import main
+from shardtrain.config.model_file import model_names, read_model_file
+from shardtrain.hf import importing, reading
+from shardtrain.hf.format import FREE, Fields, OnlyInTransformers
+from shardtrain.hf.model import recognise
+from shardtrain.hf.reading import HUBS, describe
+from shardtrain.utils.errors import ConfigError
+
+transformers = pytest.importorskip("transformers")
+
+MOONLIGHT = {
+    # as Moonlight-16B-A3B is published: nearest to a flavor with another router, balance and scale
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 163840, "hidden_size": 2048,
+    "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 11264,
+    "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.446, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_theta": 50000.0,
+    "rms_norm_eps": 1e-5, "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+}  # fmt: skip
+FLAVORS = [(name, flavor) for name in HUBS for flavor in read_model_file(name).flavors]
+
+
+def config_of(family: str) -> dict[str, Any]:
+    """The config.json of one of the tiny folders."""
+    if family == "moonlight":
+        return dict(MOONLIGHT)
+    name, fields = FAMILIES[family]
+    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**fields, architectures=[f"{name}ForCausalLM"])
+    return json.loads(config.to_json_string(use_diff=False))  # type: ignore[no-any-return]
+
+
+def write(config: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def class_of(hub: Any) -> Any:
+    return transformers.models.auto.configuration_auto.CONFIG_MAPPING[hub.model_type]
+
+
+def test_every_model_file_with_a_form_is_known_without_torch() -> None:
+    having = {name: module.HUB for name in model_names() if hasattr(module := models.find(name), "HUB")}
+    assert having == HUBS
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "moonlight"])
+def test_a_reader_states_every_field(family: str, tmp_path: Path) -> None:
+    found = describe(write(config_of(family), tmp_path / "hf"))
+    fields = {field.name for field in dataclasses.fields(models.find(found.name).Config)}
+    assert set(found.values) == fields - FREE
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "moonlight"])
+def test_no_flavor_as_the_nearest_changes_the_model(family: str, tmp_path: Path) -> None:
+    found = describe(write(config_of(family), tmp_path / "hf"))
+    neighbours = [(name, flavor) for name, flavor in FLAVORS if HUBS[name] is found.hub]
+    assert neighbours
+    for name, flavor in neighbours:
+        overrides = reading.overrides_of(found.hub, name, flavor, found.values)
+        built = dataclasses.asdict(models.shape_of(models.find(name), flavor, overrides, "rmsnorm"))
+        aside = found.hub.unused(found.values)
+        differ = {key: built[key] for key, value in found.values.items() if built[key] != value and key not in aside}
+        assert not differ, (name, flavor)
+        assert found.hub.unused(built) == aside, (name, flavor)
+
+
+def test_a_sigmoid_router_stays_one_beside_a_flavor_with_softmax(tmp_path: Path) -> None:
+    found = recognise(write(MOONLIGHT, tmp_path / "hf"))
+    assert (found.name, found.flavor) == ("deepseek_v3", "16B"), "the neighbour of the fault"
+    config = models.shape_of(models.find(found.name), found.flavor, found.overrides, "rmsnorm")
+    assert (config.score_func, config.group_top_k, config.load_balance_coeff) == ("sigmoid", 2, 1e-3)
+    with pytest.raises(ConfigError, match="scoring_func='softmax' is computed neither here nor by transformers"):
+        recognise(write({**MOONLIGHT, "scoring_func": "softmax"}, tmp_path / "hf"))
+
+
+@pytest.mark.parametrize(
+    "family", ["llama2", "llama3", "mistral", "qwen2", "deepseek_v3-plain-queries", "qwen3_moe", "llama4"]
+)
+def test_fields_that_are_said_to_be_unused_change_no_logit(family: str, tmp_path: Path) -> None:
+    found = describe(write(config_of(family), tmp_path / "hf"))
+    values = {**found.values, "num_groups": 1, "top_groups": 1} if "num_groups" in found.values else found.values
+    module, unused = models.find(found.name), found.hub.unused(values)
+    pair = []
+    for factor in (1, 2):
+        config = module.Config(**{**values, **{key: values[key] * factor for key in unused - {"top_groups"}}})
+        torch.manual_seed(0)
+        model = module.Model(config)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        with torch.no_grad():
+            pair.append(model(torch.arange(40).reshape(1, -1), torch.arange(40).reshape(1, -1)))
+    assert torch.equal(*pair)
+
+
+@pytest.mark.parametrize("name", HUBS)
+def test_a_reader_knows_every_key_of_the_class_in_transformers(name: str) -> None:
+    """So a key that it does not know is used by nothing there, and changes nothing."""
+    hub, cls = HUBS[name], class_of(HUBS[name])
+    keys = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | {"rope_scaling", "rope_theta"}
+    values = {**dict.fromkeys(keys), **hub.defaults}
+    fields = Fields(values, "config.json", hub.defaults)
+    hub.read(fields)
+    assert fields.rest(hub.architecture) == ()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_missing_key_is_what_transformers_takes_it_for(family: str) -> None:
+    config = config_of(family)
+    hub = next(hub for hub in HUBS.values() if hub.model_type == config["model_type"])
+
+    def read(values: dict[str, Any]) -> Any:
+        try:
+            return hub.read(Fields(values, "config.json", hub.defaults))
+        except (ConfigError, OnlyInTransformers) as error:
+            return type(error).__name__
+
+    for key in sorted(set(config) - {"model_type", "architectures"}):
+        less = {name: value for name, value in config.items() if name not in (key, "layer_types")}
+        try:
+            full = json.loads(class_of(hub).from_dict(less).to_json_string(use_diff=False))
+        except Exception as error:  # of whatever kind: a width that heads do not divide, say
+            assert "Validation" in type(error).__name__, key
+            continue
+        assert read(less) == read(full), key
+
+
+KEYS = {
+    "use_mrope": False,
+    "unsloth_fixed": True,
+    "unsloth_version": "2026.1.2",
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "use_qk_norm": True,
+    "qkv_bias": False,
+    "shared_expert_intermediate_size": 0,
+    "finetuning_task": "sst2",
+    "activation": "swiglu",
+    "my_own": {"a": [1]},
+    "temperature": 0.7,
+    "pruned_heads": {},
+    "auto_map": {"AutoModel": "evil.Model"},
+    "_attn_implementation_internal": "hub/x",
+    "trust_remote_code": True,
+    "attention_dropout": 0.1,
+}
+SILENT = {"finetuning_task", "temperature", "pruned_heads"}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_that_nothing_uses_is_a_notice(key: str, tmp_path: Path) -> None:
+    plain = recognise(write(config_of("llama3"), tmp_path / "a"))
+    found = recognise(write({**config_of("llama3"), key: KEYS[key]}, tmp_path / "b"))
+    assert found == plain
+    assert [key in notice for notice in found.notices] == ([] if key in SILENT else [True])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama3", {"attention_bias": True}),
+        ("llama3", {"hidden_act": "gelu"}),
+        ("llama3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}),
+        ("llama3", {"architectures": ["LlamaForSequenceClassification"]}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}),
+        ("qwen3", {"attention_bias": True}),
+        ("mixtral", {"sliding_window": 16}),
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("neox", {"attention_bias": False}),
+    ],
+)
+def test_what_is_not_ours_is_taken_as_transformers_has_it_and_said(family: str, changes: Any, tmp_path: Path) -> None:
+    found = recognise(write({**config_of(family), **changes}, tmp_path / "hf"))
+    assert found.name == "transformers" and found.overrides == {"path": str(tmp_path / "hf")}
+    assert len(found.notices) == 1 and "taken as it is, as " in found.notices[0]
+
+
+def test_an_import_compares_logits_and_says_the_difference(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    folder = save(build("llama3"), tmp_path / "hf")
+    assert main(["import", str(folder), "--to", str(tmp_path / "a")]) == 0
+    assert "transformers gives the same logits: largest error" in capsys.readouterr().out
+    read = importing.recognise
+
+    def wrong(*words: Any) -> Any:
+        found = read(*words)
+        return dataclasses.replace(found, config=dataclasses.replace(found.config, rope_theta=100.0))
+
+    monkeypatch.setattr(importing, "recognise", wrong)
+    assert main(["import", str(folder), "--to", str(tmp_path / "b")]) != 0
+    assert "transformers' logits differ by" in capsys.readouterr().err
+    assert main(["import", str(folder), "--to", str(tmp_path / "c"), "--check", "weights"]) == 0
+    monkeypatch.setattr("shardtrain.hf.logits.why_not", lambda _: "two copies in float32 need too much")
+    assert main(["import", str(folder), "--to", str(tmp_path / "d")]) == 0
+    assert "logits were not compared: two copies" in capsys.readouterr().out

@@ -1,0 +1,186 @@
+"""What is wrong with a folder is said before anything is written: file, key or tensor, and what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_folders import build, save
+from safetensors.torch import load_file, save_file
+from tiny_tokenizers import bpe_folder
+
+from shardtrain.cli import main
+from shardtrain.hf import importing
+from shardtrain.utils.errors import CheckpointError, ConfigError
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("llama3"), tmp_path_factory.mktemp("hub") / "hf")
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "hf"
+    copy.mkdir()
+    for file in original.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def key(name: str, value: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        fields = json.loads((folder / "config.json").read_text())
+        fields[name] = value
+        (folder / "config.json").write_text(json.dumps(fields))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        change(found)
+        save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def header(text: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text) and None  # type: ignore[return-value]
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def index(content: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return write
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+
+
+WQ = "model.layers.0.self_attn.q_proj.weight"
+CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
+    "missing": (tensors(lambda t: t.pop(WQ)), CheckpointError, f"1 missing: {WQ}"),
+    "surplus": (tensors(lambda t: t.update(extra=torch.ones(2))), CheckpointError, "1 not of this model: extra"),
+    "shape": (tensors(lambda t: t.update({WQ: torch.ones(32, 31)})), CheckpointError, rf"{WQ} \[32, 31\] in place of"),
+    "integers": (tensors(lambda t: t.update({WQ: torch.ones(32, 32, dtype=torch.int8)})), CheckpointError, "of a type"),
+    "all missing": (tensors(lambda t: [t.pop(n) for n in list(t)[3:]]), CheckpointError, "and [0-9]+ more"),
+    "cut": (cut, CheckpointError, "model.safetensors is cut short"),
+    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100) and None, CheckpointError, "cut short"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b"") and None, CheckpointError, "cut short"),
+    "big header": (header(b"{" + b" " * 2**20), CheckpointError, "cut short"),
+    "offsets": (header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,999]}}'), CheckpointError, "cut short"),
+    "pickle": (pickled, CheckpointError, "a pickle, which import --legacy_bin opens, and a run"),
+    "index outside": (index({"weight_map": {WQ: "../model.safetensors"}}), CheckpointError, "no safetensors file of"),
+    "index wrong": (index({"weight_map": {"a": "model.safetensors"}}), CheckpointError, "does not hold it"),
+    "index gone": (
+        index({"weight_map": {WQ: "model-2.safetensors"}}),
+        CheckpointError,
+        "2.safetensors is missing",
+    ),
+    "index shape": (index([1]), CheckpointError, "is no index"),
+    "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "config.json is missing"),
+    "no json": (lambda f: (f / "config.json").write_text("{") and None, CheckpointError, "is no JSON"),  # type: ignore[dict-item]
+    "bits": (key("quantization_config", {"bits": 4}), ConfigError, "quantised by MLX, which is not read here"),
+    "quantized": (
+        key("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        ConfigError,
+        "quantised by bitsandbytes, which is not read here",
+    ),
+    "quantized otherwise": (
+        key("quantization_config", {"quant_method": "fp8", "weight_block_size": None}),
+        ConfigError,
+        "quantised by fp8, which is not read here",
+    ),
+    "architecture": (key("model_type", "gpt9"), ConfigError, "is of model_type 'gpt9', which transformers"),
+    "code alone": (
+        lambda folder: [key(*one)(folder) for one in (("model_type", "gpt9"), ("auto_map", {"AutoModel": "a.B"}))],
+        ConfigError,
+        r"whose own code \(auto_map\) is never run here",
+    ),
+    "task": (key("architectures", ["LlamaForTokenClassification"]), ConfigError, "which is none that is trained here"),
+    "bias": (key("attention_bias", True), CheckpointError, "missing: model.layers.0.self_attn.k_proj.bias"),
+    "type": (key("hidden_size", "32"), ConfigError, "hidden_size='32' must be a int"),
+    "size": (key("num_hidden_layers", -1), ConfigError, "must lie between"),
+    "rope": (key("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}), ConfigError, "need factor, which is"),
+    "rope unknown": (key("rope_parameters", {"rope_type": "spiral", "rope_theta": 1e4}), ConfigError, "spiral"),
+    "vocabulary": (key("vocab_size", 261), CheckpointError, r"embed_tokens.weight \[260, 32\] in place of \[261, 32\]"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_that_does_not_fit_is_refused(case: str, folder: Path, tmp_path: Path) -> None:
+    change, kind, text = CASES[case]
+    change(folder)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(kind, match=text):
+        importing.to_checkpoint(folder, tmp_path / "checkpoint")
+    assert sorted(tmp_path.iterdir()) == before, "something was left behind"
+
+
+def test_the_commands_move_a_model_there_and_back(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
+    assert main(["import", str(folder), "--to", str(checkpoint)]) == 0
+    assert 'name = "llama3"' in capsys.readouterr().out
+    assert main(["export", str(checkpoint), "--to", str(back), "--shard_gigabytes", "0.001"]) == 0
+    out = capsys.readouterr().out
+    assert "every weight was read back and is equal" in out and "same logits" in out
+    pair = [load_file(where / "model.safetensors") for where in (folder, back)]
+    assert pair[0].keys() == pair[1].keys() and all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
+    assert main(["export", str(checkpoint), "--to", str(back)]) == 2, "an existing folder is never replaced"
+    assert main(["import", str(folder), "--to", str(checkpoint)]) == 2
+    assert main(["import", str(folder), "--to", str(tmp_path / "x"), "--vocab_size", "10"]) == 2
+
+
+def more_ids(folder: Path) -> None:
+    bpe_folder(folder)
+    found = json.loads((folder / "tokenizer.json").read_text())
+    found["model"]["vocab"] |= {f"zz{number}": 1000 + number for number in range(3)}
+    (folder / "tokenizer.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (more_ids, "tokenizer.json has 1003 ids, and vocab_size=260 of config.json .* import with --vocab_size 1003"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read as a tokenizer"),
+        (lambda f: (f / "model.safetensors").rename(f / "model-1.safetensors"), "index.json is missing, which says"),
+    ],
+)
+def test_what_lies_beside_the_weights_is_looked_at_too(change: Any, said: str, folder: Path, capsys: Any) -> None:
+    change(folder)
+    assert main(["import", str(folder), "--to", str(folder.parent / "checkpoint")]) in (2, 5)
+    error = capsys.readouterr().err
+    assert re.search(said, error) and error.count("\n") == 1
+    assert not (folder.parent / "checkpoint").exists()
+
+
+def test_a_vocabulary_grows_by_the_mean_of_its_rows(folder: Path, tmp_path: Path) -> None:
+    from shardtrain.checkpoint import manifest
+    from shardtrain.checkpoint.tensors import read_whole
+
+    model = importing.to_checkpoint(folder, tmp_path / "checkpoint", vocab_size=276)
+    assert model.overrides["vocab_size"] == 276
+    stored = manifest.read(tmp_path / "checkpoint")
+    old = load_file(folder / "model.safetensors")
+    for ours, theirs in (("model.embed.weight", "model.embed_tokens.weight"), ("model.head.weight", "lm_head.weight")):
+        new = read_whole(stored, tmp_path / "checkpoint", ours)
+        assert torch.equal(new[:260], old[theirs])
+        assert torch.equal(new[260:], old[theirs].mean(0).expand(16, -1))

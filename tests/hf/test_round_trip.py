@@ -1,0 +1,222 @@
+"""A folder that went through this program is the folder that it was: tensors to the bit, every value, every file.
+
+What a run changed is other, and nothing else. Names of shared tensors aside, of which any may have been written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign import folder as foreign_folder
+from hub_folders import FAMILIES, build, save
+from lora_runs import adapter_config, train
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from tiny import text_file, tiny_config, train_whole
+from tiny_tokenizers import bpe_folder
+
+from shardtrain.cli import main
+from shardtrain.config import Loaded
+from shardtrain.hf.model import recognise
+from shardtrain.train.run_folder import write_resolved_config
+
+pytest.importorskip("transformers")
+
+BESIDE = {
+    "generation_config.json": '{"temperature": 0.6, "eos_token_id": [1, 2]}',
+    "special_tokens_map.json": '{"bos_token": "<s>"}',
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
+    "tokenizer.model": "pieces",
+    "LICENSE": "free",
+}
+OWN = {
+    "max_position_embeddings": 77, "eos_token_id": [257, 259], "unsloth_version": "2026.1", "my_own": {"a": [1, None]},
+    "torch_dtype": "bfloat16", "dtype": None, "transformers_version": "4.40.1",
+}  # fmt: skip
+
+
+def published(folder: Path, own: dict[str, Any] | None = None) -> Path:
+    """The folder as people have it: bfloat16 with a norm in float32, a tokenizer, a template, keys of their own."""
+    bpe_folder(folder)
+    for name, text in BESIDE.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    said = json.loads((folder / "config.json").read_text())
+    said = {key: value for key, value in {**said, **OWN, **(own or {})}.items() if key != "dtype"}
+    (folder / "config.json").write_text(json.dumps(said, indent=1))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: t if name.endswith("norm.weight") else t.bfloat16() for name, t in tensors.items()}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def texts(folder: Path) -> dict[str, bytes]:
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: data for name, data in found.items() if "safetensors" not in name and name != "config.json"}
+
+
+def said(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())  # type: ignore[no-any-return]
+
+
+def assert_same_folder(one: Path, other: Path, changed: dict[str, Any] | None = None, weights: bool = True) -> None:
+    assert said(other) == {**said(one), **(changed or {})}
+    assert texts(other) == texts(one)
+    a, b = tensors(one), tensors(other)
+    assert {name: (t.shape, t.dtype) for name, t in a.items()} == {name: (t.shape, t.dtype) for name, t in b.items()}
+    assert not weights or all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_untouched_folder_comes_back(family: str, tmp_path: Path) -> None:
+    folder = published(save(build(family, vocab_size=400), tmp_path / "hf"))
+    checkpoint, back = str(tmp_path / "checkpoint"), tmp_path / "back"
+    assert main(["import", str(folder), "--to", checkpoint, "--check", "weights"]) == 0
+    assert main(["export", checkpoint, "--to", str(back), "--check", "weights"]) == 0
+    assert_same_folder(folder, back)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "t5"])
+def test_an_untouched_folder_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for file in foreign_folder(name).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    if name == "gpt2":  # as it is published: without the name of the base model
+        bare = {key.removeprefix("transformer."): tensor for key, tensor in tensors(folder).items()}
+        save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
+    published(folder, {"max_position_embeddings": 64})
+    checkpoint, back = str(tmp_path / "checkpoint"), tmp_path / "back"
+    assert main(["import", str(folder), "--to", checkpoint]) == 0
+    assert main(["export", checkpoint, "--to", str(back), "--check", "weights"]) == 0
+    assert_same_folder(folder, back)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_what_a_run_changes_is_other_and_nothing_else(older: bool, tmp_path: Path) -> None:
+    folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
+    if older:
+        fields = said(folder)
+        rope = fields.pop("rope_parameters")
+        fields |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
+        (folder / "config.json").write_text(json.dumps(fields))
+    checkpoint = str(tmp_path / "checkpoint")
+    words = ["import", str(folder), "--to", checkpoint, "--vocab_size", "416", "--check", "weights"]
+    assert main(words) == 0
+    assert main(["export", checkpoint, "--to", str(tmp_path / "grown"), "--check", "weights"]) == 0
+    assert said(tmp_path / "grown") == {**said(folder), "vocab_size": 416}
+    assert main(["export", str(folder), "--to", str(tmp_path / "half"), "--dtype", "float16"]) == 0
+    assert said(tmp_path / "half") == {**said(folder), "torch_dtype": "float16"}
+    assert {tensor.dtype for tensor in tensors(tmp_path / "half").values()} == {torch.float16}
+
+
+def run_on(folder: Path, output: Path, load: Path, in_hf: bool) -> Any:
+    found = recognise(folder)
+    config = tiny_config(
+        job={"dump_folder": str(output)},
+        training={"steps": 1, "seq_len": 16, "local_batch_size": 2, "dataset_path": text_file()},
+        checkpoint={
+            "enable": True,
+            "initial_load_path": str(load),
+            "initial_load_in_hf": in_hf,
+            "last_save_in_hf": True,
+        },
+        optimizer={"lr": 1e-3},
+    )
+    model = dataclasses.replace(
+        config.model, name=found.name, flavor=found.flavor, overrides=dict(found.overrides), hf_assets_path="bytes"
+    )
+    config = dataclasses.replace(config, model=model)
+    assert run_ranks(1, train_whole, config)[0].error is None
+    write_resolved_config(Loaded(config), output, 1)
+    return config
+
+
+def test_what_belongs_to_a_model_travels_through_two_runs(tmp_path: Path) -> None:
+    folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
+    run_on(folder, tmp_path / "one", folder, in_hf=True)
+    first = tmp_path / "one/checkpoint"
+    assert_same_folder(folder, first / "step-1-hf", weights=False)
+    assert any(not torch.equal(t, tensors(folder)[n]) for n, t in tensors(first / "step-1-hf").items())
+    run_on(folder, tmp_path / "two", first / "step-1", in_hf=False)
+    assert_same_folder(folder, tmp_path / "two/checkpoint/step-1-hf", weights=False)
+    # and by the command, from the run's folder
+    assert main(["export", str(tmp_path / "two"), "--to", str(tmp_path / "back"), "--check", "weights"]) == 0
+    assert_same_folder(tmp_path / "two/checkpoint/step-1-hf", tmp_path / "back")
+
+
+def test_what_belongs_to_a_model_travels_through_adapters_and_their_merge(tmp_path: Path) -> None:
+    folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
+    assert train(1, adapter_config(folder, tmp_path / "run"))[0].error is None
+    merged = str(tmp_path / "merged")
+    assert main(["merge", str(tmp_path / "run/checkpoint/step-4"), "--to", merged]) == 0
+    assert main(["export", merged, "--to", str(tmp_path / "back"), "--check", "weights"]) == 0
+    assert_same_folder(folder, tmp_path / "back", weights=False)
+    assert any(not torch.equal(t, tensors(folder)[n]) for n, t in tensors(tmp_path / "back").items())
+
+
+def test_nothing_that_lies_in_the_target_is_lost(tmp_path: Path) -> None:
+    folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "README.md").write_text("mine")
+    for words in (["export", str(folder)], ["import", str(folder)]):
+        assert main([*words, "--to", str(target)]) == 2
+        assert texts(target) == {"README.md": b"mine"}
+
+
+def test_names_in_a_checkpoint_lead_nowhere_else(tmp_path: Path) -> None:
+    from shardtrain.checkpoint import manifest
+    from shardtrain.hf import importing, source
+    from shardtrain.utils.errors import CheckpointError
+
+    folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
+    importing.to_checkpoint(folder, tmp_path / "checkpoint")
+    stored = manifest.read(tmp_path / "checkpoint")
+    for name in ("../evil.jinja", "/etc/tokenizer.json", "run.py", ".hidden.jinja", "chat_templates/../../x.jinja"):
+        facts = {**stored.facts, source.FACT: {name: [0, 1]}}
+        with pytest.raises(CheckpointError, match="is not a file"):
+            source.of_checkpoint(tmp_path / "checkpoint", dataclasses.replace(stored, facts=facts))
+    facts = {**stored.facts, source.FACT: {"LICENSE": [0, 2**40]}}
+    with pytest.raises(CheckpointError, match="is not a file"):
+        source.of_checkpoint(tmp_path / "checkpoint", dataclasses.replace(stored, facts=facts))
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2"])
+def test_an_import_is_opened_without_the_folder_that_it_was_made_of(name: str, tmp_path: Path, capsys: Any) -> None:
+    """Also one of an architecture that only transformers has: what it is, and its tokenizer, lie in the checkpoint."""
+    folder = tmp_path / "hf"
+    if name == "gpt2":
+        shutil.copytree(foreign_folder(name), folder)
+    else:
+        save(build(name, vocab_size=512), folder)
+    bpe_folder(folder)
+    words = ["--prompt", "hello", "--max_new_tokens", "4", "--device", "cpu"]
+    assert main(["generate", "--from", str(folder), *words]) == 0
+    expected = capsys.readouterr().out
+    assert main(["import", str(folder), "--to", str(tmp_path / "imported"), "--check", "weights"]) == 0
+    shutil.rmtree(folder)
+    capsys.readouterr()
+    assert main(["generate", "--from", str(tmp_path / "imported"), *words]) == 0
+    assert capsys.readouterr().out == expected
+    assert main(["export", str(tmp_path / "imported"), "--to", str(folder), "--check", "logits"]) == 0
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "hello world"}\n')
+    outputs = []
+    for place in ("imported", "hf"):
+        words = ["evaluate", "--from", str(tmp_path / place), "--data", f"texts={texts}", "--seq_len", "32"]
+        capsys.readouterr()
+        assert main([*words, "--device", "cpu"]) == 0
+        outputs.append(json.loads(capsys.readouterr().out)["sets"])
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,160 @@
+"""Training leaves Hugging Face folders beside its checkpoints: on any mesh the bytes that an export would write."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reviews
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny import Ended, tiny_config, train_whole
+
+from shardtrain import models
+from shardtrain.checkpoint import files, retention
+from shardtrain.config.schema import Config
+from shardtrain.hf import exporting, saving
+from shardtrain.hf.exporting import Export
+from shardtrain.utils.errors import ConfigError, StorageError
+
+SHARD_BYTES = 100_000
+EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_dim": 32}
+MESHES: dict[str, tuple[int, dict[str, int], str]] = {
+    "one": (1, {}, "llama3"),
+    "fsdp=2 tp=2": (4, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}, "llama3"),
+    "pp=2": (2, {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1}, "llama3"),
+    "fsdp=2 ep=2": (2, {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}, "qwen3_moe"),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several files, so that there is something to share out."""
+    monkeypatch.setattr(saving, "SHARD_BYTES", SHARD_BYTES)
+
+
+def config_for(folder: Path, mesh: str = "one", steps: int = 2, **checkpoint: Any) -> Config:
+    config = tiny_config(
+        job={"dump_folder": str(folder)},
+        parallelism=MESHES[mesh][1],
+        training={"steps": steps, "local_batch_size": 4},
+        checkpoint={"enable": True, **checkpoint},
+    )
+    if MESHES[mesh][2] == "qwen3_moe":
+        overrides = {key: value for key, value in config.model.overrides.items() if key != "ffn_dim"}
+        model = dataclasses.replace(
+            config.model, name="qwen3_moe", flavor="debugmodel_moe", overrides={**overrides, **EXPERTS}
+        )
+        config = dataclasses.replace(config, model=model)
+    return config
+
+
+def train(config: Config, ranks: int = 1) -> Ended:
+    ended: Ended = run_ranks(ranks, train_whole, config)[0]
+    return ended
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "async_mode"),
+    [("one", "async"), ("fsdp=2 tp=2", "async"), ("pp=2", "disabled"), ("fsdp=2 ep=2", "disabled")],
+)
+def test_the_folder_is_what_an_export_writes(mesh: str, async_mode: str, tmp_path: Path) -> None:
+    ranks, _, _ = MESHES[mesh]
+    config = config_for(
+        tmp_path / "run", mesh, steps=2, hf_interval=1, last_save_in_hf=True, async_mode=async_mode, interval=100
+    )
+    assert train(config, ranks).error is None
+    folder = tmp_path / "run/checkpoint"
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-1", "step-1-hf", "step-2", "step-2-hf"]
+    module = models.find(config.model.name)
+    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    for step in (1, 2):
+        back = tmp_path / f"exported-{step}"
+        exporting.export(Export(folder / f"step-{step}", back, module, shape, shard_bytes=SHARD_BYTES, max_tokens=64))
+        found = bytes_of(folder / f"step-{step}-hf")
+        assert found == bytes_of(back)
+        assert sum(name.endswith(".safetensors") for name in found) >= 4
+
+
+def test_the_weights_are_rounded_to_the_type_asked_for(tmp_path: Path) -> None:
+    ended = train(config_for(tmp_path, last_save_in_hf=True, export_dtype="bfloat16"))
+    folder = tmp_path / "checkpoint/step-2-hf"
+    found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert torch.equal(found["lm_head.weight"], ended.weights["head.weight"].bfloat16())
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_folder_goes_when_its_checkpoint_goes(tmp_path: Path) -> None:
+    train(config_for(tmp_path, steps=5, interval=1, hf_interval=2, keep_latest_k=2))
+    names = sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*"))
+    assert names == ["step-4", "step-4-hf", "step-5"]
+
+
+def no_space(folder: str) -> Any:
+    write = files.write_hashed
+
+    def full(path: Path, *rest: Any) -> Any:
+        if path.name.endswith(".safetensors"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, *rest)
+
+    return full
+
+
+def test_a_folder_that_cannot_be_written_is_not_there_and_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "write_hashed", no_space(str(tmp_path)))
+    error = train(config_for(tmp_path, last_save_in_hf=True), ranks=1).error
+    assert isinstance(error, StorageError) and "No space left" in str(error)
+    assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == ["step-2"], "the save is good"
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_run_may_go_on_without_it(async_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "write_hashed", no_space(str(tmp_path)))
+    config = config_for(tmp_path, steps=4, hf_interval=2, async_mode=async_mode, on_save_error="continue")
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=5))
+    ended = train(config, ranks=2)
+    assert ended.error is None and ended.state["step"] == 5
+    assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == ["step-2", "step-4", "step-5"]
+
+
+def test_data_that_end_leave_the_folder_too(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("some words of a text " * 200)
+    config = config_for(tmp_path, steps=50, last_save_in_hf=True)
+    changed = {"dataset_path": str(text), "on_data_end": "stop", "local_batch_size": 8}
+    ended = train(dataclasses.replace(config, training=dataclasses.replace(config.training, **changed)))
+    last = ended.state["step"]
+    assert ended.error is None and 0 < last < 50
+    assert (tmp_path / f"checkpoint/step-{last}-hf/config.json").is_file()
+
+
+def test_what_a_killed_export_left_is_swept(tmp_path: Path) -> None:
+    (tmp_path / "step-2-hf.tmp-0123456789ab").mkdir()
+    (tmp_path / "step-2-hf.trash-01234567").mkdir()
+    (tmp_path / "step-2-hf").mkdir()
+    retention.sweep(tmp_path, "own", now=2e9 + 1e9)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2-hf"]
+
+
+def test_a_model_without_such_a_form_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    config = config_for(tmp_path, last_save_in_hf=True)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, norm_type="layernorm"))
+    ended = train(config)
+    assert isinstance(ended.error, ConfigError) and "norm_type" in str(ended.error) and not ended.losses
+    labels = reviews.config(checkpoint={"enable": True, "last_save_in_hf": True}, job={"dump_folder": str(tmp_path)})
+    decoder = {"overrides": {key: value for key, value in reviews.SHAPE.items() if key != "dropout"}}
+    ended = train(dataclasses.replace(labels, model=dataclasses.replace(labels.model, name="llama3", **decoder)))
+    assert isinstance(ended.error, ConfigError) and "has a head of labels" in str(ended.error) and not ended.losses

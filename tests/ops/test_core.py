@@ -1,0 +1,146 @@
+"""The contract of an attention core: one that keeps it is accepted, and one that does not is named for what it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardtrain.models.layers import AttentionCore, SinkAttentionCore
+from shardtrain.ops import attention_core as core
+from shardtrain.ops.attention_core import Given
+
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
+N, K, T, H = 4, 2, 13, 8
+GIVEN = Given(((1, T, N, H), (1, T, K, H), (1, T, K, H)), 0, True, False)
+HEADS_FIRST = Given(((1, N, T, H), (1, K, T, H), (1, K, T, H)), 0, True, False)
+
+
+class User(nn.Module):
+    """A core written out, whose parts can be switched on; attributes are what it says of itself."""
+
+    def __init__(self, by: float = 0.0, cap: float = 0.0, slopes: bool = False, sees: int = 0, **more: Any) -> None:
+        super().__init__()
+        self._scale, self._cap, self._slopes, self._window = by, cap, slopes, sees
+        self._causal, self._drop, self._sink = more.pop("causal", True), more.pop("drop", 0.0), more.pop("sink", False)
+        self._documents = more.pop("documents", True)
+        for name, value in more.items():
+            setattr(self, name, value)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        if not getattr(self, "heads_first", False):
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+        scores = q @ k.transpose(-1, -2) * (self._scale or q.size(-1) ** -0.5)
+        if self._cap:
+            scores = self._cap * (scores / self._cap).tanh()
+        place = torch.arange(q.size(2))
+        if self._slopes:
+            slopes = torch.tensor(getattr(self, "alibi_slopes", SLOPES))
+            scores = scores - slopes[:, None, None] * (place[:, None] - place)
+        seen = torch.ones(q.size(2), q.size(2), dtype=torch.bool)
+        seen = seen.tril() if self._causal else seen
+        seen = seen.triu(1 - self._window) if self._window else seen
+        if documents_BT is not None and self._documents:
+            seen = (seen & (documents_BT[:, :, None] == documents_BT[:, None]))[:, None]
+        scores = scores.masked_fill(~seen, -1e9)
+        if self._sink:
+            scores = torch.cat((scores, torch.zeros_like(scores[..., :1])), -1)
+        weights = F.dropout(scores.softmax(-1)[..., : q.size(2)], self._drop, self.training)
+        out = weights @ v
+        return out if getattr(self, "heads_first", False) else out.transpose(1, 2)
+
+
+class Flat(User):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return super().forward(*inputs).flatten(2)
+
+
+class Weighted(User):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.zeros(4))
+
+
+class Chunked(AttentionCore):
+    """Chunks that no attribute tells."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        chunks_BT = (torch.arange(q.size(1)) // 5).expand(q.size(0), -1)
+        return super().forward(q, k, v, chunks_BT if documents_BT is None else documents_BT * 100 + chunks_BT)
+
+
+KEPT: dict[str, tuple[nn.Module, Given]] = {
+    "plain": (User(), GIVEN),
+    "scale": (User(0.2, scale=0.2), GIVEN),
+    "soft cap": (User(cap=50.0, softcap=50.0), GIVEN),
+    "slopes": (User(slopes=True, alibi_slopes=SLOPES), GIVEN),
+    "short window": (AttentionCore(5), GIVEN),
+    "long window": (AttentionCore(40), GIVEN),
+    "all": (AttentionCore(7, 0.3, 4.0, SLOPES), GIVEN),
+    "heads first": (User(heads_first=True), HEADS_FIRST),
+    "chunks": (AttentionCore(chunk=5), GIVEN),
+    "chunks, a window and all": (AttentionCore(4, 0.3, 4.0, SLOPES, chunk=6), GIVEN),
+    "sinks": (SinkAttentionCore(), GIVEN),
+    "sinks and a window": (SinkAttentionCore(5), GIVEN),
+    "sinks and a soft cap": (SinkAttentionCore(0, 0.3, 4.0), GIVEN),
+}
+BROKEN: dict[str, tuple[nn.Module, Given, str]] = {
+    "scale": (User(0.2), GIVEN, "scales q k by 0.2, and not by 0.3536"),
+    "other scale": (User(0.2, scale=0.3), GIVEN, "scales q k by 0.2, and not by 0.3"),
+    "soft cap": (User(cap=50.0), GIVEN, "bounds its scores"),
+    "slopes": (User(slopes=True), GIVEN, "alibi_slopes says nothing"),
+    "too few slopes": (User(slopes=True, alibi_slopes=SLOPES[:2]), GIVEN, "has 2 alibi_slopes for 4 query heads"),
+    "short window": (User(sees=5), GIVEN, "lets a token see 5 tokens, and its attribute window says nothing"),
+    "long window": (User(sees=40), GIVEN, "lets a token see 40 tokens"),
+    "later tokens": (User(causal=False), GIVEN, "lets tokens see later ones"),
+    "dropout": (User(drop=0.1), GIVEN, "other numbers each time, as with dropout"),
+    "sink": (User(sink=True), GIVEN, "weights that do not sum to one, as with an attention sink"),
+    "chunks": (Chunked(), GIVEN, "its chunk of 5 tokens alone, and its attribute chunk says nothing"),
+    "documents": (User(documents=False), GIVEN, "lets documents see each other"),
+    "another shape": (Flat(), GIVEN, r"gives (B, T, N H) for queries (B, T, N, H)"),
+    "weights": (Weighted(), GIVEN, "holds parameters"),
+    "heads first": (User(), HEADS_FIRST, "is given (B, N, T, H), heads before tokens"),
+    "a mask": (User(), Given(GIVEN.shapes, 0, False, True), "such as a mask or a bias"),
+    "more": (User(), Given(GIVEN.shapes, 1, True, False), "such as a mask or a bias"),
+    "widths": (User(), Given((*GIVEN.shapes[:2], (1, T, K, 6)), 0, True, False), "different widths [8, 8, 6]"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_core_that_does_what_its_attributes_say_is_accepted(name: str) -> None:
+    module, given = KEPT[name]
+    assert core.broken_when_split(module, given, seq_len=64) is None
+    assert core.broken_when_heads_are_dealt(module, given) is None
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_a_core_does_beyond_its_attributes_is_named(name: str) -> None:
+    module, given, words = BROKEN[name]
+    broken = core.broken_when_split(module, given, seq_len=64)
+    assert broken is not None and words in broken.rule and broken.fix, broken
+
+
+def test_a_window_that_no_row_reaches_is_no_difference() -> None:
+    assert core.broken_when_split(User(sees=40), GIVEN, seq_len=40) is None
+
+
+def test_heads_that_differ_by_more_than_their_slopes_cannot_be_dealt() -> None:
+    class FromCount(User):  # slopes of as many heads as there are, which are others for a part of them
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+            self.alibi_slopes = tuple(2.0 ** -(i + 1) / q.size(2) for i in range(q.size(2)))
+            return super().forward(q, k, v, documents_BT)
+
+    broken = core.broken_when_heads_are_dealt(FromCount(slopes=True), GIVEN)
+    assert broken is not None and "other numbers for some of its heads" in broken.rule
+    fixed = core.broken_when_heads_are_dealt(User(slopes=True), GIVEN)
+    assert fixed is not None and "cannot be given half of its heads" in fixed.rule
+
+
+def test_key_heads_that_ranks_cannot_share_are_found_by_the_shapes() -> None:
+    broken = core.broken_number_of_heads(User(), GIVEN, 4)
+    assert broken is not None and "2 key-value heads, which 4 ranks cannot share" in broken.rule
+    assert core.broken_number_of_heads(User(), GIVEN, 2) is None

@@ -1,0 +1,196 @@
+"""Laws of the loss: a sum over targets in float32, equal to a float64 reference, split or in chunks or neither."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import tiny_config
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardtrain import distributed as parallel
+from shardtrain.distributed.process_group import World
+from shardtrain.distributed.tensor_parallel import SplitVocabulary
+from shardtrain.ops import cross_entropy as losses
+from shardtrain.ops.cross_entropy import IGNORE, cross_entropy_sum
+
+# the loss is summed in float32: 1e-6 of its size; a gradient is rounded once to the type of the logits
+GRADIENT_ATOL = {torch.float32: 1e-7, torch.bfloat16: 2**-9, torch.float16: 2**-12}
+
+
+def example(dtype=torch.float32, batch: int = 2, tokens: int = 9, vocab: int = 17, ignored: bool = True):
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(batch, tokens, vocab, generator=generator) * 3).to(dtype)
+    targets = torch.randint(0, vocab, (batch, tokens), generator=generator)
+    if ignored:
+        targets[0, :4] = IGNORE
+        targets[1, -1] = IGNORE
+    return logits, targets
+
+
+def float64_reference(logits: Tensor, targets: Tensor, weight: float = 1.0) -> tuple[float, Tensor]:
+    """Loss sum and gradient, token by token, by the definition."""
+    logits = logits.double()
+    total, gradient = 0.0, torch.zeros_like(logits)
+    for place in torch.cartesian_prod(*(torch.arange(size) for size in targets.shape)).tolist():
+        row, target = logits[tuple(place)], int(targets[tuple(place)])
+        if target == IGNORE:
+            continue
+        exponentials = (row - row.max()).exp()
+        probabilities = exponentials / exponentials.sum()
+        total -= probabilities[target].log().item()
+        probabilities[target] -= 1
+        gradient[tuple(place)] = probabilities
+    return total * weight, gradient * weight
+
+
+def value_and_gradient(logits: Tensor, targets: Tensor, *args, **keywords) -> tuple[Tensor, Tensor]:
+    logits = logits.clone().requires_grad_()
+    loss = cross_entropy_sum(logits, targets, *args, **keywords)
+    loss.backward()
+    return loss.detach(), logits.grad
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_ATOL)
+@pytest.mark.parametrize("chunk_numel", [1, 17, 40, 17 * 6, 17 * 18, 1 << 24])
+def test_loss_and_gradient_equal_the_float64_reference(dtype, chunk_numel: int, monkeypatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK_NUMEL", chunk_numel)  # from one token a chunk to all of them, even and not
+    logits, targets = example(dtype)
+    loss, gradient = value_and_gradient(logits, targets)
+    expected, expected_gradient = float64_reference(logits, targets)
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient.double(), expected_gradient, atol=GRADIENT_ATOL[dtype], rtol=2**-8)
+
+
+def test_the_loss_is_pytorchs_own() -> None:
+    logits, targets = example()
+    theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(cross_entropy_sum(logits, targets), theirs, rtol=1e-6, atol=0)
+
+
+def test_ignored_targets_give_neither_loss_nor_gradient() -> None:
+    logits, targets = example()
+    loss, gradient = value_and_gradient(logits, targets)
+    assert torch.equal(gradient[targets == IGNORE], torch.zeros_like(gradient[targets == IGNORE]))
+    kept = targets != IGNORE
+    alone, _ = value_and_gradient(logits[kept][None], targets[kept][None])
+    torch.testing.assert_close(loss, alone, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_a_batch_of_ignored_targets_alone_is_zero_not_nan(scale: float) -> None:
+    logits, targets = example(torch.bfloat16)
+    loss, gradient = value_and_gradient(logits * scale, torch.full_like(targets, IGNORE), 1.0)
+    assert loss.item() == 0.0
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("weight", [0.25, torch.tensor(1 / 4096), 65536.0 / 4096])
+def test_the_weight_scales_loss_and_gradient(weight) -> None:
+    logits, targets = example()
+    loss, gradient = value_and_gradient(logits, targets, weight)
+    expected, expected_gradient = float64_reference(logits, targets, float(weight))
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6 * float(weight))
+
+
+def test_the_weight_meets_the_gradient_before_it_is_rounded() -> None:
+    """In float16 a gradient of 1e-6 times a loss scale survives, and would be lost if it were rounded first."""
+    logits = torch.zeros(1, 1, 60_000, dtype=torch.float16)  # each probability is 1.7e-5, coarse in float16
+    targets = torch.zeros(1, 1, dtype=torch.int64)
+    _, gradient = value_and_gradient(logits, targets, 65536.0 / 2)
+    assert gradient[0, 0, 1].item() == pytest.approx(32768 / 60_000, rel=2**-11)
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    logits = torch.tensor([[[3e38, -3e38, 0.0]]])
+    loss, gradient = value_and_gradient(logits, torch.tensor([[0]]))
+    assert loss.item() == 0.0 and torch.isfinite(gradient).all()
+
+
+def test_a_target_beyond_the_vocabulary_is_an_error() -> None:
+    logits, targets = example(ignored=False)
+    targets[0, 0] = logits.size(-1)
+    with pytest.raises((RuntimeError, IndexError)):
+        cross_entropy_sum(logits, targets)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    logits, targets = example()
+    with torch.no_grad():
+        loss = cross_entropy_sum(logits, targets)
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(float64_reference(logits, targets)[0], rel=1e-6)
+
+
+def test_a_second_backward_is_an_error_and_not_a_wrong_gradient() -> None:
+    logits, targets = example()
+    loss = cross_entropy_sum(logits.requires_grad_(), targets, 0.5)
+    loss.backward(torch.tensor(3.0), retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"in-?place"):
+        loss.backward()
+
+
+def test_a_function_for_chunks_replaces_ours() -> None:
+    logits, targets = example()
+    seen = []
+
+    def chunk(logits_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(targets_n.numel())
+        return torch.ones(()), torch.full(logits_nV.shape, 2.0)
+
+    loss, gradient = value_and_gradient(logits, targets, 0.5, chunk=chunk)
+    assert seen == [18] and loss.item() == 0.5 and torch.equal(gradient, torch.ones_like(logits))
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Remembers the size of the largest float32 result of any operation."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+def test_no_float32_copy_of_all_logits_exists(monkeypatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK_NUMEL", 17 * 3)
+    logits, targets = example(torch.bfloat16, tokens=30)
+    kept = []
+    with (
+        LargestFloat32() as largest,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+    ):
+        cross_entropy_sum(logits.requires_grad_(), targets).backward()
+    assert 0 < largest.numel <= 17 * 3
+    assert [(tensor.dtype, tensor.numel()) for tensor in kept] == [(torch.bfloat16, logits.numel())]
+
+
+def _check_split(rank: int, num_ranks: int) -> None:
+    config = tiny_config(parallelism={"tensor_parallel_degree": num_ranks})
+    mesh = parallel.build(config, World(rank, num_ranks, rank, torch.device("cpu")))
+    for vocab in (12, 7, 17, 3):
+        vocabulary = SplitVocabulary(mesh, vocab)
+        columns = slice(vocabulary.offset, min(vocab, vocabulary.offset + -(-vocab // num_ranks)))
+        for chunk_numel in (12, 31, 1 << 24):  # 12: the rank with fewer columns must not take more tokens a chunk
+            losses.CHUNK_NUMEL = chunk_numel
+            for dtype, atol in GRADIENT_ATOL.items():
+                logits, targets = example(dtype, vocab=vocab)
+                expected, expected_gradient = float64_reference(logits, targets, 0.5)
+                loss, gradient = value_and_gradient(logits[..., columns], targets, 0.5, vocabulary=vocabulary)
+                assert loss.item() == pytest.approx(expected, rel=2e-6)
+                torch.testing.assert_close(gradient.double(), expected_gradient[..., columns], atol=atol, rtol=2**-8)
+            nothing = torch.full_like(targets, IGNORE)
+            loss, gradient = value_and_gradient(logits[..., columns], nothing, vocabulary=vocabulary)
+            assert loss.item() == 0.0 and not gradient.any()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_split_vocabulary_gives_the_loss_and_gradient_of_the_whole(num_ranks: int) -> None:
+    run_ranks(num_ranks, _check_split, num_ranks)

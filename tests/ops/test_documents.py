@@ -1,0 +1,187 @@
+"""Attention within documents, on one device: equal to attention written out in float64, for any cut of a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardtrain.data.batch import Batch
+from shardtrain.models.layers import AttentionCore
+from shardtrain.ops import attention_scores as scores
+from shardtrain.ops import document_mask as documents
+
+B, T, N, K, H = 2, 24, 4, 2, 8
+CUTS = st.lists(st.sets(st.integers(1, T - 1), max_size=T - 1), min_size=B, max_size=B)
+
+
+def inputs(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H)]
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def numbers(cuts: list[set[int]], gap: int = 1) -> Tensor:
+    """Documents of rows that are cut before the given tokens; their numbers are ``gap`` apart."""
+    begins = torch.zeros(len(cuts), T, dtype=torch.int64)
+    for row, places in enumerate(cuts):
+        begins[row, sorted(places)] = gap
+    return begins.cumsum(1)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor) -> Tensor:
+    """Causal grouped attention within documents, written out in float64."""
+    q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
+    scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.size(-1))
+    seen = (documents_BT[:, :, None] == documents_BT[:, None, :]) & torch.ones(T, T, dtype=torch.bool).tril()
+    return torch.einsum("bnts,bsnh->btnh", scores.masked_fill(~seen[:, None], -math.inf).softmax(-1), v)
+
+
+def largest_errors(function: Callable[..., Tensor], documents_BT: Tensor, parts: list[Tensor]) -> list[float]:
+    *whole, gradient = parts
+    exact = [x.detach().cpu().double().requires_grad_() for x in whole]
+    expected = by_hand(*exact, documents_BT.cpu())
+    expected.backward(gradient.cpu().double())
+    leaves = [x.clone().requires_grad_() for x in whole]
+    out = function(*leaves, documents_BT)
+    out.backward(gradient)
+    pairs = [(out, expected), *((mine.grad, theirs.grad) for mine, theirs in zip(leaves, exact, strict=True))]
+    assert all(mine.dtype == gradient.dtype for mine, _ in pairs)
+    return [float((mine.detach().cpu().double() - theirs.detach()).abs().max()) for mine, theirs in pairs]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(CUTS, st.integers(1, 3), st.sampled_from([documents.attention, documents.masked_attention]))
+def test_attention_within_documents_equals_attention_written_out(cuts, gap, function) -> None:
+    # values and gradients are about one; float32 keeps 1e-7
+    assert max(largest_errors(function, numbers(cuts, gap), inputs())) < 2e-6
+
+
+def test_a_mask_is_made_for_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_QUERIES_AT_ONCE", 7)
+    assert max(largest_errors(documents.masked_attention, numbers([{5, 9}, {7, 14}]), inputs())) < 2e-6
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(CUTS, st.integers(0, 9), st.sampled_from([0, 1, 5, 9, 40]))
+def test_chunks_are_documents_of_their_own(cuts, chunk, window) -> None:
+    documents_BT, (q, k, v, _) = numbers(cuts, 3), inputs()
+    cut_BT = documents.chunked(documents_BT, chunk, (B, T), q.device)
+    whole_BT = documents.chunked(None, chunk, (B, T), q.device)
+    place_T = torch.arange(T)
+    for row, places in enumerate(cuts):
+        start_T = torch.tensor([max((cut for cut in places if cut <= t), default=0) for t in range(T)])
+        number_T = (place_T - start_T) // chunk if chunk else torch.zeros_like(place_T)
+        same_TT = (start_T[:, None] == start_T) & (number_T[:, None] == number_T)
+        assert torch.equal(cut_BT[row][:, None] == cut_BT[row], same_TT)
+    assert (whole_BT is None) == (chunk == 0)
+    assert whole_BT is None or torch.equal(whole_BT, (place_T // chunk).expand(B, T))
+    core = AttentionCore(window, chunk=chunk)
+    torch.testing.assert_close(core(q, k, v, documents_BT), AttentionCore(window)(q, k, v, cut_BT), rtol=0, atol=0)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(CUTS, st.sampled_from([0, 1, 5, 40]), st.sampled_from([-30.0, 0.0, 2.0, 30.0]))
+def test_attention_with_sinks_equals_attention_written_out(cuts, window, level) -> None:
+    """Forward and all gradients, of weak sinks, usual ones, and some that take nearly everything."""
+    documents_BT, (q, k, v, gradient) = numbers(cuts), inputs()
+    sinks_N = torch.linspace(-1.0, 1.0, N) + level
+    exact = [x.double().requires_grad_() for x in (q, k, v, sinks_N)]
+    mine = [x.clone().requires_grad_() for x in (q, k, v, sinks_N)]
+    expected = scores.attention(*exact[:3], documents_BT, window, scores.PLAIN, exact[3])
+    found = documents.attention(*mine[:3], documents_BT, window, None, mine[3])
+    expected.backward(gradient.double())
+    found.backward(gradient)
+    pairs = [(found, expected), *((a.grad, b.grad) for a, b in zip(mine, exact, strict=True))]
+    # gradients of sinks are sums of B T numbers of about one
+    assert max(float((a.detach().double() - b.detach()).abs().max()) for a, b in pairs) < 1e-5
+
+
+def test_a_sink_that_scores_nothing_leaves_attention_as_it_is() -> None:
+    documents_BT, (q, k, v, _) = numbers([{3}, {9}]), inputs()
+    found = documents.attention(q, k, v, documents_BT, sinks_N=torch.full((N,), -200.0))
+    torch.testing.assert_close(found, documents.attention(q, k, v, documents_BT), rtol=0, atol=0)
+
+
+def test_bfloat16_loses_no_more_than_the_type_does() -> None:
+    errors = largest_errors(documents.attention, numbers([{1, 9}, {12}]), inputs(torch.bfloat16))
+    assert max(errors) < 6e-2  # 2^-8 of values up to about 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2), (torch.float32, 1e-4)])
+def test_cuda_has_the_same_attention_within_documents(dtype: torch.dtype, tolerance: float) -> None:
+    for cuts in ([set(), set()], [{1, 2, 9}, {12}], [set(range(1, T)), {23}]):
+        parts = inputs(dtype, "cuda")
+        assert max(largest_errors(documents.attention, numbers(cuts).cuda(), parts)) < tolerance
+
+
+def test_a_compiled_function_gives_the_same() -> None:
+    documents_BT, (q, k, v, gradient) = numbers([{3, 4}, {20}]), inputs()
+
+    def weighed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return documents.attention(q * 2, k, v, documents_BT) * gradient
+
+    compiled = torch.compile(weighed, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (weighed, compiled):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = function(*leaves)
+        out.sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_tensors_without_data_pass_through_forward_and_backward() -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.randn(B, T, heads, H, requires_grad=True) for heads in (N, K, K))
+        out = documents.attention(q, k, v, torch.zeros(B, T, dtype=torch.int64))
+        out.sum().backward()
+        assert out.shape == q.shape
+        assert (q.grad.shape, k.grad.shape) == (q.shape, k.shape)
+
+
+def test_a_token_moves_its_own_document_alone() -> None:
+    documents_BT, (q, k, v, _) = numbers([{10, 15}, {1}]), inputs()
+    other = k.clone()
+    other[0, 11] += 1
+    moved = (documents.attention(q, other, v, documents_BT) != documents.attention(q, k, v, documents_BT)).any(-1)
+    assert moved.any(-1).nonzero().tolist() == [[0, t] for t in range(11, 15)]
+
+
+@pytest.mark.parametrize("bad", [[0, 0, 1, 0], [2, 1, 1, 1]])
+def test_numbers_that_do_not_ascend_are_refused(bad: list[int]) -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="documents_BT must ascend"):
+        documents.attention(q, q, q, torch.tensor([bad]))
+
+
+def test_ragged_tells_each_beginning_once_and_never_joins_rows() -> None:
+    documents_BT = numbers([{3, 4}, set()])
+    documents_BT[1] = documents_BT[0, -1]  # the second row begins with the number that the first ends with
+    starts, longest = documents.ragged(documents_BT)
+    assert starts.tolist() == [0, 3, 4, T, 2 * T]
+    assert (starts.dtype, longest) == (torch.int32, T)
+
+
+def test_numbers_on_a_device_are_read_where_the_batch_came_from() -> None:
+    documents_BT = numbers([{3}, {4}])
+    batch = Batch(documents_BT, documents_BT, documents_BT, torch.arange(B), documents_BT)
+    moved = batch.to("meta")  # a device from which nothing can be read
+    assert moved.documents_BT is not None
+    assert documents.on_host(moved.documents_BT) is documents_BT
+    assert documents.on_host(documents_BT) is documents_BT
+
+
+def test_shared_documents_are_those_of_both_stretches() -> None:
+    documents_BT = numbers([{4, 10}, {6}])
+    found = documents.shared(documents_BT[:, 8:], documents_BT[:, :8])
+    assert found == [(slice(0, 1), slice(0, 2), slice(4, 8)), (slice(1, 2), slice(0, 16), slice(6, 8))]
+    assert documents.shared(documents_BT[:, 12:], documents_BT[:, :4]) == []

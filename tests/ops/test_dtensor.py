@@ -1,0 +1,84 @@
+"""Laws of shards: the slices of all ranks lie where DTensor put them and cover a tensor, divisible or not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from shardtrain.ops.dtensor import local_slices, local_tensor, sharded_dim, split_axes, squared_norm, to_full
+
+
+def test_a_plain_tensor_is_its_own_whole_part() -> None:
+    tensor = torch.arange(6.0).view(2, 3)
+    assert local_tensor(tensor) is tensor and to_full(tensor) is tensor
+    assert split_axes(tensor) == ()
+    assert local_slices(tensor) == (slice(0, 2), slice(0, 3))
+
+
+def test_only_shards_split_a_dimension() -> None:
+    assert sharded_dim(Shard(1)) == 1
+    assert sharded_dim(Replicate()) is None and sharded_dim(Partial()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squared_norm_is_that_of_all_tensors_together(dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 4), (5,), (0, 2), (100, 7)]
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    expected = sum(tensor.double().square().sum() for tensor in tensors)
+    result = squared_norm(tensors)
+    assert result.dtype == torch.float64 and result.shape == ()
+    assert result.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_squared_norm_of_large_bfloat16_values_is_finite() -> None:
+    assert squared_norm([torch.full((1000,), 1e15, dtype=torch.bfloat16)]).item() == pytest.approx(1e33, rel=1e-2)
+
+
+def _check_dtensors(rank: int) -> None:
+    line = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    flat = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    for shape in ((61, 7), (8, 8), (2, 3), (1, 1), (5,)):
+        whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+        dims = range(len(shape))
+        cases = [(line, (Shard(dim),)) for dim in dims]
+        cases += [
+            (grid, (first, second)) for dim in dims for first in (Shard(dim), Replicate()) for second in (Shard(0),)
+        ]
+        cases += [(flat, (Shard(0), Shard(dim))) for dim in dims]
+        for mesh, placements in cases:
+            tensor = distribute_tensor(whole, mesh, placements)
+            assert torch.equal(whole[local_slices(tensor)], local_tensor(tensor)), (shape, mesh, placements)
+            assert torch.equal(to_full(tensor), whole)
+            expected_axes = tuple(
+                axis for axis, p in enumerate(placements) if isinstance(p, Shard) and mesh.size(axis) > 1
+            )
+            assert split_axes(tensor) == expected_axes
+    _check_fsdp_over_tp(grid)
+
+
+def _check_fsdp_over_tp(grid) -> None:
+    for style, sizes in ((ColwiseParallel(), (7, 61)), (RowwiseParallel(), (61, 7)), (ColwiseParallel(), (4, 8))):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(*sizes, bias=False))
+        whole = model[0].weight.detach().clone()
+        parallelize_module(model, grid["tp"], {"0": style})
+        fully_shard(model, mesh=grid["dp"])
+        weight = model[0].weight
+        assert torch.equal(whole[local_slices(weight)], local_tensor(weight)), (style, sizes, weight.placements)
+        assert split_axes(weight) == (0, 1)
+        if sizes == (4, 8):  # PyTorch gathers what divides
+            assert torch.equal(to_full(weight).detach(), whole)
+
+
+def test_slices_lie_where_dtensor_put_them() -> None:
+    run_ranks(4, _check_dtensors)

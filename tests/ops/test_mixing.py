@@ -1,0 +1,81 @@
+"""Where tokens meet outside of the core, or are counted, is named by shapes alone; sound models are left in peace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shardtrain import models
+from shardtrain.ops import token_mixing as mixing
+
+OTHERS = sorted((Path(__file__).parents[1] / "models" / "others").glob("*.py"))
+SOUND = (Path(__file__).parents[1] / "tools/verify" / "sound_model.py").read_text()
+IN_FFN, IN_BLOCK = "return self.down(F.gelu(self.up(x)))", "        x = x + self.drop(self.attn("
+ARANGE = "positions = torch.arange(tokens.size(1), device=tokens.device)[None]\n        "
+EMBEDDED = "x = self.embed(tokens)\n"
+# change -> what cp refuses, what tp refuses; none is nothing
+FAULTS: dict[str, tuple[str, str, str | None, str | None]] = {
+    "nothing": (IN_FFN, IN_FFN, None, None),
+    "a constant of its type": (
+        EMBEDDED, EMBEDDED + "        x = x + x.new_ones(x.size(0), 1, 1)\n", None, None,
+    ),
+    "counted": (EMBEDDED, ARANGE + EMBEDDED, "counts the tokens that it is given, by arange in the model's", None),
+    "a shift in a gathered module": (
+        IN_FFN, IN_FFN.replace("up(x)", "up(x + F.pad(x, (0, 0, 1, -1)))"), "by pad in blocks.0.ffn", None,
+    ),
+    "a shift on the residual stream": (
+        IN_BLOCK, "        x = x + x.roll(1, dims=1)\n" + IN_BLOCK, "by roll in blocks.0:", "by roll in blocks.0:",
+    ),
+    "the mean of all tokens": (
+        IN_BLOCK, "        x = x + x.mean(1, keepdim=True)\n" + IN_BLOCK,
+        "by mean in blocks.0:", "by mean in blocks.0:",
+    ),
+    "attention beside the core": (
+        IN_BLOCK, "        x = x + F.scaled_dot_product_attention(x, x, x)\n" + IN_BLOCK,
+        "by scaled_dot_product_attention in blocks.0:", "by scaled_dot_product_attention in blocks.0:",
+    ),
+    "a running sum": (
+        IN_FFN, "x = x.cumsum(1)\n        " + IN_FFN, "by cumsum in blocks.0.ffn", None,
+    ),
+    "a sum over features": (IN_FFN, "x = x.cumsum(-1) + x.mean(-1, keepdim=True)\n        " + IN_FFN, None, None),
+}  # fmt: skip
+
+
+def built(path: Path | str) -> tuple[nn.Module, Any]:
+    module = models.find(str(path))
+    flavor = next(iter(module.FLAVORS))
+    return models.build(module, models.shape_of(module, flavor, {}, "rmsnorm")), module.LAYOUT
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_tokens_that_meet_where_a_rank_has_a_part_of_them_are_named(name: str, tmp_path: Path) -> None:
+    old, new, *expected = FAULTS[name]
+    assert old in SOUND
+    file = tmp_path / "mixing_model.py"
+    file.write_text(SOUND.replace(old, new, 1))
+    model, layout = built(file)
+    for find, words in zip((mixing.outside_of_cores, mixing.outside_of_gathered), expected, strict=True):
+        broken = find(model, layout)
+        assert (broken is None) == (words is None), broken
+        assert words is None or (broken is not None and words in broken.rule)
+
+
+def test_a_second_core_that_has_no_name_is_found() -> None:
+    model, layout = built("llama3")
+    attention = model.get_submodule("layers.0.attn")
+    attention.second = type(attention.core)()
+    broken = mixing.outside_of_cores(model, layout)
+    assert broken is not None and broken.rule.startswith("has layers.0.attn.second, of the class AttentionCore")
+
+
+@pytest.mark.parametrize(
+    "path", [*OTHERS, "llama3", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"], ids=str
+)
+def test_models_that_can_be_split_are_not_accused(path: Path | str) -> None:
+    model, layout = built(path)
+    assert mixing.outside_of_gathered(model, layout) is None
+    if layout.context and "t5_bias" not in str(path):  # a bias by distance, refused for what its core is given
+        assert mixing.outside_of_cores(model, layout) is None

@@ -1,0 +1,155 @@
+"""Attention within a window equals attention written out in float64, alone and within documents."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardtrain.models.layers import AttentionCore
+from shardtrain.ops import document_mask as documents
+from shardtrain.ops import sliding_window as window
+
+B, T, N, K, H = 2, 24, 4, 2, 8
+CUTS = st.lists(st.sets(st.integers(1, T - 1), max_size=T - 1), min_size=B, max_size=B)
+
+
+def inputs(dtype: torch.dtype = torch.float32, device: str = "cpu", tokens: int = T, heads: int = N) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(B, tokens, heads, H), (B, tokens, K, H), (B, tokens, K, H), (B, tokens, heads, H)]
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def numbers(cuts: list[set[int]]) -> Tensor:
+    """Documents of rows that are cut before the given tokens."""
+    begins = torch.zeros(len(cuts), T, dtype=torch.int64)
+    for row, places in enumerate(cuts):
+        begins[row, sorted(places)] = 1
+    return begins.cumsum(1)
+
+
+def seen(tokens: int, size: int) -> Tensor:
+    """The rule in words: key j is at or before query i, and fewer than ``size`` tokens before it."""
+    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
+    return (j <= i) & (j > i - size)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, size: int, documents_BT: Tensor | None = None) -> Tensor:
+    """Causal grouped attention within a window, written out in float64."""
+    q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
+    scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.size(-1))
+    mask_BTT = seen(q.size(1), size).expand(B, -1, -1)
+    if documents_BT is not None:
+        mask_BTT = mask_BTT & (documents_BT[:, :, None] == documents_BT[:, None, :])
+    return torch.einsum("bnts,bsnh->btnh", scores.masked_fill(~mask_BTT[:, None], -math.inf).softmax(-1), v)
+
+
+def largest_error(
+    function: Callable[..., Tensor], size: int, documents_BT: Tensor | None, parts: list[Tensor]
+) -> float:
+    *whole, gradient = parts
+    exact = [x.detach().cpu().double().requires_grad_() for x in whole]
+    expected = by_hand(*exact, size, None if documents_BT is None else documents_BT.cpu())
+    expected.backward(gradient.cpu().double())
+    leaves = [x.clone().requires_grad_() for x in whole]
+    out = function(*leaves, documents_BT, size)
+    out.backward(gradient)
+    pairs = [(out, expected), *((mine.grad, theirs.grad) for mine, theirs in zip(leaves, exact, strict=True))]
+    assert all(mine.dtype == gradient.dtype for mine, _ in pairs)
+    errors = [float((mine.detach().cpu().double() - theirs.detach()).abs().max()) for mine, theirs in pairs]
+    assert not any(map(math.isnan, errors))
+    return max(errors)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.one_of(st.none(), CUTS),
+    st.integers(1, T + 2),
+    st.sampled_from([1, 5, 128]),
+    st.sampled_from([documents.attention, documents.masked_attention]),
+)
+def test_attention_within_a_window_equals_attention_written_out(cuts, size, at_once, function) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(window, "QUERIES_AT_ONCE", at_once)
+        patch.setattr(documents, "_QUERIES_AT_ONCE", at_once)
+        # values and gradients are about one; float32 keeps 1e-7
+        assert largest_error(function, size, None if cuts is None else numbers(cuts), inputs()) < 2e-6
+
+
+def test_blocks_longer_than_the_kernels_own_are_exact() -> None:
+    """A window and a row over several blocks of keys of the kernel, some of which a query sees nothing of."""
+    parts = inputs(tokens=1300)  # values of up to 4 and sums over 700 keys: more roundings than above
+    assert largest_error(documents.attention, 700, None, parts) < 5e-6
+
+
+def test_bfloat16_loses_no_more_than_the_type_does() -> None:
+    assert largest_error(documents.attention, 5, numbers([{1, 9}, {12}]), inputs(torch.bfloat16)) < 6e-2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("size", [1, 5, 23])
+def test_cuda_has_the_same_attention_within_a_window(dtype: torch.dtype, tolerance: float, size: int) -> None:
+    for documents_BT in (None, numbers([{1, 2, 9}, {12}]).cuda()):
+        assert largest_error(documents.attention, size, documents_BT, inputs(dtype, "cuda")) < tolerance
+
+
+def test_a_window_of_the_whole_row_is_none_to_the_bit() -> None:
+    *parts, _ = inputs()
+    for size in (T, T + 5):
+        assert torch.equal(AttentionCore(size)(*parts), AttentionCore()(*parts))
+    documents_BT = numbers([{3}, {20}])
+    assert torch.equal(AttentionCore(T)(*parts, documents_BT), AttentionCore()(*parts, documents_BT))
+    assert not torch.equal(AttentionCore(T - 1)(*parts), AttentionCore()(*parts))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 20), st.integers(1, 20), st.integers(0, 30), st.integers(1, 30), st.sampled_from([1, 3, sys.maxsize])
+)
+def test_blocks_hold_each_pair_within_the_window_once_and_no_query_without_keys(q, s, offset, size, at_once) -> None:
+    found = torch.zeros(q, s, dtype=torch.int64)
+    for queries, keys, band in window.blocks(q, s, offset, size, at_once):
+        part = window.mask(queries.stop - queries.start, keys.stop - keys.start, band, torch.empty(0)) == 0
+        assert part.any(1).all() and part.any(0).all()
+        assert part[-1, -1]  # what kernels count from
+        found[queries, keys] += part.long()
+    i, j = torch.arange(q)[:, None] + offset, torch.arange(s)[None]
+    assert torch.equal(found, ((j <= i) & (j > i - size)).long())
+
+
+def test_no_mask_grows_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, mask = [], window.mask
+    monkeypatch.setattr(
+        "shardtrain.ops.flash_attention.mask", lambda q, s, *rest: made.append(q * s) or mask(q, s, *rest)
+    )
+    *parts, _ = inputs(tokens=2000)
+    documents.attention(*parts, None, 50)
+    assert len(made) == 16 and max(made) <= 128 * (128 + 49)
+
+
+def test_a_compiled_function_gives_the_same() -> None:
+    *parts, gradient = inputs()
+    core = AttentionCore(7)
+    results = []
+    for function in (core, torch.compile(core, backend="aot_eager", fullgraph=True)):
+        leaves = [x.clone().requires_grad_() for x in parts]
+        (function(*leaves) * gradient).sum().backward()
+        results.append([leaf.grad for leaf in leaves])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_tensors_without_data_pass_through_forward_and_backward() -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.randn(B, T, heads, H, requires_grad=True) for heads in (N, K, K))
+        out = documents.attention(q, k, v, None, 5)
+        out.sum().backward()
+        assert (out.shape, q.grad.shape, k.grad.shape) == (q.shape, q.shape, k.shape)

@@ -1,0 +1,163 @@
+"""Laws of the learning rate: the published closed forms, and bounds that hold for any setting."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardtrain.config.schema import LRScheduler, Optimizer
+from shardtrain.optim.lr_scheduler import learning_rate
+
+
+def rates(steps, lr=1.0, count=None, **scheduler):
+    return [
+        learning_rate(Optimizer(lr=lr), LRScheduler(**scheduler), steps, step)
+        for step in range(steps if count is None else count)
+    ]
+
+
+def test_warmup_stable_decay_reaches_the_peak_and_stops_one_step_short_of_zero():
+    expected = [1 / 2, 1, 1, *(k / 8 for k in range(7, 0, -1))]
+    assert rates(10, warmup_steps=2) == pytest.approx(expected, rel=1e-12)
+
+
+def test_warmup_stable_decay_stays_at_the_peak_until_its_share_of_decay():
+    # W=2, decay round(10 * 0.4) = 4, so 10 + 1 - 2 - 4 = 5 stable steps
+    assert rates(10, warmup_steps=2, decay_ratio=0.4) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4])
+
+
+@pytest.mark.parametrize(
+    ("decay_type", "shape"),
+    [
+        ("linear", lambda p: 1 - p),
+        ("sqrt", lambda p: 1 - math.sqrt(p)),
+        ("cosine", lambda p: 0.5 * (1 + math.cos(math.pi * p))),
+    ],
+)
+def test_decay_has_its_shape_above_the_lowest_rate(decay_type, shape):
+    got = rates(10, warmup_steps=2, decay_type=decay_type, min_lr_factor=0.1)
+    assert got[3:] == pytest.approx([0.1 + 0.9 * shape(k / 8) for k in range(1, 8)], rel=1e-12)
+
+
+def test_a_warmup_longer_than_the_run_is_cut_to_it():
+    assert rates(4, warmup_steps=200) == pytest.approx([0.25, 0.5, 0.75, 1])
+
+
+def test_a_decay_that_does_not_fit_after_the_warmup_is_cut():
+    assert rates(10, warmup_steps=6, decay_ratio=0.9) == rates(10, warmup_steps=6)
+
+
+def test_no_decay_keeps_the_peak():
+    assert rates(5, warmup_steps=0, decay_ratio=0.0) == [1] * 5
+
+
+def test_linear_linear_is_torchtrains():
+    expected = [1 / 3, 2 / 3, 1, *(k / 8 for k in range(7, 0, -1))]
+    assert rates(10, name="linear_linear", warmup_steps=2) == pytest.approx(expected, rel=1e-12)
+
+
+def test_linear_by_proportion_warms_up_over_whole_steps():
+    got = rates(396, name="linear_by_proportion", warmup_proportion=0.01)  # int(3.96) = 3 steps
+    assert got[:5] == pytest.approx([0, 1 / 3, 2 / 3, 1, 392 / 393])
+    assert got[-1] == pytest.approx(1 / 393)
+    assert rates(4, name="linear_by_proportion", warmup_proportion=0.0) == pytest.approx([1, 3 / 4, 2 / 4, 1 / 4])
+
+
+def test_deepspeed_warmup_by_logarithm_gives_published_values():
+    got = rates(100, lr=5e-5, name="deepspeed_warmup", warmup_steps=50, min_lr_factor=0.02)
+    expected = {0: 1e-6, 10: 3.1035e-5, 25: 4.1809e-5, 49: 5e-5, 50: 5e-5, 99: 5e-5}
+    # the values are published with five digits
+    assert {step: got[step] for step in expected} == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize(("warmup", "least", "most"), [(50, 1e-6, 5e-5), (50, 1e-6, 1e-5), (2000, 0.0, 1.5e-4)])
+def test_deepspeed_warmup_is_its_closed_form_at_every_step(warmup, least, most):
+    got = rates(warmup + 20, lr=most, name="deepspeed_warmup", warmup_steps=warmup, min_lr_factor=least / most)
+    logs = [least + (most - least) * math.log(step + 1) / math.log(warmup) for step in range(warmup)]
+    # both sides round a few times
+    assert got == pytest.approx([*logs, *[most] * 20], rel=1e-12, abs=1e-18)
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "cosine"])
+def test_the_schedule_of_transformers_begins_at_zero(decay_type):
+    got = rates(10, name="transformers", warmup_steps=2, decay_type=decay_type)
+    shares = [step / 8 for step in range(8)]
+    decay = [1 - s if decay_type == "linear" else 0.5 * (1 + math.cos(math.pi * s)) for s in shares]
+    assert got == pytest.approx([0, 1 / 2, *decay], rel=1e-12)
+
+
+def test_a_share_of_warmup_is_rounded_up_as_transformers_does():
+    got = rates(396, name="transformers", warmup_steps=0, warmup_proportion=0.01)  # ceil(3.96) = 4 steps
+    assert got[:6] == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4, 1, 391 / 392])
+    assert rates(3, name="transformers", warmup_steps=0, warmup_proportion=0.0, min_lr_factor=1.0) == [1, 1, 1]
+
+
+def test_deepspeed_warmup_can_be_linear_and_takes_two_steps_at_least():
+    got = rates(6, name="deepspeed_warmup", warmup_type="linear", warmup_steps=4)
+    assert got == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
+    for warmup_type in ("log", "linear"):
+        assert rates(3, name="deepspeed_warmup", warmup_type=warmup_type, warmup_steps=0)[0] == 0
+        assert rates(3, name="deepspeed_warmup", warmup_type=warmup_type, warmup_steps=0)[2] == 1
+
+
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+@pytest.mark.parametrize(("warmup", "total"), [(10, 40), (0, 9), (9, 10), (20, 12)])
+def test_deepspeed_schedules_that_end_are_their_closed_forms_at_every_step(warmup_type, warmup, total):
+    """``_get_gamma`` of WarmupDecayLR and ``get_lr_ratio`` of WarmupCosineLR, written out, at iteration 0, 1, ..."""
+    n, least, most = max(2, warmup), 1e-6, 5e-5
+    rise = [math.log(i + 1) / math.log(n) if warmup_type == "log" else i / n for i in range(n)]
+    fall = [max(0.0, (total - i) / max(1.0, total - n)) for i in range(n, total)]
+    same = {"lr": most, "warmup_steps": warmup, "warmup_type": warmup_type}
+    got = rates(total, name="deepspeed_warmup_decay", min_lr_factor=least / most, **same)
+    assert got == pytest.approx([least + (most - least) * share for share in (*rise, *fall)][:total], rel=1e-12)
+    half = [0.1 + 0.9 * (1 + math.cos(math.pi * (i - n + 1) / (total - n))) / 2 for i in range(n, total)]
+    got = rates(total, name="deepspeed_warmup_cosine", min_lr_factor=0.1, **same)
+    assert got == pytest.approx([most * share for share in (*rise, *half)][:total], rel=1e-12)
+
+
+NAMES = [
+    "warmup_stable_decay",
+    "linear_linear",
+    "linear_by_proportion",
+    "deepspeed_warmup",
+    "deepspeed_warmup_decay",
+    "deepspeed_warmup_cosine",
+    "transformers",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_rates_stay_between_zero_and_the_peak(name, data):
+    ratio = st.floats(0, 1)
+    scheduler = LRScheduler(
+        name=name,
+        warmup_steps=data.draw(st.integers(0, 60)),
+        total_steps=data.draw(st.none() | st.integers(1, 60)),
+        decay_ratio=data.draw(st.none() | ratio),
+        decay_type=data.draw(st.sampled_from(["linear", "sqrt", "cosine"])),
+        min_lr_factor=data.draw(ratio),
+        warmup_proportion=data.draw(ratio),
+        warmup_type=data.draw(st.sampled_from(["log", "linear"])),
+    )
+    steps = data.draw(st.integers(1, 50))
+    lr = data.draw(st.floats(0, 10))
+    got = [learning_rate(Optimizer(lr=lr), scheduler, steps, step) for step in range(70)]
+    assert all(0 <= rate <= lr for rate in got)
+    peak = got.index(max(got))
+    # one rise and one fall; equal neighbours may differ in the last bit
+    assert all(a <= b + 1e-12 for a, b in itertools.pairwise(got[: peak + 1]))
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(got[peak:]))
+    total = scheduler.total_steps or steps
+    assert set(got[total - 1 :]) <= {got[total - 1]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_total_steps_decide_the_schedule_in_place_of_the_run(name):
+    assert rates(50, name=name, total_steps=10, warmup_steps=2, count=10) == rates(10, name=name, warmup_steps=2)
+    assert rates(3, name=name, total_steps=10, warmup_steps=2) == rates(10, name=name, warmup_steps=2)[:3]

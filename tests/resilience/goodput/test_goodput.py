@@ -1,0 +1,296 @@
+"""Each second of a run's life is in one bin, through kills, restarts, other commands and other numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from shardtrain import cli
+from shardtrain.resilience.goodput import command, events
+from shardtrain.resilience.goodput.account import BINS, account, attempts_of
+from shardtrain.resilience.goodput.events import Death, Progress, Start
+from shardtrain.resilience.goodput.ledger import Ledger, note_death
+from shardtrain.resilience.phases import Phases
+from shardtrain.utils.errors import ConfigError, DataError
+
+
+class Life:
+    """A run on a clock of its own: attempts that train, save and die, and what all its seconds were really spent on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now, self.job, self.command = folder, 1e9, "", 0
+        self.truth = dict.fromkeys((*BINS, "idle"), 0.0)
+        self.saved = self.attempts = 0
+
+    def spend(self, seconds: float, *names: str) -> None:
+        self.now += seconds
+        for name in names:
+            self.truth[name] += seconds
+
+    def new_command(self) -> None:
+        self.command += 1
+        self.job, self.attempts = f"job{self.command}:{self.now}", 0
+
+    def attempt(self, steps: int, interval: int, step_seconds: float, dies: bool, unknown: float = 0.0) -> None:
+        """Train ``steps`` from the last save, saving every ``interval``; 5 s to start, 3 s more in the first step."""
+        started, first = self.now, self.saved
+        if self.attempts == 0:
+            started = float(self.job.partition(":")[2])
+            self.spend(2.0, "start")  # the launcher's imports
+        self.attempts += 1
+        phases = Phases(lambda: self.now)
+        self.spend(3.0, "start")
+        environment = {"SHARDTRAIN_JOB": self.job, "SHARDTRAIN_STARTED": str(started)}
+        ledger = Ledger(self.folder, phases, self.saved, 2, environment, lambda: self.now)
+        phases.begin("compile")
+        pending = 0.0
+        for number in range(1, steps + 1):
+            with phases.within("data"):
+                self.spend(0.5)
+            self.spend(step_seconds)
+            pending += step_seconds + 0.5
+            if number == 1:
+                self.spend(3.0, "compile")
+            if number % 4 == 0:
+                with phases.within("validation"):
+                    self.spend(2.0, "validation")
+            ledger.note(first + number, True)
+            if number % interval == 0:
+                with phases.within("checkpoint"):
+                    self.spend(1.0, "checkpoint")
+                self.saved = first + number
+                ledger.saved(self.saved)
+                self.truth["data"] += 0.5 * interval
+                self.truth["productive"] += pending - 0.5 * interval
+                pending = 0.0
+            if number == 1:
+                phases.begin("step")
+        if dies:
+            self.spend(unknown)
+            self.truth["lost"] += pending + unknown
+            note_death(self.folder, self.job, self.now)
+            return
+        phases.begin("end")
+        self.spend(0.25, "start")
+        assert not pending, "the test ends attempts with a save"
+        ledger.__exit__(None, None, None)
+
+    def account(self):
+        return account(attempts_of(events.read(self.folder)[0]))
+
+
+def test_every_second_of_a_run_with_restarts_is_in_its_bin(tmp_path):
+    life = Life(tmp_path)
+    life.new_command()
+    life.attempt(12, 5, 4.0, dies=True, unknown=1.5)
+    life.spend(7.0, "restart")
+    life.attempt(5, 5, 4.0, dies=False)
+    life.spend(100.0, "idle")
+    life.new_command()
+    life.attempt(10, 5, 2.0, dies=False)
+    found = life.account()
+    assert {**found.seconds, "idle": found.idle_seconds} == pytest.approx(life.truth, abs=1e-3)
+    assert found.running_seconds + found.idle_seconds == pytest.approx(life.now - 1e9)
+    assert (found.attempts, found.failures, found.saves) == (3, 1, 5)
+    assert found.goodput == pytest.approx(life.truth["productive"] / (life.now - 1e9 - 100))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bins_of_any_life_add_up_to_its_wall_time(tmp_path, seed):
+    dice, life = random.Random(seed), Life(tmp_path)
+    life.new_command()
+    for _ in range(dice.randrange(1, 8)):
+        interval = dice.randrange(1, 6)
+        dies = dice.random() < 0.6
+        steps = interval * dice.randrange(1, 5) + (dice.randrange(interval) if dies else 0)
+        # one step would leave nobody who knows what a usual one takes
+        life.attempt(max(2 * interval, steps), interval, dice.uniform(0.1, 9.0), dies, dice.random())
+        if dies:
+            life.spend(dice.uniform(0.1, 60.0), "restart")
+        else:
+            life.spend(dice.uniform(0.1, 900.0), "idle")
+            life.new_command()
+    life.attempt(4, 2, 1.0, dies=False)
+    found = life.account()
+    assert found.running_seconds + found.idle_seconds == pytest.approx(life.now - 1e9, rel=1e-6)
+    assert {**found.seconds, "idle": found.idle_seconds} == pytest.approx(life.truth, abs=1e-2)
+
+
+def test_what_the_run_shows_while_it_trains_is_what_its_file_says_later(tmp_path):
+    life = Life(tmp_path)
+    life.new_command()
+    life.attempt(7, 5, 4.0, dies=True)
+    life.spend(3.0, "restart")
+    phases = Phases(lambda: life.now)
+    ledger = Ledger(
+        tmp_path, phases, 5, 2, {"SHARDTRAIN_JOB": life.job, "SHARDTRAIN_STARTED": str(life.now)}, lambda: life.now
+    )
+    phases.begin("compile")
+    life.spend(9.0)
+    phases.begin("step")
+    life.spend(20.0)
+    shown = ledger.note(8, True, lambda: {"own": 1.0})
+    assert shown.pop("own") == 1.0
+    found = life.account()
+    assert shown == pytest.approx(
+        {"goodput": found.goodput, **{f"goodput_{k}_seconds": v for k, v in found.seconds.items()}}
+    )
+    assert shown["goodput_lost_seconds"] == pytest.approx(9.0) and shown["goodput_restart_seconds"] == pytest.approx(
+        3.0
+    )
+
+
+def a_ledger(life: Life, phases: Phases, step: int = 0) -> Ledger:
+    environment = {"SHARDTRAIN_JOB": life.job, "SHARDTRAIN_STARTED": str(life.now)}
+    return Ledger(life.folder, phases, step, 1, environment, lambda: life.now)
+
+
+def train(life: Life, ledger: Ledger, first: int, last: int) -> None:
+    """Steps ``first`` to ``last`` of 2 s each."""
+    for step in range(first, last + 1):
+        life.spend(2.0)
+        ledger.note(step, True)
+
+
+def test_a_save_that_is_told_late_takes_back_no_step_and_promises_none(tmp_path):
+    """Written beside training: the checkpoint of step 4 is there at step 7."""
+    life = Life(tmp_path)
+    life.new_command()
+    phases = Phases(lambda: life.now)
+    ledger = a_ledger(life, phases)
+    phases.begin("step")
+    train(life, ledger, 1, 7)
+    ledger.saved(4)
+    assert ledger.account().seconds["productive"] == pytest.approx(14.0)
+    train(life, ledger, 8, 10)
+    note_death(tmp_path, life.job, life.now)
+    found = life.account()
+    # it has no successor yet: what came after step 4 is as good as lost
+    assert found.seconds["productive"] == pytest.approx(8.0) and found.seconds["lost"] == pytest.approx(12.0)
+    a_ledger(life, Phases(lambda: life.now), 4)
+    assert life.account().seconds == pytest.approx(found.seconds)
+
+
+def test_what_a_rewind_undoes_is_lost_and_every_second_stays_in_a_bin(tmp_path):
+    life = Life(tmp_path)
+    life.new_command()
+    phases = Phases(lambda: life.now)
+    with a_ledger(life, phases) as ledger:
+        phases.begin("step")
+        train(life, ledger, 1, 5)
+        ledger.saved(5)
+        train(life, ledger, 6, 8)
+        ledger.go_back(5)
+        train(life, ledger, 6, 9)
+        shown = ledger.account()
+    found = life.account()
+    assert found.seconds == pytest.approx(shown.seconds)
+    assert found.seconds["productive"] == pytest.approx(18.0) and found.seconds["lost"] == pytest.approx(6.0)
+    assert found.running_seconds == pytest.approx(24.0) and found.saves == 1
+
+
+def test_a_rank_that_keeps_no_account_writes_nothing(tmp_path):
+    ledger = Ledger(None, Phases(), 0, 2)
+    with ledger:
+        ledger.saved(1)
+        assert ledger.note(1, True, lambda: {"own": 1.0}) == {"own": 1.0}
+        assert ledger.note(2, False) == {}
+
+
+def test_a_line_that_a_kill_has_torn_costs_that_line_alone(tmp_path):
+    life = Life(tmp_path)
+    life.new_command()
+    life.attempt(6, 3, 1.0, dies=True)
+    whole = life.account()
+    path = tmp_path / events.FILE
+    content = path.read_bytes()
+    path.write_bytes(content + content.splitlines()[-2][:40])
+    life.spend(5.0, "restart")
+    life.attempt(6, 3, 1.0, dies=False)
+    found, bad = events.read(tmp_path)
+    assert bad == 1 and len(attempts_of(found)) == 2
+    assert account(attempts_of(found)[:1]).seconds["checkpoint"] == whole.seconds["checkpoint"]
+    for cut in range(0, len(content), 97):
+        path.write_bytes(content[:cut])
+        account(attempts_of(events.read(tmp_path)[0]))
+
+
+def test_another_command_that_starts_at_step_0_is_another_run(tmp_path):
+    life = Life(tmp_path)
+    life.new_command()
+    life.attempt(4, 2, 1.0, dies=False)
+    life.spend(9.0)
+    life.saved = 0
+    life.new_command()
+    life.attempt(4, 2, 1.0, dies=False)
+    assert life.account().attempts == 1
+    assert len(list(tmp_path.glob("goodput-*.jsonl"))) == 1
+
+
+def test_a_file_that_cannot_be_written_does_not_stop_a_run(tmp_path):
+    (tmp_path / events.FILE).mkdir()
+    with Ledger(tmp_path, Phases(), 3, 1) as ledger:
+        assert ledger.note(4, True, lambda: {"own": 2.0}) == {"own": 2.0}
+
+
+GOOD = [Start("a", "j", 1.0, 2.0, 0, 1, 0), Progress("a", 3.0, 1, 0, {"step": 1.0}, False), Death("j", 4.0)]
+DEATH, START, PROGRESS = events.line(GOOD[2]), events.line(GOOD[0]), events.line(GOOD[1])
+BAD = [
+    *[b"", b"x", b"[]", b"{}", b"null", b"[" * 100_000, b"\xff\xfe", b'{"kind": "start"}', b'{"kind": []}'],
+    *[DEATH.replace(b"4.0", value) for value in (b"NaN", b"1e400", b"-1", b"true", b'"4"', b"null", b'4.0, "more": 1')],
+    DEATH.replace(b'"j"', b"1"),
+    START.replace(b'"step": 0', b'"step": 1.5'),
+    PROGRESS.replace(b'"step": 1.0', b'"walk": 1.0'),
+    PROGRESS.replace(b'{"step": 1.0}', b"[1]"),
+    PROGRESS.replace(b'"saves": 0', b'"saves": ' + b"9" * 5000),
+]
+
+
+@pytest.mark.parametrize("event", GOOD)
+def test_a_line_is_read_as_it_was_written(event):
+    assert events.parse(events.line(event)) == event
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_line_that_is_no_event_is_refused(text):
+    with pytest.raises(ValueError):
+        events.parse(text)
+
+
+def test_the_verb_prints_the_bins_and_says_what_is_damaged(tmp_path, capsys):
+    life = Life(tmp_path)
+    life.new_command()
+    life.attempt(12, 5, 4.0, dies=True)
+    life.spend(7.0, "restart")
+    life.attempt(5, 5, 4.0, dies=False)
+    with (tmp_path / events.FILE).open("a") as file:
+        file.write(json.dumps({"kind": "start"}) + "\n")
+    assert cli.main(["goodput", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "1 lines" in text and "2 attempts on 2 2 ranks, 1 failures, 3 saves" in text
+    assert all(f"\n{name} " in text for name in (*BINS, "running", "idle", "goodput")) and "predicted" in text
+
+
+def test_the_verb_refuses_what_is_no_run_folder(tmp_path, capsys):
+    assert cli.main(["goodput", str(tmp_path)]) == 3
+    assert "goodput.jsonl cannot be read" in capsys.readouterr().err
+    for words in ([], ["a", "b"], ["--nproc"]):
+        with pytest.raises(ConfigError, match="takes the folder of one run"):
+            command.main(words)
+    with pytest.raises(DataError):
+        events.read(tmp_path / "none")
+
+
+def test_the_prediction_is_the_measured_share_where_failures_come_as_the_model_says(tmp_path):
+    """A failure in the middle of each interval loses half of one: what the model assumes."""
+    life = Life(tmp_path)
+    life.new_command()
+    for _ in range(10):
+        life.attempt(525, 50, 1.0, dies=True)
+        life.spend(20.0, "restart")
+    life.attempt(50, 50, 1.0, dies=False)
+    found = life.account()
+    assert found.predicted_ettr() == pytest.approx(found.ettr, abs=0.03)

@@ -1,0 +1,84 @@
+"""A real run whose data, saves and validation are slow and whose rank is killed: each delay is in its bin."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+from launched import STEPS, config, end, fork
+
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config import Loaded
+from shardtrain.data import Stream
+from shardtrain.launch import environment, local
+from shardtrain.resilience.goodput import events
+from shardtrain.resilience.goodput.account import BINS, account, attempts_of
+from shardtrain.train import trainer as train
+from shardtrain.train import validation as evaluate
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
+
+DATA, SAVE, VALIDATION, STEP = 0.1, 0.3, 0.2, 0.15
+KILLED = 6
+"""The step in which rank 0 is killed, once: the one after the save of step 4 is whole, and lost."""
+
+
+def slower(owner, name, seconds, then=lambda: None):
+    original = getattr(owner, name)
+
+    def patched(*arguments, **names):
+        time.sleep(seconds)
+        then()
+        return original(*arguments, **names)
+
+    setattr(owner, name, patched)
+
+
+def _launch(one, folder):
+    environment.set_process_defaults(os.environ, 2, 2, alone=True)
+
+    def main(loaded):
+        updates = []
+
+        def kill():
+            updates.append(1)
+            if os.environ["RANK"] == "0" and len(updates) == KILLED and not (folder / "killed").exists():
+                (folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        slower(Stream, "__next__", DATA)
+        slower(Checkpoints, "save", SAVE)
+        slower(evaluate.Validator, "run", VALIDATION)
+        slower(train.optim, "set_learning_rate", STEP, kill)
+        return train.main(loaded)
+
+    os._exit(local.launch(Loaded(one), 2, main=main, max_restarts=1))
+
+
+def test_every_delay_of_a_run_with_a_restart_is_in_its_bin(tmp_path):
+    one = config(tmp_path)  # saves after 2, 4 and 6; validates after 3 and 6; one micro-batch per step
+    assert end(fork(_launch, one, tmp_path)) == 0
+    found, bad = events.read(tmp_path)
+    assert not bad
+    attempts = attempts_of(found)
+    assert [attempt.start.step for attempt in attempts] == [0, 4]
+    told = account(attempts)
+    assert (told.attempts, told.failures, told.saves) == (2, 1, 3)
+    wall = attempts[-1].points[-1].time - attempts[0].start.job_started
+    assert told.running_seconds == pytest.approx(wall, rel=0.01) and told.idle_seconds == 0
+
+    seconds = told.seconds
+    assert seconds["checkpoint"] >= 3 * SAVE
+    assert seconds["data"] >= STEPS * DATA
+    assert seconds["validation"] >= 2 * VALIDATION
+    assert seconds["lost"] >= 2 * (DATA + STEP)  # steps 5 and, until the kill, 6
+    assert seconds["productive"] >= (STEPS - 1) * STEP
+    assert seconds["restart"] > 0 and seconds["start"] > 0
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < last["goodput"] < 1 and last["goodput_lost_seconds"] == pytest.approx(seconds["lost"])
+    assert {f"goodput_{name}_seconds" for name in BINS} <= last.keys()
+    assert "goodput: " in (tmp_path / "logs/rank-0.log").read_text()

@@ -1,0 +1,164 @@
+"""Numbers that are not finite: on every rank alike, with nothing lost that was right before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import Ended, assert_bitwise, tiny_config, train_whole
+
+from shardtrain.config.schema import Config
+from shardtrain.ops import cross_entropy as loss
+from shardtrain.utils.errors import NumericalError
+
+BAD_RANK = 1
+
+
+def config(folder: Path, steps: int = 5, **training: Any) -> Config:
+    return tiny_config(
+        job={"dump_folder": str(folder)},
+        training={"steps": steps, "local_batch_size": 4, **training},
+        checkpoint={"enable": True, "interval": 4},
+    )
+
+
+def train_with(rank: int, config: Config, bad: dict[int, float], stop_after: int | None = None) -> Ended:
+    """A whole run in which the loss of one rank is multiplied by ``bad[call]`` in the call-th forward, from 1."""
+    original, calls = loss._CrossEntropySum, []
+
+    def apply(*arguments: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original.apply(*arguments)  # the second look at a step that failed
+        calls.append(None)
+        factor = bad.get(len(calls), 1.0) if rank == BAD_RANK else 1.0
+        return original.apply(*arguments) * factor
+
+    loss._CrossEntropySum = SimpleNamespace(apply=apply)  # type: ignore[assignment, misc]
+    try:
+        return train_whole(rank, config, stop_after)
+    finally:
+        loss._CrossEntropySum = original  # type: ignore[misc]
+
+
+INF, NAN = float("inf"), float("nan")
+HALF = {"mixed_precision_param": "float16", "initial_loss_scale": 1024.0, "loss_scale_growth_interval": 3}
+
+
+def all_runs(rank: int, root: Path) -> dict[str, Ended]:
+    forever = dict.fromkeys(range(1, 100), NAN)
+    skip = {"nonfinite_policy": "skip"}
+    half = config(root / "half", **HALF)
+    return {
+        "good": train_with(rank, config(root / "good"), {}, stop_after=2),
+        "stop": train_with(rank, config(root / "stop"), {3: NAN}),
+        "skip": train_with(rank, config(root / "skip", **skip), {3: NAN}),
+        "bounded": train_with(rank, config(root / "bounded", **skip, nonfinite_max_skips=2), forever),
+        "separate": train_with(rank, config(root / "separate", **skip, nonfinite_max_skips=1), {2: INF, 4: NAN}),
+        "share": train_with(rank, config(root / "share", **skip, nonfinite_max_skip_fraction=0.001), {2: INF, 4: -INF}),
+        "half straight": train_with(rank, config(root / "half-straight", **HALF), {2: INF}),
+        "half killed": train_with(rank, half, {2: INF}, stop_after=4),
+        "half resumed": train_with(rank, half, {}),
+        "half hopeless": train_with(
+            rank, config(root / "hopeless", 40, **{**HALF, "initial_loss_scale": 8.0}), forever
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("nonfinite")
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> list[dict[str, Ended]]:
+    return run_ranks(2, all_runs, root)
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(runs: list[dict[str, Ended]]) -> None:
+    for rank in runs:
+        error, good = rank["stop"].error, rank["good"]
+        assert isinstance(error, NumericalError) and error.exit_code == 4
+        assert str(error).startswith("step 3: the loss of rank 1 is not finite; the weights are still those of step 2")
+        assert "\n" not in str(error)
+        assert_bitwise(rank["stop"].weights, good.weights)
+        assert_bitwise(rank["stop"].optimizer, good.optimizer)
+        assert rank["stop"].state == good.state
+
+
+def test_the_log_of_the_rank_names_its_samples(root: Path, runs: list[dict[str, Ended]]) -> None:
+    # the stream of the run that stopped was read once more than its steps say
+    ids = runs[BAD_RANK]["stop"].sample_ids[2]
+    assert len(ids) == 4
+    line = f"ERROR step 3: the loss of this rank is not finite; sample ids {ids}"
+    assert line in (root / f"stop/logs/rank-{BAD_RANK}.log").read_text()
+    assert "sample ids" not in (root / "stop/logs/rank-0.log").read_text()
+
+
+def test_a_skipped_update_leaves_the_schedule_and_goes_on(runs: list[dict[str, Ended]]) -> None:
+    for rank in runs:
+        skipped, good = rank["skip"], rank["good"]
+        assert skipped.error is None
+        assert skipped.losses[:2] == good.losses
+        assert skipped.lrs[3] == skipped.lrs[2]  # the update that was skipped is the next one
+        assert skipped.state["step"] == 5 and skipped.state["updates"] == 4 and skipped.state["nonfinite_skips"] == 0
+        assert all(float(count) == 4 for name, count in skipped.optimizer.items() if name.endswith(".step"))
+        assert skipped.state["samples_consumed"] == 40
+    assert_bitwise(runs[0]["skip"].weights, runs[1]["skip"].weights)
+
+
+def test_skips_in_a_row_are_bounded(runs: list[dict[str, Ended]]) -> None:
+    for rank in runs:
+        assert isinstance(rank["bounded"].error, NumericalError)
+        assert str(rank["bounded"].error).startswith("step 3: the loss of rank 1 is not finite")
+        assert rank["bounded"].state["updates"] == 0
+        assert rank["separate"].error is None and rank["separate"].state["updates"] == 3
+
+
+def test_skips_of_a_thousand_steps_are_bounded(root: Path, runs: list[dict[str, Ended]]) -> None:
+    for rank in runs:
+        assert isinstance(rank["share"].error, NumericalError)
+        assert str(rank["share"].error).startswith("step 4: the loss of rank 1 is not finite")
+        assert "; 1 of 1000 updates were skipped (training.nonfinite_max_skip_fraction)" in str(rank["share"].error)
+    records = [json.loads(line) for line in (root / "share/metrics.jsonl").read_text().splitlines()]
+    assert [record["skipped_updates"] for record in records] == [0, 1, 1]
+
+
+def test_an_overflow_of_float16_halves_the_scale_on_every_rank(root: Path, runs: list[dict[str, Ended]]) -> None:
+    for number, rank in enumerate(runs):
+        run = rank["half straight"]
+        assert run.error is None  # the policy is to stop, and an overflow is no reason to
+        assert run.lrs[2] == run.lrs[1] != run.lrs[0]
+        assert run.state["step"] == 5 and run.state["updates"] == 4
+        # halved at step 2, doubled after steps 3, 4 and 5
+        assert run.scaler == {"scale": 1024.0, "finite_steps": 0}
+        assert rank["half killed"].scaler == {"scale": 512.0, "finite_steps": 2}
+        log = (root / f"half-straight/logs/rank-{number}.log").read_text()
+        assert "step 2: the loss of rank 1 overflowed float16 at loss scale 1024" in log
+    assert_bitwise(runs[0]["half straight"].weights, runs[1]["half straight"].weights)
+
+
+def test_the_loss_scale_survives_a_resume(runs: list[dict[str, Ended]]) -> None:
+    for rank in runs:
+        straight, resumed = rank["half straight"], rank["half resumed"]
+        assert resumed.error is None
+        assert resumed.scaler == straight.scaler and resumed.state == straight.state
+        assert resumed.losses == straight.losses[4:] and resumed.lrs == straight.lrs[4:]
+        assert_bitwise(resumed.weights, straight.weights)
+
+
+def test_no_scale_saves_numbers_that_are_never_finite(runs: list[dict[str, Ended]]) -> None:
+    for rank in runs:
+        assert isinstance(rank["half hopeless"].error, NumericalError)
+        # from 2**10 to the smallest scale, 2**-14, in 24 halvings; the step after them stops
+        assert rank["half hopeless"].state["step"] == 17 and rank["half hopeless"].state["updates"] == 0
+
+
+def test_the_history_writes_what_is_not_finite_as_null(root: Path, runs: list[dict[str, Ended]]) -> None:
+    records = [json.loads(line) for line in (root / "skip/metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] is None for record in records] == [False, False, True, False, False]
+    assert records[2]["grad_norm"] is None

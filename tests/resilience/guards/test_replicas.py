@@ -1,0 +1,216 @@
+"""A bit that flips in what several ranks hold alike is found at the next comparison, and its rank is named."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiers import cases
+from tiny import make_run, tiny_config
+from torch import Tensor
+
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.replica_comparison import checksum
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Config
+from shardtrain.distributed.process_group import World
+from shardtrain.ops.dtensor import local_tensor
+from shardtrain.resilience.guards.replica_check import Replicas
+from shardtrain.train import resume
+from shardtrain.train import trainer as train
+from shardtrain.utils.errors import NumericalError
+
+FLIPS = int(os.environ.get("SHARDTRAIN_REPLICA_FLIPS", "12"))
+"""Flipped bits per mesh."""
+INTERVAL = 3
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def build(rank: int, parallelism: dict[str, Any], interval: int = INTERVAL) -> train.Run:
+    config = tiny_config(
+        model={"overrides": {"num_layers": 2}},
+        parallelism=parallelism,
+        training={"seq_len": 16, "local_batch_size": 2, "replica_check_interval": interval},
+    )
+    return make_run(rank, config)
+
+
+def flip(tensor: Tensor, index: int, bit: int) -> None:
+    flat = local_tensor(tensor.detach()).view(-1)
+    bits = flat.view(INTEGERS[flat.element_size()])
+    bits[index] ^= torch.tensor(1, dtype=bits.dtype) << bit
+
+
+def held_by_two(run: train.Run, replicas: Replicas) -> list[str]:
+    assert replicas._holders is not None
+    names = {name.removeprefix("model.") for (name, _), ranks in replicas._holders.items() if len(ranks) > 1}
+    return [name for name in run.runner.parameters() if name in names]
+
+
+def flips(rank: int, parallelism: dict[str, Any]) -> list[tuple[str, int, str]]:
+    run = build(rank, parallelism)
+    replicas, chosen, size = (
+        Replicas(run, Checkpoints(run.config)),
+        random.Random(1),
+        torch.distributed.get_world_size(),
+    )
+    train.step(run)
+    replicas.check(3)
+    found = []
+    names = held_by_two(run, replicas)
+    for _ in range(FLIPS):
+        name, culprit = chosen.choice(names), chosen.randrange(size)
+        parameter = run.runner.parameters().get(name)
+        where, bit = chosen.random(), chosen.randrange(32)
+        if rank == culprit and parameter is not None:
+            index = int(where * local_tensor(parameter).numel())
+            flip(parameter, index, bit)
+        # nothing is compared between two intervals
+        for step in (4, 5):
+            replicas.check(step)
+        with pytest.raises(NumericalError) as caught:
+            replicas.check(6)
+        found.append((name, culprit, str(caught.value)))
+        if rank == culprit and parameter is not None:
+            flip(parameter, index, bit)
+        replicas.check(6)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "parallelism"),
+    [
+        (3, {"data_parallel_replicate_degree": 3}),
+        (2, {"tensor_parallel_degree": 2}),
+        (2, {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True}),
+    ],
+    ids=["ddp", "tp", "zero"],
+)
+def test_each_flipped_bit_is_found_and_its_rank_and_tensor_named(size: int, parallelism: dict[str, Any]) -> None:
+    results = run_ranks(size, flips, parallelism)
+    assert all(rank == results[0] for rank in results) and len(results[0]) == FLIPS
+    for name, culprit, message in results[0]:
+        who = f"rank {culprit} differs from the other 2" if size == 3 else "ranks 0, 1 differ, and no majority"
+        assert message.startswith(f"step 6: {name}: {who}")
+    if "tensor_parallel_degree" in parallelism:  # what is split is compared with nothing
+        assert {name.rpartition(".")[0].rpartition(".")[2] for name, *_ in results[0]} <= {
+            "attn_norm",
+            "ffn_norm",
+            "norm",
+        }
+
+
+def others(rank: int) -> list[str]:
+    sharded, off = build(rank, {}), build(rank, {"data_parallel_replicate_degree": 2}, interval=0)
+    idle, replicas = Replicas(off, Checkpoints(off.config)), Replicas(sharded, Checkpoints(sharded.config))
+    if rank == 1:
+        flip(next(iter(off.runner.parameters().values())), 0, 3)
+        flip(next(iter(sharded.runner.parameters().values())), 0, 3)
+    idle.check(3)  # 0 compares nothing
+    replicas.check(3)  # no part is held twice
+    sharded.state.samples_consumed += rank
+    with pytest.raises(NumericalError) as caught:
+        replicas.check(6)
+    replicas.check(7)
+    return [str(caught.value)]
+
+
+def test_counters_are_compared_on_every_mesh() -> None:
+    for [message] in run_ranks(2, others):
+        assert message.startswith("step 6: counter samples_consumed: ranks 0, 1 differ")
+        assert "no checkpoint is known to be without it: begin anew" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float64])
+def test_achecksum_changes_with_every_bit(dtype: torch.dtype) -> None:
+    tensor = torch.arange(7).to(dtype)
+    expected = checksum(tensor)
+    for index in range(7):
+        for bit in range(8 * tensor.element_size() - 1):
+            flip(tensor, index, bit)
+            assert checksum(tensor) != expected
+            flip(tensor, index, bit)
+    assert checksum(tensor) == expected
+    assert checksum(torch.ones(3, 0, dtype=dtype)) == 0 and checksum(torch.ones((), dtype=dtype)).dtype == torch.int64
+
+
+REPLICATED: list[tuple[int, dict[str, Any]]] = [
+    (2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}),
+    (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}),
+    (2, {"tensor_parallel_degree": 2}),
+]
+
+
+def run_of(folder: Path, parallelism: dict[str, Any], mode: str, **checkpoint: Any) -> Config:
+    return tiny_config(
+        job={"dump_folder": str(folder)},
+        parallelism=parallelism,
+        training={"seq_len": 16, "local_batch_size": 2, "steps": 6},
+        checkpoint={"enable": True, "interval": 2, "async_mode": mode, **checkpoint},
+    )
+
+
+def losses(rank: int, config: Config, flipped: int = 0, name: str = "exp_avg_sq") -> dict[str, Any]:
+    """Train to the end; after step ``flipped`` a bit of the optimizer's state flips on the last rank."""
+    steps: dict[str, Any] = {}
+    step = train.step
+
+    def noted(run: train.Run) -> Any:
+        outcome = step(run)
+        if outcome is not None:
+            loss = run.mesh.sum_of_all(outcome.loss_sum.detach().double().reshape(1)).item()
+            steps[str(run.state.step)] = loss
+        if run.state.step == flipped and rank == torch.distributed.get_world_size() - 1:
+            state = resume.optimizer_state(run)
+            whole = f"optimizer.norm.weight.{name}"
+            flip(state[whole], 0, 20)
+        return outcome
+
+    train.step = noted  # this process is a rank of its own
+    try:
+        train.train(Loaded(config), World(rank, torch.distributed.get_world_size(), 0, torch.device("cpu")))
+    except NumericalError as error:
+        return {"error": str(error), "code": error.exit_code}
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mode", "flipped"),
+    cases(
+        [(0, "disabled", 4)],
+        nightly=[(m, mode, k) for m in range(3) for mode in ("disabled", "async") for k in (1, 2, 3, 4) if m or k != 4],
+    ),
+)
+def test_what_replicas_hold_differently_is_not_saved_and_the_run_goes_on_from_the_last_good(
+    mesh: int, mode: str, flipped: int, tmp_path: Path
+) -> None:
+    size, parallelism = REPLICATED[mesh]
+    undisturbed = run_ranks(size, losses, run_of(tmp_path / "whole", parallelism, mode))[0]
+    config = run_of(tmp_path / "run", parallelism, mode)
+    for found in run_ranks(size, losses, config, flipped):
+        assert found["code"] == 4
+        refused = flipped + flipped % 2
+        # at once it is the state alone; a step later what was made of it
+        first = "norm.weight" if flipped % 2 else "optimizer.norm.weight.exp_avg_sq: rank"
+        assert found["error"].startswith(f"step {refused}: {first}")
+        good = refused - 2
+        named = f"the last checkpoint known to be without it is {tmp_path / 'run' / 'checkpoint' / f'step-{good}'}"
+        assert (named if good else "no checkpoint is known to be without it: begin anew") in found["error"]
+    folder = tmp_path / "run" / "checkpoint"
+    assert sorted(path.name for path in folder.glob("step-*")) == ([f"step-{good}"] if good else [])
+    again = run_ranks(size, losses, config)[0]
+    assert again == {step: loss for step, loss in undisturbed.items() if int(step) > good}  # to the last bit
+
+
+def test_what_was_saved_without_comparing_is_not_called_good(tmp_path: Path) -> None:
+    size, parallelism = REPLICATED[0]
+    run_ranks(size, losses, run_of(tmp_path, parallelism, "disabled", compare_replicas=False), 1)
+    shutil.rmtree(tmp_path / "checkpoint" / "step-6")
+    for found in run_ranks(size, losses, run_of(tmp_path, parallelism, "disabled"), 5):
+        assert "no checkpoint is known to be without it: begin anew" in found["error"]

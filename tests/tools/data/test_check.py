@@ -1,0 +1,274 @@
+"""`data check` says what is in the data and what is wrong with them, all at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardtrain.config import Config, derived, load
+from shardtrain.data import open_stream
+from shardtrain.data import read_documents as reading
+from shardtrain.data.packing import Packing
+from shardtrain.tools.data import check, prepare
+from shardtrain.tools.data.check import examine
+from shardtrain.tools.data.survey import Survey
+from shardtrain.utils.errors import ConfigError
+
+
+def jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts(count: int = 40) -> list[dict[str, str]]:
+    return [{"text": f"document {number} " + "word " * (number % 11)} for number in range(count)]
+
+
+def words_for(path: Path, *more: str) -> list[str]:
+    return ["--training.dataset", "jsonl", "--training.dataset_path", str(path), "--training.seq_len", "64", *more]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code = check.main([*words, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["exit_code"] == code
+    return code, report
+
+
+def steps_of(config: Config, ranks: int) -> int | None:
+    """The steps after which training finds the data at their end."""
+    stream = open_stream(
+        config,
+        batch_rank=0,
+        num_batch_ranks=derived.data_parallel_degree(config, ranks),
+        accumulation=derived.accumulation_steps(config, ranks),
+    )
+    return stream.steps_left
+
+
+def test_clean_data_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = texts()
+    words = words_for(jsonl(tmp_path / "a.jsonl", rows))
+    words[-1] = "32"
+    code, report = run(capsys, *words)
+    lengths = [len(row["text"]) + 2 for row in rows]
+    table = report["datasets"]["jsonl"]
+    assert code == 0 and not report["warnings"] and not report["problems"]
+    assert (table["rows"], table["documents"], table["tokens"]) == (40, 40, sum(lengths))
+    assert (table["shortest document"], table["longest document"]) == (min(lengths), max(lengths))
+    assert table["median document"] == int(np.median(lengths))
+    assert table["longer than seq_len"] == sum(length > 33 for length in lengths) > 0
+    assert table["largest id"] == 257 and table["learned tokens"] == table["tokens"]
+
+
+@pytest.mark.parametrize("packing", ["concat", "first_fit", "padded"])
+def test_sequences_per_epoch_are_those_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], packing: str
+) -> None:
+    words = words_for(jsonl(tmp_path / "a.jsonl", texts()), "--data.packing", packing)
+    words += ["--training.local_batch_size", "2"]
+    _, report = run(capsys, *words, "--world_size", "3")
+    table = report["datasets"]["jsonl"]
+    stream = open_stream(load(None, words).config, batch_rank=0, num_batch_ranks=3, accumulation=1)
+    assert table["sequences per epoch"] == stream.num_samples
+    assert table["sequences per step"] == 6
+    assert table["steps per epoch"] == -(-stream.num_samples // 6) == steps_of(load(None, words).config, 3)
+
+
+def test_every_kind_of_bad_row_is_told_with_its_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong: list[Any] = ["{broken\n", {"other": 1}, {"text": 7}, {"text": None}, "[1]\n", {"text": ""}]
+    path = jsonl(tmp_path / "a.jsonl", [*texts(10), *wrong, *texts(5), "{broken\n"])
+    code, report = run(capsys, *words_for(path))
+    table = report["datasets"]["jsonl"]
+    assert code == 3
+    assert (table["rows"], table["documents"], table["bad rows"], table["harmless rows"]) == (22, 15, 6, 1)
+    reasons = "\n".join(table["reasons"])
+    assert all(f"a.jsonl:{line}" in reasons for line in (11, 12, 13, 14, 15, 16, 22))
+    assert any("6 bad of 22 rows" in problem for problem in report["problems"])
+    code, _ = run(capsys, *words_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.5"))
+    assert code == 0
+    code, _ = run(capsys, *words_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.2"))
+    assert code == 3
+
+
+def test_nothing_usable_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run(capsys, *words_for(jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 3)))
+    assert code == 3 and "has 0 usable of 3 rows" in report["problems"][0]
+    assert report["datasets"]["jsonl"]["sequences per epoch"] == 0
+
+
+def test_duplicates_are_counted_and_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines 44 and 47 repeat lines 5 and 8; bad and harmless rows between do not move the places."""
+    rows: list[Any] = [
+        *texts(40),
+        "{broken\n",
+        {"text": ""},
+        "{broken\n",
+        texts()[4],
+        "{broken\n",
+        {"x": 1},
+        texts()[7],
+    ]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    _, report = run(capsys, *words_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0"))
+    table = report["datasets"]["jsonl"]
+    assert table["duplicates"] == 2
+    assert [line.count(".jsonl:") for line in table["first duplicates"]] == [2, 2]
+    assert [part.split(":")[-1] for line in table["first duplicates"] for part in line.split(" = ")] == [
+        "44",
+        "5",
+        "47",
+        "8",
+    ]
+    assert len(report["warnings"]) == 1 and "4.8 % of the documents are exact copies" in report["warnings"][0]
+
+
+def test_one_duplicate_in_many_is_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [*texts(300), texts()[0]])
+    code, report = run(capsys, *words_for(path))
+    assert code == 0 and report["datasets"]["jsonl"]["duplicates"] == 1 and not report["warnings"]
+
+
+def test_places_of_duplicates_hold_across_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "ROWS_AT_ONCE", 7)
+    path = jsonl(tmp_path / "a.jsonl", [*texts(30), {"text": ""}, *texts(30)])
+    _, report = run(capsys, *words_for(path))
+    table = report["datasets"]["jsonl"]
+    assert table["duplicates"] == 30
+    places = [[part.split(":")[-1] for part in line.split(" = ")] for line in table["first duplicates"]]
+    assert places == [["32", "1"], ["33", "2"], ["34", "3"]]
+
+
+def test_leakage_into_validation_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = jsonl(tmp_path / "a.jsonl", texts(40))
+    held_out = jsonl(tmp_path / "b.jsonl", [{"text": "unseen"}, texts()[3], {"text": "also unseen"}, texts()[20]])
+    words = words_for(path, "--validation.enable", "--validation.dataset", "jsonl", "--validation.seq_len", "64")
+    code, report = run(capsys, *words, "--validation.dataset_path", str(held_out))
+    assert code == 0
+    assert report["datasets"]["validation: jsonl"]["documents"] == 4
+    (warning,) = report["warnings"]
+    assert "2 of 4 documents are in the training data" in warning and "b.jsonl:2" in warning and "b.jsonl:4" in warning
+
+
+def test_ids_beyond_the_model_are_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = words_for(jsonl(tmp_path / "a.jsonl", texts()), "--model.overrides.vocab_size", "200")
+    report = examine(load(None, words).config, 1)
+    assert report.exit_code == 2
+    assert any("the tokenizer has 258 ids, and the model's vocabulary 200" in line for line in report.problems)
+    assert any("has the id 257" in line for line in report.problems)
+
+
+def test_prepared_shards_are_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, folder = jsonl(tmp_path / "a.jsonl", [*texts(3000), texts()[0]]), tmp_path / "o"
+    prepare.main(["--output", str(folder), "--processes", "1", *words_for(path)])
+    capsys.readouterr()
+    words = ["--training.dataset", "tokens", "--training.dataset_path", str(folder), "--training.seq_len", "64"]
+    code, report = run(capsys, *words)
+    table, (_, direct) = report["datasets"]["tokens"], run(capsys, *words_for(path))
+    assert code == 0
+    same = [key for key in table if key not in ("first duplicates",)]
+    assert {key: table[key] for key in same} == {key: direct["datasets"]["jsonl"][key] for key in same}
+    assert table["first duplicates"] == ["document 3000 = document 0"]
+    with (folder / "tokens-00000.bin").open("r+b") as file:
+        file.seek(20_000)
+        file.write(b"\x00\x01")
+    code, report = run(capsys, *words)
+    assert code == 3 and any("tokens-00000.bin has other bytes" in problem for problem in report["problems"])
+
+
+def test_a_mixture_is_checked_source_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.toml"
+    jsonl(tmp_path / "web.jsonl", texts(40)), jsonl(tmp_path / "code.jsonl", texts(20))
+    config.write_text(
+        "[training]\nseq_len = 64\nlocal_batch_size = 1\n"
+        + "".join(
+            f'[data.sources.{name}]\ndataset_path = "{tmp_path}/{name}.jsonl"\nweight = {weight}\n'
+            for name, weight in (("web", 3.0), ("code", 1.0))
+        )
+    )
+    _, report = run(capsys, str(config))
+    web, code = report["datasets"]["web"], report["datasets"]["code"]
+    for name, table in (("web", web), ("code", code)):
+        ends = [f"--data.sources.{name}.epochs=1"]  # training ends when the last row of it has come
+        for ranks in (1, 3):
+            _, other = run(capsys, str(config), "--world_size", str(ranks))
+            counted = other["datasets"][name]["steps per epoch"]
+            assert counted == steps_of(load(config, ends).config, ranks), (name, ranks)
+        assert table["steps per epoch"] >= table["sequences per epoch"] / table["sequences per step"]
+
+
+def test_the_report_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(words_for(jsonl(tmp_path / "a.jsonl", texts()))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "dataset jsonl" and lines[-1] == "all is well"
+    assert any(line.split() == ["documents", "40"] for line in lines)
+    path = jsonl(tmp_path / "a.jsonl", [*texts(), "{broken\n"])
+    assert check.main(words_for(path)) == 3
+    assert "problem: dataset jsonl has 1 bad of 41 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--world_size", "none"], '--world_size="none" must be a whole number above 0'),
+        (["--world_size", "3", "--parallelism.tensor_parallel_degree", "2"], "world size|3"),
+        (["--training.dataset", "jsonl"], r"training\.dataset_path"),
+        (["--training.dataset", "tokens", "--training.dataset_path", "no/such"], "does not exist"),
+    ],
+)
+def test_what_cannot_be_opened_is_status_2(words: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        check.main(words)
+
+
+def test_steps_are_those_of_the_mesh_where_no_world_size_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_for(jsonl(tmp_path / "a.jsonl", texts()), "--training.local_batch_size", "2")
+    mesh = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "3"]
+    _, report = run(capsys, *words, *mesh)
+    assert report["datasets"]["jsonl"]["sequences per step"] == 6
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--help"]) == 0
+    assert "--world_size" in capsys.readouterr().out
+
+
+def test_a_survey_of_nothing_has_no_rows() -> None:
+    survey = Survey("empty")
+    assert survey.num_rows(Packing(8)) == 0
+    assert survey.duplicates() == (0, []) and survey.shared_with([]) == (0, [])
+
+
+def test_documents_that_are_all_left_out_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fitted = ["--data.packing", "first_fit", "--data.long_documents", "drop"]
+    words = words_for(jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}] * 2 + [{"text": "y" * 70}]), *fitted)
+    code, report = run(capsys, *words)
+    assert code == 3 and "gives no sequence with packing first_fit" in report["problems"][0]
+    assert "3 of 3 documents are left out" in " ".join(report["warnings"])
+
+
+def test_where_no_row_can_be_read_skipping_is_no_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run(capsys, *words_for(jsonl(tmp_path / "a.jsonl", [{"content": "x"}] * 3)))
+    assert code == 3
+    assert report["problems"] == [
+        "dataset jsonl has 3 bad of 3 rows; see whether the dataset, data.format and the names of its columns are right"
+    ]
+
+
+@pytest.mark.parametrize(("last_batch", "steps"), [("rollover", 3), ("keep", 3), ("discard", 2)])
+def test_steps_of_a_task_of_rows_are_those_of_its_stream(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], last_batch: str, steps: int
+) -> None:
+    pairs = [{"prompt": "a", "chosen": f"good {number}", "rejected": "bad", "text": "x y"} for number in range(10)]
+    words = words_for(jsonl(tmp_path / "a.jsonl", pairs), "--task.name", "orpo", "--training.local_batch_size", "2")
+    words += ["--training.last_batch", last_batch]
+    _, report = run(capsys, *words, "--world_size", "2")
+    assert report["datasets"]["jsonl"]["steps per epoch"] == steps

@@ -1,0 +1,397 @@
+"""Laws of the download: files arrive whole and checked, the token stays secret, every failure says what to do."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import huggingface_hub
+import patience
+import pytest
+from hub_server import COMMIT, FILES, LARGE, TOKEN, WEIGHTS, FakeHub, Handler, served
+from huggingface_hub import constants
+
+from shardtrain.tools.data import download
+from shardtrain.utils.errors import ConfigError, DataError, ShardtrainError, StorageError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    yield from served(monkeypatch, tmp_path)
+
+
+def run(folder: Path, *words: str) -> int:
+    return download.main(["--repo_id", "org/name", "--local_dir", str(folder), *words])
+
+
+def left(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def kept(folder: Path) -> dict[str, bytes]:
+    """Files under their own names: not those that are not yet whole, and are there after an error."""
+    return {name: content for name, content in left(folder).items() if download.STAGING not in name}
+
+
+def fails(kind: type[ShardtrainError], folder: Path, *words: str) -> str:
+    with pytest.raises(kind) as caught:
+        run(folder, *words)
+    text = str(caught.value)
+    assert "\n" not in text and TOKEN not in text and "secretsignature" not in text
+    return text
+
+
+def test_the_tokenizer_s_files_arrive_and_nothing_else(hub, tmp_path, capsys):
+    assert run(tmp_path / "x") == 0
+    assert left(tmp_path / "x" / "name") == {name: FILES[name] for name in ("tokenizer.json", "tokenizer_config.json")}
+    printed = capsys.readouterr().out
+    assert f"org/name at {COMMIT}: 2 files" in printed and "tokenizer.json: 13 B" in printed
+    assert all(f"/{COMMIT}/" in path for _, path, _ in hub.requests[1:])  # all files of one commit
+
+
+def test_every_kind_of_asset_is_found_and_a_second_call_brings_nothing_anew(hub, tmp_path, capsys):
+    assert run(tmp_path, "--all") == 0
+    assert set(left(tmp_path / "name")) == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "config.json",
+        "model.safetensors",
+    }
+    assert "index: none, the weights are one file" in capsys.readouterr().out
+    before = len(hub.requests)
+    assert run(tmp_path, "--assets", "safetensors", "config") == 0
+    assert len(hub.requests) == before + 1
+    assert capsys.readouterr().out.count("is there already") == 2
+
+
+def test_tokenizer_path_is_the_folder_of_2024_s_scripts(hub, tmp_path):
+    assert run(tmp_path / "x", "--tokenizer_path", "original") == 0
+    assert left(tmp_path / "x") == {"original/tokenizer.model": FILES["original/tokenizer.model"]}
+
+
+def test_torchtitan_s_script_is_this_verb(hub, tmp_path):
+    words = ["--repo_id", "org/name", "--assets", "config", "--local_dir", str(tmp_path / "x")]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "download_hf_assets.py"), *words],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert left(tmp_path / "x" / "name") == {"config.json": FILES["config.json"]}
+
+
+def test_the_token_goes_to_the_hub_and_not_where_it_redirects_to(hub, tmp_path, monkeypatch, capsys):
+    cdn = FakeHub()
+    monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
+    said = io.StringIO()
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        monkeypatch.setattr(handler, "stream", said)
+    hub.cdn = cdn.url
+    assert run(tmp_path, "--assets", "safetensors") == 0
+    assert {headers.get("authorization") for _, _, headers in hub.requests} == {f"Bearer {TOKEN}"}
+    assert len(cdn.requests) == 1 and "authorization" not in cdn.requests[0][2]
+    cdn.files["model.safetensors"] = WEIGHTS[:-1] + b"x"  # the hub's own word counts, not that of who stores the file
+    (tmp_path / "name" / "model.safetensors").unlink()
+    assert "has the hash" in fails(DataError, tmp_path, "--assets", "safetensors")
+    assert left(tmp_path / "name") == {}
+    cdn.close()
+    assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
+    assert f"Error while downloading from {cdn.url}" in said.getvalue()  # the library says this, with the address
+    printed = capsys.readouterr()
+    for text in (printed.out, printed.err, said.getvalue()):
+        assert TOKEN not in text and "secretsignature" not in text
+
+
+def test_the_token_of_a_login_is_found(hub, tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "token").write_text(TOKEN)
+    assert run(tmp_path / "x") == 0
+    assert hub.requests[0][2]["authorization"] == f"Bearer {TOKEN}"
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    assert run(tmp_path / "x") == 0
+    assert "authorization" not in hub.requests[-1][2]
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
+    (tmp_path / "home" / "token").write_bytes(b"\xff\xfe")
+    assert "hf auth login" in fails(ConfigError, tmp_path)
+
+
+@pytest.mark.parametrize("words", [["--hf_token", TOKEN], [f"--hf_token={TOKEN}"], ["--hf-token", "x"], [TOKEN]])
+def test_a_token_on_the_command_line_is_refused_and_not_repeated(hub, tmp_path, words):
+    assert "HF_TOKEN" in fails(ConfigError, tmp_path, *words)
+    assert hub.requests == []
+
+
+def test_a_token_that_cannot_be_one_is_refused_and_not_repeated(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", f"{TOKEN} {TOKEN}")
+    assert "HF_TOKEN is not a token" in fails(ConfigError, tmp_path)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+    assert "without encryption" in fails(ConfigError, tmp_path)
+
+
+REFUSALS = {
+    "gated": (
+        401,
+        {"X_Error_Code": "GatedRepo"},
+        None,
+        r"is gated; accept its licence at https://huggingface.co/org/name",
+    ),
+    "gated for this account": (403, {"X_Error_Code": "GatedRepo"}, TOKEN, "is gated; accept its licence"),
+    "private": (401, {"X_Error_Code": "RepoNotFound"}, None, "does not exist, or is private or gated; .* set HF_TOKEN"),
+    "expired": (401, {}, TOKEN, r"may not be read with the token that was found \(status 401\)"),
+    "forbidden": (403, {}, TOKEN, r"\(status 403\)"),
+    "absent": (404, {"X_Error_Code": "RepoNotFound"}, TOKEN, '--repo_id="org/name" does not exist'),
+    "revision": (404, {"X_Error_Code": "RevisionNotFound"}, None, '--revision="main" is not a revision of org/name'),
+}
+
+
+@pytest.mark.parametrize("where", ["/api/", "/resolve/"])  # the list of files of a gated repository is open to all
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_say_what_to_do(hub, tmp_path, monkeypatch, name, where):
+    status, headers, token, message = REFUSALS[name]
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    hub.fault = lambda handler, path: where in path and handler.refuse(status, **headers)
+    text = fails(ConfigError, tmp_path)
+    assert re.search(message, text), text
+    assert len(hub.requests) == (1 if where == "/api/" else 2)
+
+
+def test_a_busy_hub_is_told_and_where_files_are_kept_is_asked_again(hub, tmp_path):
+    hub.fault = lambda handler, path: handler.refuse(429, Retry_After="120")
+    assert "is busy (too many requests, status 429); try again in 120 seconds" in fails(StorageError, tmp_path)
+    hub.fault = lambda handler, path: handler.refuse(500)
+    assert "a fault of the hub, status 500" in fails(StorageError, tmp_path)
+    answers = [429, 503]
+    hub.fault = lambda handler, path: "/resolve/" in path and bool(answers) and handler.refuse(answers.pop())
+    assert run(tmp_path) == 0
+    assert answers == []
+
+
+def test_a_hub_out_of_reach_is_told(hub, tmp_path, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        assert "cannot be reached" in fails(StorageError, tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "ftp://x")
+    assert "HF_ENDPOINT" in fails(ConfigError, tmp_path)
+
+
+def test_offline_mode_is_kept_to(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert 'HF_HUB_OFFLINE="1" forbids to ask the hub' in fails(ConfigError, tmp_path)
+    assert hub.requests == []
+
+
+def drip(handler: Handler, head: bytes) -> bool:
+    """Send a byte now and then, for as long as the test runs."""
+    handler.wfile.write(head)
+    try:
+        while not handler.server.closing:
+            handler.wfile.write(b"x")
+            handler.wfile.flush()
+            threading.Event().wait(0.02)
+    except OSError:
+        pass
+    return True
+
+
+IN_THE_HEAD = b"HTTP/1.0 200 OK\r\nX-"
+IN_THE_CONTENT = b"HTTP/1.0 200 OK\r\nContent-Length: 9999999\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("method", "where", "head"),
+    [
+        ("GET", "/api/", IN_THE_HEAD),
+        ("GET", "/api/", IN_THE_CONTENT),
+        ("HEAD", "/resolve/", IN_THE_HEAD),
+        ("GET", "/resolve/", IN_THE_CONTENT),
+    ],
+)
+def test_a_hub_that_never_ends_its_answer_is_left(hub, tmp_path, monkeypatch, method, where, head):
+    """Each byte resets the library's own limit, which is for one wait."""
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+    monkeypatch.setattr(download, "STALLED_SECONDS", 0.4)
+    hub.fault = lambda handler, path: handler.command == method and where in path and drip(handler, head)
+    begun = time.monotonic()
+    assert "cannot be reached" in fails(StorageError, tmp_path)
+    # 0.4 seconds are allowed; a hang would last for ever
+    assert time.monotonic() - begun < patience.seconds(30)
+    assert kept(tmp_path) == {}
+
+
+def test_a_download_that_goes_on_is_not_ended(tmp_path):
+    """The limit is on time without progress, not on the whole."""
+    ended = threading.Event()
+    numbers = iter(range(5))
+
+    def progress() -> int:
+        number = next(numbers, 9)
+        if number == 4:
+            ended.set()
+        return number
+
+    assert download._bounded(lambda: ended.wait(patience.seconds(60)), 0.05, progress) is True
+
+
+def test_a_hub_may_be_silent_for_half_a_minute_and_no_longer():
+    assert 2 * constants.DEFAULT_ETAG_TIMEOUT <= 30
+
+
+def test_a_lost_connection_goes_on_where_it_was(hub, tmp_path):
+    cuts = [200_000, 500_000]
+
+    def cut(handler: Handler, path: str) -> bool:
+        if handler.command == "GET" and "/resolve/" in path and cuts:
+            handler.give(WEIGHTS[: cuts.pop(0)], told=len(WEIGHTS))
+            handler.wfile.flush()
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            return True
+        return False
+
+    hub.fault = cut
+    assert run(tmp_path, "--assets", "safetensors") == 0
+    assert left(tmp_path / "name") == {"model.safetensors": WEIGHTS}
+    assert hub.fetched() == ["model.safetensors"] * 3
+
+
+def test_a_connection_that_is_lost_again_and_again_ends_in_an_error(hub, tmp_path):
+    hub.fault = lambda handler, path: (
+        handler.command == "GET" and "/resolve/" in path and handler.give(b"", told=len(WEIGHTS))
+    )
+    assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
+    assert kept(tmp_path) == {}
+
+
+def test_a_hub_without_hashes_is_believed_and_that_is_told(hub, tmp_path, capsys):
+    hub.facts = lambda: [{"rfilename": "model.safetensors"}]
+    assert run(tmp_path, "--assets", "safetensors") == 0
+    assert left(tmp_path / "name") == {"model.safetensors": WEIGHTS}
+    assert "no hash known" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])  # hashed as git does, and as LFS does
+def test_a_wrong_content_is_fetched_once_more_and_never_kept(hub, tmp_path, name):
+    assets = ["--assets", "safetensors" if name in LARGE else "tokenizer"]
+    good = FILES[name]
+    contents = [good[:-1] + b"x"]
+
+    def fault(handler: Handler, path: str) -> bool:
+        if handler.command == "HEAD" or not path.endswith(name) or not contents:
+            return False
+        return handler.give(contents.pop() if len(contents) == 1 else contents[0])
+
+    hub.fault = fault
+    assert run(tmp_path, *assets) == 0
+    assert left(tmp_path / "name")[name] == good and hub.fetched().count(name) == 2
+    (tmp_path / "name" / name).unlink()
+    contents[:] = [good[:-1] + b"y"] * 2  # again and again
+    assert f"{name} has the hash" in fails(DataError, tmp_path, *assets)
+    for content in (good[:-1], good + b"x"):
+        contents[:] = [content] * 2
+        assert f"{name} does not have the size" in fails(DataError, tmp_path, *assets)
+    assert name not in left(tmp_path / "name")
+
+
+@pytest.mark.parametrize("cached", [FILES["config.json"], b'{"hidden_size": 9}'], ids=["whole", "damaged"])
+def test_the_library_s_cache_is_used_where_it_is_right(hub, tmp_path, cached):
+    snapshot = tmp_path / "home" / "hub" / "models--org--name" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_bytes(cached)
+    assert run(tmp_path, "--assets", "config") == 0
+    assert left(tmp_path / "name") == {"config.json": FILES["config.json"]}
+    assert hub.fetched() == ([] if cached == FILES["config.json"] else ["config.json"])
+
+
+def test_a_file_that_was_there_stays_until_the_new_one_is_whole(hub, tmp_path):
+    (tmp_path / "name").mkdir()
+    for content in (b"old", FILES["tokenizer.json"][:-1] + b"x"):
+        (tmp_path / "name" / "tokenizer.json").write_bytes(content)
+        hub.fault = lambda handler, path: handler.command == "GET" and "/resolve/" in path and handler.refuse(500)
+        fails(StorageError, tmp_path)
+        assert kept(tmp_path / "name")["tokenizer.json"] == content
+        hub.fault = lambda handler, path: False
+        assert run(tmp_path) == 0
+        assert left(tmp_path / "name")["tokenizer.json"] == FILES["tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/evil", "a\\..\\b"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(hub, tmp_path, name):
+    hub.files[name] = b"x"
+    assert "leads out of its folder" in fails(ConfigError, tmp_path)
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"[]", b"<html>", b'{"id": "x"}', b'{"id": "x", "siblings": 3}', b'{"id": "x", "siblings": [3]}',
+    b"[" * 100_000,
+])  # fmt: skip
+def test_an_answer_that_is_not_a_list_of_files_is_told(hub, tmp_path, content):
+    hub.fault = lambda handler, path: handler.give(content)
+    assert "did not give a list of the files" in fails(ConfigError, tmp_path)
+
+
+@pytest.mark.parametrize("words", [
+    ["--repo_id", "../x"], ["--repo_id", "a/b/c"], ["--repo_id", "a/.."], ["--repo_id", "a b"], ["--assets", "all"],
+    ["--assets", "config", "--tokenizer_path", "original"], ["--tokenizer_path", "absent"], ["--local", "x"],
+])  # fmt: skip
+def test_wrong_options_are_told_in_one_line(hub, tmp_path, words):
+    told = fails(ConfigError, tmp_path, *words)
+    assert words[-2] in told or words[-1] in told, "the option, or its value"
+    assert hub.fetched() == []
+
+
+def test_a_kind_without_files_is_told_with_the_files_there_are(hub, tmp_path):
+    del hub.files["config.json"], hub.files["model.safetensors"]
+    assert '--assets="config" finds nothing in org/name; its files are README.md' in fails(
+        ConfigError, tmp_path, "--all"
+    )
+
+
+def test_a_full_disk_is_told_before_the_download_and_in_it(hub, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**19})())
+        assert "has 512.00 KiB free and 750.03 KiB are to be fetched" in fails(StorageError, tmp_path, "--all")
+        assert hub.fetched() == []
+
+    def full(*arguments: object, **options: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
+    assert "No space left on device; make room" in fails(StorageError, tmp_path)
+    (tmp_path / "file").write_bytes(b"")
+    assert "cannot write" in fails(StorageError, tmp_path / "file")
+
+
+def test_two_at_once_do_not_mix_their_files(hub, tmp_path):
+    (tmp_path / "name").mkdir()
+    with download._staging(tmp_path / "name"):
+        assert "is being written by another process" in fails(ConfigError, tmp_path)
+    assert run(tmp_path) == 0
+
+
+def test_help_names_every_option(capsys):
+    assert download.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("--repo_id", "--assets", "HF_TOKEN", "--tokenizer_path"))
+
+
+def test_the_library_is_imported_by_a_download_alone():
+    program = "import sys, shardtrain.cli, shardtrain.tools.data.download; sys.exit('huggingface_hub' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=patience.seconds(60))

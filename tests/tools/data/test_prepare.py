@@ -1,0 +1,267 @@
+"""`data prepare` writes the documents of the source in its order, with the same bytes for any number of processes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardtrain.config import load
+from shardtrain.data import build_dataset as opening
+from shardtrain.data import sources
+from shardtrain.data.encode import open_encoder
+from shardtrain.data.read_documents import BadRows, Tally, read_documents
+from shardtrain.data.shards import ShardLine, verify
+from shardtrain.data.token_buffer import MemoryLine
+from shardtrain.tools.data import prepare, units
+from shardtrain.utils.errors import ConfigError, DataError, StorageError
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of 2 KB, so that small files have several, and flushes and blocks of some hundred values."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 2000)
+    monkeypatch.setattr(units, "_FLUSH_TOKENS", 700)
+    monkeypatch.setattr(units, "_BLOCK_BYTES", 512)
+
+
+def jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts(count: int = 300, seed: int = 0) -> list[dict[str, str]]:
+    draw = random.Random(seed)
+    return [{"text": "x" * draw.randint(1, 90) + str(draw.random())} for _ in range(count)]
+
+
+def words_for(path: Path, *more: str) -> list[str]:
+    return ["--training.dataset", "jsonl", "--training.dataset_path", str(path), *more]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def in_memory(words: list[str]) -> MemoryLine:
+    """The documents of the same options, tokenized on the fly."""
+    config = load(None, words).config
+    named = opening.named_sources(config, config.training)[0]
+    tokenizer = opening.tokenizer_of(config)
+    source = sources.find(named.source.dataset).open_source(opening.request_for(config, named))
+    encoder = open_encoder(tokenizer, config.data, named.source)
+    return MemoryLine(read_documents(source, encoder, BadRows.of(config.data), Tally()), tokenizer.vocab_size)
+
+
+def assert_same(line: ShardLine, memory: MemoryLine) -> None:
+    n = memory.num_tokens
+    assert (line.num_tokens, line.num_documents) == (n, memory.num_documents)
+    assert (line.tokens(0, n) == memory.tokens(0, n)).all()
+    assert (line.learned(0, n) == memory.learned(0, n)).all()
+    assert (line.document_starts() == memory.document_starts()).all()
+
+
+ROW = st.one_of(
+    st.builds(lambda text: json.dumps({"text": text}) + "\n", st.text(max_size=60)),
+    st.just('{"text": ""}\n'),
+    st.just("{broken\n"),
+    st.just('{"other": 1}\n'),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(rows=st.lists(ROW, min_size=1, max_size=120), shard_tokens=st.integers(50, 5000))
+def test_any_number_of_processes_writes_the_same_bytes(rows: list[str], shard_tokens: int) -> None:
+    rows = ['{"text": "one that is read"}\n', *rows]
+    with tempfile.TemporaryDirectory() as name:
+        path = jsonl(Path(name) / "a.jsonl", rows)
+        words = words_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0")
+        folders = []
+        for processes in (1, 4):
+            folders.append(Path(name) / f"by-{processes}")
+            own = ["--processes", str(processes), "--shard_tokens", str(shard_tokens)]
+            assert prepare.main(["--output", str(folders[-1]), *own, *words]) == 0
+        assert contents(folders[0]) == contents(folders[1])
+        line = ShardLine(folders[0])
+        assert_same(line, in_memory(words))
+        assert [wrong for _, several in verify(line) for wrong in several] == []
+        assert line.index.tally["rows"] == len(rows)
+
+
+def test_masks_are_kept(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}?" * (i % 7 + 1), "completion": "yes" * (i % 5 + 1)} for i in range(200)]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    words = words_for(path, "--data.format", "prompt_completion")
+    prepare.main(["--output", str(tmp_path / "o"), "--shard_tokens", "999", "--processes", "2", *words])
+    line = ShardLine(tmp_path / "o")
+    assert line.has_mask and line.index.format == "prompt_completion"
+    assert 0 < line.index.tally["learned"] < line.num_tokens
+    assert_same(line, in_memory(words))
+
+
+def test_compressed_files_are_units_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(3):
+        content = "".join(json.dumps(row) + "\n" for row in texts(100, number))
+        (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    words = words_for(folder)
+    prepare.main(["--output", str(tmp_path / "o"), "--processes", "4", *words])
+    assert_same(ShardLine(tmp_path / "o"), in_memory(words))
+    told = "has 3 parts (compressed files, row groups) with one reader each, so that 3 of 4 processes have work"
+    assert told in capsys.readouterr().err
+
+
+def test_every_source_of_a_mixture_gets_a_folder(tmp_path: Path) -> None:
+    for name in ("web", "code"):
+        jsonl(tmp_path / f"{name}.jsonl", texts(20, len(name)))
+    config = tmp_path / "run.toml"
+    config.write_text("".join(f'[data.sources.{n}]\ndataset_path = "{tmp_path}/{n}.jsonl"\n' for n in ("web", "code")))
+    assert prepare.main([str(config), "--output", str(tmp_path / "o"), "--processes", "1"]) == 0
+    assert ShardLine(tmp_path / "o" / "web").num_documents == ShardLine(tmp_path / "o" / "code").num_documents == 20
+    with pytest.raises(ConfigError, match="name one of its folders: code, web"):
+        ShardLine(tmp_path / "o")
+
+
+def test_the_last_line_says_what_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [*texts(30), {"text": ""}])
+    prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *words_for(path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "30 documents" in lines[0] and "MB/s" in lines[0] and "tokens/s" in lines[0]
+    assert "left out 1 row:" in lines[1] and "a.jsonl:31" in lines[1]
+
+
+def test_a_finished_folder_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--output", str(tmp_path / "o"), "--processes", "1", *words_for(jsonl(tmp_path / "a.jsonl", texts(30)))]
+    prepare.main(words)
+    before = contents(tmp_path / "o")
+    capsys.readouterr()
+    assert prepare.main(words) == 0
+    assert "is prepared already: 30 documents" in capsys.readouterr().out
+    assert contents(tmp_path / "o") == before
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "begun"])
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        (["--shard_tokens", "123"], "was prepared from shard_tokens .*, not 123"),
+        (["--data.text_field", "body"], "was prepared from another encoder"),
+        (["--data.max_row_bytes", "5000"], "was prepared from max_row_bytes 16777216, not 5000"),
+        (["rewrite"], r"was prepared from another content of a\.jsonl"),
+    ],
+)
+def test_a_folder_of_other_options_is_refused(
+    tmp_path: Path, more: list[str], match: str, finished: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = jsonl(tmp_path / "a.jsonl", texts(30)), tmp_path / "o"
+    words = ["--output", str(folder), "--processes", "1", *words_for(path)]
+    with monkeypatch.context() as patch:
+        if not finished:
+            patch.setattr(prepare.ShardWriter, "finish", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                prepare.main(words)
+        else:
+            prepare.main(words)
+    before = contents(folder)
+    if more == ["rewrite"]:
+        jsonl(path, texts(30, seed=1))
+        more = []
+    with pytest.raises(ConfigError, match=match) as caught:
+        prepare.main([*words, *more])
+    assert "\n" not in str(caught.value)
+    assert contents(folder) == before
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", texts(30))
+    with pytest.raises(ConfigError, match=r"--output=.* is not empty \(a\.jsonl\); name a new or empty folder"):
+        prepare.main(["--output", str(tmp_path), *words_for(path)])
+    with pytest.raises(ConfigError, match="is a file; name a folder"):
+        prepare.main(["--output", str(path), *words_for(path)])
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ([], "--output is not given; write --output FOLDER"),
+        (["--output"], "--output has no value"),
+        (["--output", "a", "--output", "b"], "--output is given twice"),
+        (["--output", "a", "--processes", "0"], '--processes="0" must be a whole number above 0'),
+        (["--output", "a", "--shard_tokens=many"], '--shard_tokens="many" must be a whole number above 0'),
+        (["--output", "a", "--training.datset", "x"], "training.datset"),
+        (["--output", "a", "--training.dataset", "tokens", "--training.dataset_path", "x"], "is prepared already"),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(words: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        prepare.main(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_help_needs_no_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(["--help"]) == 0
+    assert "--shard_tokens" in capsys.readouterr().out
+
+
+def bad_rows(tmp_path: Path) -> Path:
+    rows: list[Any] = texts(300)
+    for place in (57, 123, 250):
+        rows[place] = "{broken\n"
+    return jsonl(tmp_path / "a.jsonl", rows)
+
+
+@pytest.mark.parametrize("processes", ["1", "2", "4"])
+def test_the_first_bad_row_of_the_source_stops_it(tmp_path: Path, processes: str) -> None:
+    """Also where another process meets a later one first."""
+    words = ["--output", str(tmp_path / "o"), "--processes", processes, *words_for(bad_rows(tmp_path))]
+    with pytest.raises(DataError, match=r"a\.jsonl:58: .*data\.bad_rows=.skip.") as caught:
+        prepare.main(words)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="is not prepared to its end"):
+        ShardLine(tmp_path / "o")
+
+
+@pytest.mark.parametrize("processes", ["1", "2", "4"])
+def test_too_many_bad_rows_stop_it_with_the_same_count(tmp_path: Path, processes: str) -> None:
+    words = ["--output", str(tmp_path / "o"), "--processes", processes, *words_for(bad_rows(tmp_path))]
+    words += ["--data.bad_rows", "skip", "--data.bad_rows_max_fraction"]
+    with pytest.raises(DataError, match=r"has 3 bad of 300 rows, more than .*a\.jsonl:58, .*a\.jsonl:124, .*251"):
+        prepare.main([*words, "0.005"])
+    assert prepare.main([*words, "0.01"]) == 0  # what was done is kept
+    assert ShardLine(tmp_path / "o").num_documents == 297
+
+
+def test_nothing_usable_stops_it(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 3)
+    with pytest.raises(DataError, match="has 0 usable of 3 rows: 3 rows: "):
+        prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *words_for(path)])
+
+
+def test_a_file_that_changes_meanwhile_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = jsonl(tmp_path / "a.jsonl", texts(50))
+    append = units.append_unit
+
+    def append_and_touch(*arguments: Any) -> None:
+        append(*arguments)
+        os.utime(path, ns=(1, 1))
+
+    monkeypatch.setattr(units, "append_unit", append_and_touch)
+    with pytest.raises(ConfigError, match=r"a\.jsonl.* was changed"):
+        prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *words_for(path)])
+    assert not (tmp_path / "o" / "index.json").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", texts(3))
+    with pytest.raises(StorageError, match="cannot write .*; make room and start the same command again"):
+        prepare.main(["--output", str(path / "below" / "a" / "file"), *words_for(path)])

@@ -1,0 +1,243 @@
+"""`data prepare` may be stopped at any moment in any way: started again, it ends with the bytes of one that was not."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import patience
+import pytest
+
+from shardtrain.data import shard_writer
+from shardtrain.data.shard_index import UNFINISHED
+from shardtrain.data.shards import ShardLine
+from shardtrain.tools.data import pool, prepare, units
+from shardtrain.utils.errors import ConfigError, PeerError, ShardtrainError
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of 2 KB, and a note of how far it came after each."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 2000)
+    monkeypatch.setattr(units, "_FLUSH_TOKENS", 700)
+    monkeypatch.setattr(prepare, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(pool, "_SAY_SECONDS", 0.0)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    draw = random.Random(0)
+    rows = [{"prompt": "p" * draw.randint(0, 40), "completion": str(draw.random())} for _ in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = str(tmp_path / "a.jsonl")
+    options = ["--training.dataset", "jsonl", "--training.dataset_path", path, "--data.format", "prompt_completion"]
+    return ["--shard_tokens", "3000", *options]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.is_file()}
+
+
+def in_child(words: list[str], before: Callable[[], object] = lambda: None) -> int:
+    """Run the verb in a forked process, as a command would; returns its exit code, negative for a signal."""
+
+    def child() -> None:
+        before()
+        try:
+            sys.exit(prepare.main(words))
+        except ShardtrainError as error:
+            print(error, file=sys.stderr)
+            sys.exit(error.exit_code)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(patience.seconds(60))
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def kill_at(operation: int) -> Callable[[], None]:
+    """Let this process be killed right before its n-th change of the disk."""
+
+    def arm() -> None:
+        left, here = [operation], os.getpid()
+
+        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                if os.getpid() == here:
+                    left[0] -= 1
+                    if left[0] == 0:
+                        os.kill(here, signal.SIGKILL)
+                return function(*arguments, **options)
+
+            return call
+
+        for owner, name in (
+            (Path, "replace"),
+            (Path, "unlink"),
+            (os, "fsync"),
+            (shard_writer._GrowingFile, "write"),
+            (shard_writer._GrowingFile, "close"),
+        ):
+            setattr(owner, name, counted(getattr(owner, name)))
+
+    return arm
+
+
+def test_twenty_kills_change_no_byte(tmp_path: Path, words: list[str]) -> None:
+    """Each run is killed a little later than the one before, at another kind of moment each time."""
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    prepare.main(["--output", str(whole), "--processes", "1", *words])
+    for kill in range(20):
+        more = ["--output", str(folder), "--processes", str(kill % 3 + 1), *words]
+        assert in_child(more, kill_at(1 + kill * 3 // 4)) == -signal.SIGKILL
+    assert in_child(["--output", str(folder), "--processes", "2", *words]) == 0
+    assert contents(folder) == contents(whole)
+
+
+@pytest.mark.nightly("random moments", by="tests/tools/data/test_prepare_kills.py::test_twenty_kills_change_no_byte")
+def test_each_moment_of_the_last_steps_may_be_the_last(tmp_path: Path, words: list[str]) -> None:
+    """From a finished last unit to the index: every change of the disk in turn."""
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    prepare.main(["--output", str(whole), "--processes", "1", *words])
+    for operation in range(1, 200):
+        print(operation)
+        code = in_child(["--output", str(folder), "--processes", "1", *words], kill_at(operation))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        if (folder / "index.json").exists():
+            assert contents(folder) == contents(whole)
+    assert contents(folder) == contents(whole)
+
+
+def test_a_unit_that_was_torn_is_done_again(tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of power may leave a file's name without its bytes."""
+    whole, folder = tmp_path / "whole", tmp_path / "torn"
+    prepare.main(["--output", str(whole), "--processes", "1", *words])
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare._Work, "_merge", lambda self: None)  # units stay where they are
+        patch.setattr(prepare._Work, "finish", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare.main(["--output", str(folder), "--processes", "1", *words])
+    parts = sorted((folder / UNFINISHED).glob("unit-*.tokens"))
+    assert len(parts) > 3
+    os.truncate(parts[0], 10)
+    parts[1].write_bytes(b"\x00" * parts[1].stat().st_size)
+    parts[2].unlink()
+    parts[3].with_suffix(".json").write_text("{")
+    assert prepare.main(["--output", str(folder), "--processes", "1", *words]) == 0
+    assert contents(folder) == contents(whole)
+
+
+def test_a_process_that_dies_is_named_and_costs_nothing(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, folder = units.write_unit, tmp_path / "o"
+
+    def dies(target: Path, source: Any, encoder: Any, policy: Any, unit: Any, say: Any) -> dict[str, Any]:
+        if unit.number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(target, source, encoder, policy, unit, say)
+
+    monkeypatch.setattr(units, "write_unit", dies)
+    with pytest.raises(
+        PeerError, match=r"process \d+ died at unit 2 with signal 9 \(SIGKILL\); the machine may be out"
+    ):
+        prepare.main(["--output", str(folder), "--processes", "1", *words])
+    monkeypatch.setattr(units, "write_unit", write)
+    assert prepare.main(["--output", str(folder), "--processes", "1", *words]) == 0
+
+
+def test_an_error_of_the_program_shows_where(tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "write_unit", lambda *_: 1 / 0)
+    with pytest.raises(ShardtrainError, match="ZeroDivisionError") as caught:
+        prepare.main(["--output", str(tmp_path / "o"), "--processes", "2", *words])
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("limit_bytes", [300, 4000])
+def test_a_full_disk_is_a_storage_error_from_which_it_goes_on(
+    tmp_path: Path, words: list[str], limit_bytes: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The limit of 300 bytes is met by the processes, that of 4,000 by the shards."""
+    whole, folder = tmp_path / "whole", tmp_path / "full"
+    prepare.main(["--output", str(whole), "--processes", "1", *words])
+    more = ["--output", str(folder), "--processes", "2", *words]
+    full = in_child(more, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)))
+    assert full == 8
+    assert "make room and start the same command again" in capfd.readouterr().err
+    assert in_child(more) == 0
+    assert contents(folder) == contents(whole)
+
+
+def test_ctrl_c_stops_it_cleanly(tmp_path: Path, words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "o"
+
+    def interrupt() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
+        append = units.append_unit
+
+        def once(*arguments: Any) -> None:
+            append(*arguments)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        units.append_unit = once
+
+    assert in_child(["--output", str(folder), "--processes", "2", *words], interrupt) == 130
+    captured = capfd.readouterr()
+    assert captured.err.strip() == "stopped; the same command goes on from here"
+    assert in_child(["--output", str(folder), "--processes", "2", *words]) == 0
+    assert ShardLine(folder).num_documents == 200
+
+
+def test_two_commands_do_not_write_one_folder(tmp_path: Path, words: list[str]) -> None:
+    folder = tmp_path / "o"
+    (folder / UNFINISHED).mkdir(parents=True)
+    with prepare._locked(folder):
+        # a lock is a process's own, so the second command must be another process
+        assert in_child(["--output", str(folder), "--processes", "1", *words]) == ConfigError.exit_code
+    assert in_child(["--output", str(folder), "--processes", "1", *words]) == 0
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path, words: list[str]) -> None:
+    """Killed, it can tell them nothing: they notice."""
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    write = units.write_unit
+
+    def arm() -> None:
+        def noted(*arguments: Any) -> dict[str, Any]:
+            (pids / str(os.getpid())).touch()
+            return write(*arguments)
+
+        units.write_unit = noted
+        kill_at(25)()
+
+    try:
+        assert in_child(["--output", str(tmp_path / "o"), "--processes", "2", *words], arm) == -signal.SIGKILL
+    finally:
+        units.write_unit = write
+    started = [int(path.name) for path in pids.iterdir()]
+    assert started
+    for _ in range(200):
+        alive = [pid for pid in started if is_alive(pid)]
+        if not alive:
+            return
+        signal.sigtimedwait([], 0.05)
+    raise AssertionError(f"processes {alive} are still there")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,58 @@
+"""What is shown of long work: a share, a speed and the time left; without a terminal a line now and then."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shardtrain.tools.data import progress
+from shardtrain.tools.data.progress import Progress
+from shardtrain.tools.data.words import take, whole_number
+from shardtrain.utils.errors import ConfigError
+
+
+def test_without_a_terminal_a_line_is_printed_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with Progress("preparing web", 10**9, done=0.2) as bar:
+        for second in range(1, 13):
+            now[0] = 100.0 + second
+            bar.show(0.2 + 0.02 * second, 1_000_000 * second)
+    lines = capsys.readouterr().err.splitlines()
+    # what an earlier run did counts in the share and not in the speed: 2 % of 1 GB a second, 70 % left after 5 of them
+    assert lines == [
+        "preparing web: 30.0 %, 20.00 MB/s, 1.00M tokens/s, 35s left",
+        "preparing web: 40.0 %, 20.00 MB/s, 1.00M tokens/s, 30s left",
+    ]
+
+
+def test_an_input_of_unknown_size_has_no_megabytes() -> None:
+    with Progress("preparing hub", None) as bar:
+        assert "MB/s" not in bar.words(0.5, 10) and "tokens/s" in bar.words(0.5, 10)
+        assert "left" not in bar.words(0.0, 10)
+
+
+def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "color_allowed", lambda _: True)
+    with Progress("preparing web", 1000) as bar:
+        bar.show(0.5, 100)
+    assert not re.search(r"preparing web: ", capsys.readouterr().err)
+
+
+def test_words_of_the_verb_are_taken_and_the_rest_is_left() -> None:
+    found = take(
+        ["run.toml", "--output=o", "--a.b", "1", "2", "--flag", "--n", "1_000"],
+        {"--output": str, "--n": whole_number},
+        ["--flag"],
+    )
+    assert found.config_file == "run.toml" and found.overrides == ["--a.b", "1", "2"]
+    assert found.own == {"--output": "o", "--n": 1000, "--flag": True}
+    assert take(["--x.y", "1", "-h"], {}).help
+    with pytest.raises(ConfigError, match="--n has no value"):
+        take(["--n", "--other"], {"--n": whole_number})
+    for wrong in ("0", "-1", "1.5", "x", "\u0663", ""):
+        with pytest.raises(ConfigError, match="must be a whole number above 0"):
+            take([f"--n={wrong}"], {"--n": whole_number})

@@ -1,0 +1,96 @@
+"""What ``data show`` prints is what the model gets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from shardtrain.data.tokenizer import ByteTokenizer
+from shardtrain.tools.data import show
+from shardtrain.train.run_folder import RESOLVED_CONFIG
+from shardtrain.utils.errors import ConfigError
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    rows = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "Capital?", "completion": "Paris"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "--training.dataset=jsonl",
+        f"--training.dataset_path={tmp_path / 'a.jsonl'}",
+        "--data.format=prompt_completion",
+        "--model.hf_assets_path=bytes",
+    ]
+
+
+def test_documents_positions_and_what_is_learned_are_shown(pairs, capsys):
+    assert show.main([*pairs, "--data.packing=first_fit", "--training.seq_len=24"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "== position 0: sample 0 of jsonl, 8 targets, 2 documents",
+        "-- document 0: positions 0..6",
+        "«<bos>2+2=»4<eos>",
+        "-- document 1: positions 0..14",
+        "«<bos>Capital?»Paris<eos>",
+        "-- 4 filler tokens",
+    ]
+
+
+def test_documents_that_are_cut_go_on_in_the_next_sequence(pairs, capsys):
+    words = [*pairs, "--data.packing=concat", "--training.seq_len=10", "--rows", "9", "--json"]
+    assert show.main([*words, "--training.local_batch_size=1"]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(shown) == 1, "a step has one sequence"
+    assert show.main([*words, "--training.local_batch_size=3"]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["position"] for row in shown] == [0, 1, 2]
+    targets = sum(row["num_targets"] for row in shown)
+    learned = sum(len(p["tokens"]) for row in shown for part in row["parts"] for p in part["pieces"] if p["learned"])
+    assert targets == learned == len("4") + 1 + len("Paris") + 1
+
+
+def test_colors_tell_what_is_learned_and_text_cannot_steer_the_terminal():
+    pieces = [show.Piece(False, [256, 65]), show.Piece(True, [66, 27, 257])]
+    text = show.render(show.Shown(0, "x", 3, 2, [show.Part(0, 0, pieces)], 0), ByteTokenizer(), color=True)
+    assert "\033[90m<bos>A\033[0m\033[32mB\\x1b<eos>\033[0m" in text
+
+
+def test_the_steps_of_a_finished_run_are_shown_from_its_folder(pairs, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "config",
+        "show",
+        *pairs,
+        "--training.local_batch_size=1",
+        "--training.on_data_end=repeat",
+    ]
+    resolved = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (folder / RESOLVED_CONFIG).write_text(
+        "# shardtrain 0, torch 2, Python 3, 4 ranks, started from the defaults\n" + resolved
+    )
+    assert show.main([str(folder), "--step", "3", "--rows", "9"]) == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("==")]
+    assert [head.split(":")[0] for head in heads] == [f"== position {p}" for p in (8, 9, 10, 11)]
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no config.resolved.toml; name the job.dump_folder of a run"):
+        show.main([str(tmp_path)])
+    with pytest.raises(ConfigError, match='--step=0 must be|--step="0" must be'):
+        show.main(["--step", "0"])
+
+
+def test_help_explains_the_marks(capsys):
+    assert show.main(["--help"]) == 0
+    assert "«double angles»" in capsys.readouterr().out
+
+
+def test_a_step_beyond_the_end_of_the_data_is_an_error(pairs):
+    with pytest.raises(ConfigError, match="--step=1000 is beyond the end of the data"):
+        show.main([*pairs, "--training.seq_len=24", "--step", "1000"])

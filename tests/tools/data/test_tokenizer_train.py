@@ -1,0 +1,200 @@
+"""Laws of ``shardtrain data tokenizer train``: every text comes back, runs repeat, nothing is overwritten unasked."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+
+import patience
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.tools.data import tokenizer as tool
+from shardtrain.utils.errors import ConfigError, DataError
+
+pytest.importorskip("tokenizers")
+
+SENTENCE = "the cat sat on a mat while 12345 dogs ran past the café in 東京 and did not stop"
+WORDS = SENTENCE.split()
+
+
+def lines(count: int = 400) -> list[str]:
+    return [" ".join(WORDS[(i * j + j) % len(WORDS)] for j in range(3, 15)) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    file = tmp_path_factory.mktemp("corpus") / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": line, "body": {"x": line}}) + "\n" for line in lines()))
+    return file
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "tokenizer"
+    assert run(corpus, folder, "--special", "<|im_start|>", "<|im_end|>") == 0
+    return folder
+
+
+def run(source, folder, *words: str) -> int:
+    return tool.main(["train", "--input", str(source), "--vocab_size", "300", "--output", str(folder), *words])
+
+
+def test_the_folder_is_a_tokenizer_with_its_ends(trained):
+    tokenizer = open_tokenizer(str(trained))
+    assert tokenizer.vocab_size == 300
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2)
+    assert tokenizer.special_ids == {0, 1, 2, 3, 4}
+    assert sorted(file.name for file in trained.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(text=st.text(max_size=60))
+def test_every_text_comes_back(trained, text):
+    tokenizer = _open(str(trained))
+    assert tokenizer.decode(tokenizer.encode(text), keep_special=True) == text
+
+
+_opened: dict[str, object] = {}
+
+
+def _open(path):
+    return _opened.setdefault(path, open_tokenizer(path))
+
+
+def test_transformers_reads_it_alike(trained):
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoTokenizer.from_pretrained(str(trained))
+    text = "the café 12345 in 東京<|im_end|>"
+    assert reference.encode(text, add_special_tokens=False) == open_tokenizer(str(trained)).encode(text).tolist()
+    assert (reference.bos_token_id, reference.eos_token_id, reference.pad_token_id) == (0, 1, 2)
+    assert reference.encode(text)[:1] == [0] == list(open_tokenizer(str(trained)).prefix_ids), "both begin it with bos"
+
+
+def test_two_processes_train_the_same_bytes(corpus, trained, tmp_path):
+    code = "import sys; from shardtrain.tools.data.tokenizer import main; sys.exit(main(sys.argv[1:]))"
+    words = ["train", "--input", str(corpus), "--vocab_size", "300", "--output", str(tmp_path / "again")]
+    words += ["--special", "<|im_start|>", "<|im_end|>"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=patience.seconds(120)
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (trained / name).read_bytes()
+
+
+def test_compression_is_measured_on_text_that_was_held_out(corpus, tmp_path, capsys):
+    assert run(corpus, tmp_path / "x") == 0
+    printed = capsys.readouterr().out
+    assert "bytes per token on held-out text" in printed and "8 of 8 parts come back" in printed
+    texts = tool.Texts([str(corpus)], None, "text", False)
+    assert len(list(texts)) == 392 and len(texts.held_out) == 8 and texts.documents == 400
+
+
+def test_too_little_text_to_hold_some_out_is_told(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat")
+    assert run(tmp_path / "a.txt", tmp_path / "x") == 0
+    printed = capsys.readouterr().out
+    assert "too little to hold some out" in printed and "in place of 300: the text has no more pairs" in printed
+
+
+def test_files_are_read_by_their_endings_and_columns(corpus, tmp_path):
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(corpus.read_bytes()))
+    for i, (source, words) in enumerate([(packed, []), (corpus, ["--text_field", "body.x"]), (corpus.parent, [])]):
+        assert run(source, tmp_path / str(i), *words) == 0
+    first, *others = ((tmp_path / str(i) / "tokenizer.json").read_bytes() for i in range(3))
+    assert all(other == first for other in others)
+
+
+def test_a_tokenizer_is_not_overwritten_unasked(trained, corpus, tmp_path):
+    before = (trained / "tokenizer.json").read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"--output=.* holds tokenizer.json and tokenizer_config.json already; .*--force"
+    ):
+        run(corpus, trained)
+    assert (trained / "tokenizer.json").read_bytes() == before
+    assert run(corpus, tmp_path) == 0 == run(corpus, tmp_path, "--force")
+
+
+WRONG = {
+    "small": (["--vocab_size", "100"], "--vocab_size=100 must be 259"),
+    "no number": (["--vocab_size", "many"], "--vocab_size"),
+    "twice": (["--special", "<a>", "<a>"], "--special"),
+    "end": (["--special", "<|pad|>"], "--special"),
+    "unknown": (["--frobnicate", "1"], "unrecognized arguments: --frobnicate"),
+    "dataset": (["--dataset", "jsonlx"], 'did you mean "jsonl"'),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_are_told_in_one_line(corpus, tmp_path, name):
+    words, message = WRONG[name]
+    with pytest.raises(ConfigError) as caught:
+        run(corpus, tmp_path / "x", *words)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_ending_that_tells_nothing_and_a_missing_file_are_told(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="--dataset text"):
+        run(tmp_path / "a.bin", tmp_path / "x")
+    with pytest.raises(ConfigError, match="absent"):
+        run(tmp_path / "absent.jsonl", tmp_path / "x")
+    with pytest.raises(ConfigError, match=r"needs an action|use train"):
+        tool.main([])
+
+
+def test_a_bad_row_stops_with_its_place_unless_it_may_be_skipped(tmp_path, capsys):
+    file = tmp_path / "a.jsonl"
+    rows = [json.dumps({"text": line}) for line in lines(20)]
+    file.write_text("\n".join([*rows, '{"body": 1}', '{"text": ""}', "{"]) + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:21: has no column 'text'; its columns are body; .*--skip_bad_rows"):
+        run(file, tmp_path / "x")
+    assert run(file, tmp_path / "x", "--skip_bad_rows") == 0
+    assert "2 bad rows left out" in capsys.readouterr().out
+    file.write_text('{"body": "x"}\n')
+    with pytest.raises(DataError, match="--text_field"):
+        run(file, tmp_path / "y", "--skip_bad_rows")
+    assert not (tmp_path / "y").exists()
+
+
+def test_help_names_every_option(capsys):
+    assert tool.main(["--help"]) == 0 == tool.main(["train", "--help"])
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("--input", "--vocab_size", "--output", "--special", "--force"))
+
+
+def test_a_dataset_of_its_own_needs_no_input(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(
+        "from shardtrain.data.sources.jsonl import open_source as read\n"
+        "from dataclasses import replace\n"
+        f"def open_source(request): return read(replace(request, path={str(tmp_path / 'a.jsonl')!r}))\n"
+    )
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines(50)))
+    words = ["train", "--vocab_size", "300", "--output", str(tmp_path / "out")]
+    assert tool.main([*words, "--dataset", str(tmp_path / "own.py")]) == 0
+    assert open_tokenizer(str(tmp_path / "out")).vocab_size == 300
+
+
+def test_what_cannot_be_read_is_told_apart(tmp_path):
+    words = ["train", "--vocab_size", "300", "--output", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match="--input is not given"):
+        tool.main(words)
+    with pytest.raises(ConfigError, match="--input=.*absent.* does not exist"):
+        tool.main([*words, "--input", str(tmp_path / "absent")])
+    with pytest.raises(ConfigError, match='--dataset="tokens" holds tokens and no text'):
+        tool.main([*words, "--input", str(tmp_path), "--dataset", "tokens"])
+
+
+def test_a_table_without_a_line_of_names_has_its_columns_by_number(tmp_path):
+    file = tmp_path / "rows"
+    file.write_text("".join(f"{line}\t{i % 2}\n" for i, line in enumerate(lines())))
+    folder = tmp_path / "tokenizer"
+    assert run(file, folder, "--dataset", "tsv", "--text_field", "0") == 0
+    assert open_tokenizer(str(folder)).vocab_size == 300  # of the labels alone there would be nothing to merge

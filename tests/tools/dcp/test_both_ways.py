@@ -1,0 +1,307 @@
+"""Folders of torch.distributed.checkpoint in and out: bit for bit what PyTorch's own save wrote and load reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dcp_folders import GROUP, OVERRIDES, STEP, TOKENS, load, rows, save, saved_one, words
+from ranks import run_ranks
+from tiers import cases
+from tiny import tiny_config, train_whole
+from torch import Tensor
+
+from shardtrain import cli
+from shardtrain.checkpoint import manifest, weights_file
+from shardtrain.models.layers import RotaryAngles, rotate, rotate_pairs
+from shardtrain.tools.dcp import naming
+from shardtrain.tools.dcp.stored import DcpFolder
+from shardtrain.utils.errors import ConfigError
+
+OURS = {"tok_embeddings": "embed", "output": "head", "attention_norm": "attn_norm", "attention": "attn"}
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    stored = manifest.read(folder)
+    return {
+        name: torch.frombuffer(weights_file.whole_bytes(stored, folder, t), dtype=getattr(torch, t.dtype)).view(t.shape)
+        for name, t in stored.tensors.items()
+    }
+
+
+def our_name(theirs: str) -> str:
+    prefix = "optimizer." if theirs.startswith("optimizer.state.") else "model."
+    parts = theirs.removeprefix("optimizer.state.").replace("feed_forward", "ffn").split(".")
+    return prefix + ".".join(OURS.get(part, part) for part in parts)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert {name: t.dtype for name, t in one.items()} == {name: t.dtype for name, t in other.items()}
+
+
+@pytest.mark.parametrize("ranks", cases([2], nightly=[1, 4]))
+def test_what_pytorch_has_saved_comes_in_to_the_bit(ranks: int, tmp_path: Path) -> None:
+    expected = run_ranks(ranks, save, str(tmp_path / "step-3"))[0]
+    assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "step-3"), str(tmp_path / "ours"), *words()]) == 0
+    ours = {our_name(name): rows(name, tensor) for name, tensor in expected.items()}
+    same(tensors_of(tmp_path / "ours"), ours)
+    stored = manifest.read(tmp_path / "ours")
+    state = stored.facts["state"]
+    assert (stored.step, state["updates"], state["tokens_seen"], stored.facts["weights_only"]) == (
+        STEP,
+        STEP,
+        TOKENS,
+        False,
+    )
+
+
+@pytest.mark.parametrize("ranks", cases([2], nightly=[1, 4]))
+def test_what_comes_out_is_loaded_by_pytorch_to_the_bit(ranks: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": {"overrides": OVERRIDES}, "job": {"dump_folder": str(tmp_path / "run")}}
+    options["training"] = {"steps": 2, "local_batch_size": 1, "global_batch_size": 4}
+    options["checkpoint"] = {"enable": True, "interval": 2}
+    options["parallelism"] = {"data_parallel_shard_degree": ranks}
+    assert run_ranks(ranks, train_whole, tiny_config(**options))[0].error is None
+    step = tmp_path / "run/checkpoint/step-2"
+    assert cli.main(["checkpoint", "to-dcp", str(step), str(tmp_path / "theirs")]) == 0
+    found, counters, group = run_ranks(ranks, load, str(tmp_path / "theirs"))[0]
+    same({our_name(name): rows(name, tensor) for name, tensor in found.items()}, tensors_of(step))
+    assert counters == {"step": 2, "ntokens_seen": manifest.read(step).facts["state"]["tokens_seen"]}
+    assert {**group, "betas": tuple(group["betas"])} == {
+        **GROUP,
+        "eps": tiny_config().optimizer.eps,
+        "lr": tiny_config().optimizer.lr,
+    }
+
+
+def test_there_and_back_changes_nothing_but_what_a_folder_cannot_hold(tmp_path: Path) -> None:
+    folder = saved_one(tmp_path / "step-3")
+    main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]
+    assert cli.main(main) == 0
+    config = tmp_path / "run.toml"
+    config.write_text("".join(f"{word[2:].replace('=', ' = ')}\n" for word in words()))
+    assert cli.main(["checkpoint", "to-dcp", str(tmp_path / "ours"), str(tmp_path / "b"), f"--config={config}"]) == 0
+    before, after = DcpFolder(folder), DcpFolder(tmp_path / "b")
+    same({n: before.tensor(n) for n in before.tensors}, {n: after.tensor(n) for n in after.tensors})
+    assert {name: after.value(name) for name in after.objects if name.startswith("train_state")} == {
+        "train_state.step": STEP,
+        "train_state.ntokens_seen": TOKENS,
+    }
+
+
+@pytest.mark.parametrize("kind", naming.NAMINGS)
+def test_weights_alone_go_out_under_either_naming_and_come_back(kind: str, tmp_path: Path, capsys: Any) -> None:
+    folder = saved_one(tmp_path / "step-3")
+    ours = str(tmp_path / "ours")
+    assert cli.main(["checkpoint", "from-dcp", str(folder), ours, "--optimizer=false", *words()]) == 0
+    assert cli.main(["checkpoint", "to-dcp", ours, str(tmp_path / "out"), f"--names={kind}"]) == 0
+    assert "without the optimizer's state" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "out"), str(tmp_path / "back"), *words()]) == 0
+    assert cli.main(["checkpoint", "diff", ours, str(tmp_path / "back")]) in (0, 1)  # the name of the step differs
+    same(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "ours"))
+    assert f"named as by {kind}" in capsys.readouterr().out
+
+
+def test_rows_of_queries_and_keys_give_the_scores_of_pairs_that_lie_together() -> None:
+    """torchtitan turns (x_2i, x_2i+1), as complex numbers; after the reordering our turn gives the same products."""
+    torch.manual_seed(0)
+    heads, head_dim, positions = 2, 8, torch.arange(5).unsqueeze(0)
+    config = type("Config", (), {"head_dim": head_dim})()
+    names = naming.Naming(naming.TORCHTITAN, "llama3", config)
+    theirs = {w: torch.randn(heads * head_dim, 16, dtype=torch.float64) for w in ("wq", "wk")}
+    x_BTD = torch.randn(1, 5, 16, dtype=torch.float64)
+    angles = RotaryAngles(head_dim, 10000.0)(positions)
+
+    def scores(turn: Any, weights: dict[str, Tensor]) -> Tensor:
+        q, k = (turn((x_BTD @ weights[w].T).unflatten(-1, (heads, head_dim)), angles) for w in ("wq", "wk"))
+        return torch.einsum("btnh,bsnh->bnts", q, k)
+
+    ours = {w: names.to_ours(f"layers.0.attn.{w}.weight", tensor) for w, tensor in theirs.items()}
+    # the turn itself is computed in float32
+    torch.testing.assert_close(scores(rotate, ours), scores(rotate_pairs, theirs), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(names.to_theirs(f"layers.0.attn.{w}.weight", ours[w]), theirs[w]) for w in theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (words(num_layers=3), "9 missing: layers.2.attention_norm.weight"),
+        (words(num_layers=1), "has tensors that llama3 debugmodel has not: layers.1.attention"),
+        (words(ffn_dim=64), "layers.0.feed_forward.w1.weight [48, 32] in place of [64, 32]"),
+        (["--model.name=neox"], "is not neox debugmodel"),
+        ([*words(), "--optimizer=maybe"], "--optimizer=maybe: it is true or false"),
+    ],
+)
+def test_a_folder_of_another_model_is_refused_and_nothing_is_written(
+    options: list[str], told: str, tmp_path: Path, capfd: Any
+) -> None:
+    folder = saved_one(tmp_path / "step-3")
+    assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *options]) in (2, 5)
+    error = capfd.readouterr().err
+    assert told in error and len(error.strip().splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def saved(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **more: Any) -> Path:
+    """A folder of a model of one process, with the state of any optimizer, and what else is given."""
+    import torch.distributed.checkpoint as dcp
+    from dcp_folders import TitanLlama
+
+    model = TitanLlama()
+    model(torch.arange(9)).sum().backward()
+    steps = optimizer(model.parameters())
+    steps.step()
+    names = [name for name, _ in model.named_parameters()]
+    state = {
+        f"state.{names[i]}.{key}": value for i, one in steps.state_dict()["state"].items() for key, value in one.items()
+    }
+    dcp.save({**model.state_dict(), "optimizer": state, **more}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_the_state_of_another_optimizer_is_not_taken_for_that_of_adam(tmp_path: Path, capfd: Any) -> None:
+    folder = saved(tmp_path / "nadam", torch.optim.NAdam)
+    main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "a"), *words()]
+    assert cli.main([*main, "--optimizer=true"]) == 5
+    assert "it is of another optimizer, with optimizer.state." in capfd.readouterr().err
+    assert cli.main(main) == 0 and "optimizer: not taken" in capfd.readouterr().out
+    assert manifest.read(tmp_path / "a").facts["weights_only"] is True
+
+
+def test_counters_may_be_tensors_and_tables_of_angles_are_left(tmp_path: Path, capfd: Any) -> None:
+    counters = {"step": torch.tensor(7), "ntokens_seen": torch.tensor(99)}
+    folder = saved(tmp_path / "old", train_state=counters, freqs_cis=torch.ones(3, dtype=torch.complex64))
+    assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "a"), *words()]) == 0
+    assert "freqs_cis (complex64): not taken" in capfd.readouterr().out
+    state = manifest.read(tmp_path / "a").facts["state"]
+    assert (state["step"], state["updates"], state["tokens_seen"]) == (7, 7, 99)
+
+
+def test_names_of_wrapped_modules_are_read(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from dcp_folders import TitanLlama
+
+    plain = TitanLlama().state_dict()
+    dcp.save(
+        {f"module.{name.replace('.attention.', '._orig_mod.attention.')}": t for name, t in plain.items()},
+        checkpoint_id=tmp_path / "wrapped",
+        no_dist=True,
+    )
+    assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "wrapped"), str(tmp_path / "a"), *words()]) == 0
+    same(tensors_of(tmp_path / "a"), {our_name(name): rows(name, tensor) for name, tensor in plain.items()})
+
+
+def test_a_llama_2_of_the_first_torchtitan_comes_in_and_goes_out(tmp_path: Path, capsys: Any) -> None:
+    folder, ours = saved_one(tmp_path / "step-3"), tmp_path / "ours"
+    assert cli.main(["checkpoint", "from-dcp", str(folder), str(ours), "--model.name=llama2", *words()]) == 0
+    assert "rotary angles" not in capsys.readouterr().out
+    before = DcpFolder(folder)
+    weights = {our_name(n): rows(n, before.tensor(n)) for n in before.tensors if not n.startswith(("optim", "train"))}
+    same({name: tensor for name, tensor in tensors_of(ours).items() if name.startswith("model.")}, weights)
+    assert cli.main(["checkpoint", "to-dcp", str(ours), str(tmp_path / "b"), "--model-only"]) == 0
+    after = DcpFolder(tmp_path / "b")
+    same({n: before.tensor(n) for n in after.tensors}, {n: after.tensor(n) for n in after.tensors})
+
+
+EXPERTS = ["router.gate.weight", *(f"experts.{w}" for w in ("w1", "w2", "w3"))]
+SHARED = [f"shared_experts.{w}.weight" for w in ("w1", "w2", "w3")]
+THEIRS = {
+    # of torchtitan's state dict adapters, without the numbers of layers
+    "llama4": {
+        *(f"attention.{w}.weight" for w in ("wq", "wk", "wv", "wo")),
+        *(f"moe.{name}" for name in [*EXPERTS, *SHARED]),
+        *(f"feed_forward.{w}.weight" for w in ("w1", "w2", "w3")),
+        *("attention_norm.weight", "ffn_norm.weight"),
+    },
+    "deepseek_v2": {
+        *(f"attention.{w}.weight" for w in ("wq", "wkv_a", "kv_norm", "wkv_b", "wo")),
+        *(f"moe.{name}" for name in [*EXPERTS, *SHARED]),
+        *(f"feed_forward.{w}.weight" for w in ("w1", "w2", "w3")),
+        *("attention_norm.weight", "ffn_norm.weight"),
+    },
+}
+
+
+@pytest.mark.parametrize("family", THEIRS)
+def test_names_are_those_of_torchtitans_adapters(family: str) -> None:
+    from shardtrain import models
+
+    module = models.find(family)
+    config = models.shape_of(module, next(iter(module.FLAVORS)), {"num_layers": 4}, "rmsnorm")
+    names = naming.naming(naming.TORCHTITAN, family, config)
+    ours = [name for name, _ in models.build(module, config).named_parameters()]
+    found = [names.theirs(name) for name in ours]
+    assert len(set(found)) == len(found)
+    ends = {name.split(".", 2)[2] for name in found if name.startswith("layers.")}
+    assert ends == THEIRS[family]
+    assert {name for name in found if not name.startswith("layers.")} == {
+        "tok_embeddings.weight",
+        "norm.weight",
+        "output.weight",
+    }
+
+
+def test_a_model_that_is_laid_out_otherwise_is_refused_both_ways(tmp_path: Path, capfd: Any) -> None:
+    folder = saved_one(tmp_path / "step-3")
+    assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), "--model.name=gpt_oss"]) == 2
+    told = capfd.readouterr().err
+    assert "gpt_oss" in told and "w1 and w3 as one matrix" in told and "shardtrain import" in told
+    with pytest.raises(ConfigError, match=r"w1 and w3 as one matrix there.*--names=shardtrain"):
+        naming.naming(naming.TORCHTITAN, "gpt_oss", None)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_angles_that_torchtitan_computes_otherwise_are_told() -> None:
+    """Its Llama is always scaled; its DeepSeek-V3 is stretched where rows are longer than 4096 tokens."""
+    from shardtrain import models
+    from shardtrain.tools.dcp.reading import _other_angles
+    from shardtrain.utils.errors import ConfigError
+
+    def config(name: str, **overrides: Any) -> Any:
+        return models.shape_of(models.find(name), "debugmodel", overrides, "rmsnorm")
+
+    (line,) = _other_angles("llama3", config("llama3"), None)
+    assert 'rope_scaling = "llama3"' in line
+    assert not _other_angles("llama3", config("llama3", rope_scaling="llama3"), None)
+    deep = config("deepseek_v3", rope_factor=40.0)
+    assert not _other_angles("deepseek_v3", deep, 8192) and len(_other_angles("deepseek_v3", deep, None)) == 1
+    with pytest.raises(
+        ConfigError, match=r"rope_factor=40.0 is not what torchtitan computes with training.seq_len=2048"
+    ):
+        _other_angles("deepseek_v3", deep, 2048)
+    assert not _other_angles("deepseek_v3", config("deepseek_v3", rope_factor=1.0), 2048)
+
+
+def test_a_folder_holds_all_that_a_schedule_and_an_optimizer_of_pytorch_ask_for(tmp_path: Path) -> None:
+    folder = saved_one(tmp_path / "step-3")
+    assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]) == 0
+    config = tmp_path / "run.toml"
+    config.write_text('[optimizer]\nname = "Adam"\n' + "".join(f"{w[2:].replace('=', ' = ')}\n" for w in words()))
+    text = config.read_text()
+    config.write_text("\n".join(sorted(text.splitlines(), key=lambda line: "model" not in line)))
+    assert cli.main(["checkpoint", "to-dcp", str(tmp_path / "ours"), str(tmp_path / "b"), f"--config={config}"]) == 0
+    there = DcpFolder(tmp_path / "b")
+    one = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    asked = torch.optim.lr_scheduler.LambdaLR(one, lambda _: 1.0).state_dict()
+    assert {f"lr_scheduler.{key}" for key in asked} <= there.objects.keys()
+    assert there.value("lr_scheduler.last_epoch") == STEP
+    group = "optimizer.param_groups.norm.weight."
+    assert {group + key for key in one.param_groups[0] if key != "params"} <= there.objects.keys()
+    decoupled = group + "decoupled_weight_decay"  # of an Adam, not as AdamW
+    assert decoupled not in there.objects or there.value(decoupled) is False
+
+
+def test_a_folder_without_the_optimizer_gives_weights_and_says_so(tmp_path: Path, capfd: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+    from dcp_folders import TitanLlama
+
+    dcp.save({"model": TitanLlama().state_dict()}, checkpoint_id=tmp_path / "old", no_dist=True)  # as in v0.1
+    main = ["checkpoint", "from-dcp", str(tmp_path / "old")]
+    assert cli.main([*main, str(tmp_path / "a"), *words(), "--optimizer", "true"]) == 5
+    assert "no state of the optimizer: it holds none" in capfd.readouterr().err
+    assert cli.main([*main, str(tmp_path / "b"), *words()]) == 0
+    assert manifest.read(tmp_path / "b").facts["weights_only"] is True

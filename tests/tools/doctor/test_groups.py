@@ -1,0 +1,65 @@
+"""Laws of groups: each axis divides all ranks once, as the mesh does, and pairs meet both neighbours."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+from patients import loaded
+
+from shardtrain.distributed.mesh import AXES
+from shardtrain.tools.doctor import groups
+
+degrees = st.lists(st.integers(1, 4), min_size=len(AXES), max_size=len(AXES))
+
+
+@given(degrees)
+def test_each_axis_divides_the_ranks_into_groups_that_differ_along_it_alone(chosen):
+    sizes = dict(zip(AXES, chosen, strict=True))
+    found = groups.of_mesh(sizes)
+    assert set(found) == {axis for axis, degree in sizes.items() if degree > 1}
+    for axis, divided in found.items():
+        assert sorted(rank for group in divided for rank in group) == list(range(math.prod(chosen)))
+        for group in divided:
+            places = [_place(rank, chosen) for rank in group]
+            number = AXES.index(axis)
+            assert [place[number] for place in places] == list(range(sizes[axis]))
+            assert len({(*place[:number], *place[number + 1 :]) for place in places}) == 1
+
+
+def _place(rank, shape):
+    """Row-major, as ``init_device_mesh`` arranges ranks."""
+    place = []
+    for degree in reversed(shape):
+        rank, here = divmod(rank, degree)
+        place.append(here)
+    return place[::-1]
+
+
+@given(st.integers(2, 40))
+def test_pairs_are_disjoint_in_a_round_and_join_neighbours(size):
+    rounds = groups.pairs(range(size))
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks))
+        assert all((b - a) % size == 1 for a, b in pairs)
+    assert size < 3 or {rank for pairs in rounds for pair in pairs for rank in pair} == set(range(size))
+
+
+def test_hosts_give_groups_within_and_across_and_one_division_is_measured_once(tmp_path):
+    hosts = ["a", "a", "b", "b"]
+    found = groups.of_run(loaded(tmp_path), hosts)
+    assert found == {
+        "dp_shard (all ranks)": [[0, 1, 2, 3]],
+        "one host": [[0, 1], [2, 3]],
+        "across hosts": [[0, 2], [1, 3]],
+    }
+    found = groups.of_run(loaded(tmp_path, parallelism={"tensor_parallel_degree": 2}), hosts)
+    assert set(found) == {"dp_shard (across hosts)", "tp (one host)", "all ranks"}
+
+
+def test_a_mesh_that_does_not_fit_leaves_the_groups_of_hosts(tmp_path):
+    found = groups.of_run(loaded(tmp_path, parallelism={"tensor_parallel_degree": 2}), ["a"] * 3)
+    assert found == {"all ranks": [[0, 1, 2]]}
+    assert groups.of_run(loaded(tmp_path), ["a"]) == {}

@@ -1,0 +1,346 @@
+"""Laws of judging: a healthy cluster passes, and each trouble makes its own row and no other, and names who has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import patients
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardtrain.tools.doctor import health, links, network_judge, rank, report
+from shardtrain.tools.doctor.result import Said
+
+
+def judged(said):
+    return rank.judge(said)
+
+
+def troubles(said):
+    return {(one.area, one.subject): one for one in judged(said) if one.verdict != "pass"}
+
+
+def spoiled(spoil, ranks, **world):
+    said = patients.healthy(**world)
+    for number in ranks:
+        spoil(said.facts[number])
+    return said
+
+
+def test_a_healthy_cluster_passes():
+    found = judged(patients.healthy())
+    assert troubles(patients.healthy()) == {}
+    assert {one.area for one in found} == {area.name for area in rank.AREAS}
+    assert report.exit_code(found) == 0
+
+
+def change(area, **values):
+    return lambda facts: facts[area].update(values)
+
+
+def sick(**values):
+    return lambda facts: facts["devices"]["health"].update(values)
+
+
+def wrong_sum(facts):
+    facts["network"]["collectives"][0]["right"] = False
+
+
+def slow_collective(facts):
+    facts["network"]["collectives"][0]["rate"] = 5e9
+
+
+def unwritable(facts):
+    facts["storage"]["folders"]["checkpoint.folder"].update(error="Permission denied", rate=0.0)
+
+
+def nearly_full(facts):
+    facts["storage"]["folders"]["checkpoint.folder"]["free"] = 2**20
+
+
+def shorter_data(facts):
+    facts["storage"]["data"]["training.dataset_path"] = "1 file, 16 bytes"
+
+
+def variable(**values):
+    return lambda facts: facts["environment"]["variables"].update(values)
+
+
+TROUBLES = [
+    # what is done to rank 2, the first of host-1: the area and subject of the row, its verdict, a word of it
+    (change("versions", torch="2.12.0"), "versions", "torch", "fail", "2.12.0 on rank 2 (host-1)"),
+    (change("versions", options="def"), "versions", "options", "fail", "def on"),
+    (change("hosts", addresses=["127.0.1.1"]), "hosts", "name resolves", "fail", "itself alone"),
+    (change("hosts", addresses=[]), "hosts", "name resolves", "fail", "no address"),
+    (change("hosts", port_range=[32768, 32868]), "hosts", "ephemeral ports", "warn", "32868"),
+    (variable(NCCL_P2P_DISABLE="1"), "environment", "NCCL_P2P_DISABLE", "warn", "NVLink"),
+    (variable(NCCL_IB_DISABLE="1"), "environment", "NCCL_IB_DISABLE", "fail", "idle"),
+    (variable(NCCL_SOCKET_IFNAME="ib0"), "environment", "NCCL_SOCKET_IFNAME", "fail", "none of lo, eth0"),
+    (
+        change("environment", unseen="SLURM_GPUS_ON_NODE=8, of which none can be seen here"),
+        "environment",
+        "devices of the job",
+        "fail",
+        "none can be seen",
+    ),
+    (variable(OMP_NUM_THREADS="64"), "environment", "threads", "warn", "64 of OpenMP"),
+    (change("config", problems=["a=1 is wrong; use 2"]), "config", "problem", "fail", "rank 2 (host-1)"),
+    (change("limits", open_files=256), "limits", "open files", "fail", "256"),
+    (change("limits", open_files=1024), "limits", "open files", "warn", "1024"),
+    (change("limits", locked_bytes=65536), "limits", "locked memory", "fail", "64.00 KiB"),
+    (change("limits", core_bytes=-1), "limits", "core dumps", "warn", "unlimited"),
+    (change("limits", quota=1.0), "limits", "CPU quota", "warn", "1 of 64"),
+    (change("limits", load=200.0), "limits", "CPU load", "warn", "200.0"),
+    (change("limits", governor="powersave"), "limits", "CPU governor", "warn", "powersave"),
+    (change("limits", steal=0.2), "limits", "CPU steal", "warn", "20.0 %"),
+    (change("memory", shared=64 * 2**20), "memory", "/dev/shm", "fail", "64.00 MiB"),
+    (change("memory", kills=3), "memory", "kills for memory", "warn", "3 in this container"),
+    (change("memory", limit=2**30, used=2**30), "memory", "host memory", "warn", "container"),
+    (change("memory", device_free=20 * 2**30), "memory", "device memory", "fail", "20.00 GiB free"),
+    (change("clock", moments=[1100.0 + n for n in range(4)]), "clock", "skew", "fail", "+100.0 s on rank 2"),
+    (change("clock", moments=[1002.0 + n for n in range(4)]), "clock", "skew", "warn", "+2.0 s"),
+    (change("clock", synchronized=False), "clock", "synchronized", "warn", "no"),
+    (change("clock", source="hpet"), "clock", "source", "warn", "hpet"),
+    (unwritable, "storage", "checkpoint.folder", "fail", "Permission denied"),
+    (nearly_full, "storage", "checkpoint.folder", "warn", "1.00 MiB free"),
+    (
+        change("storage", data={"training.dataset_path": "1 file, 16 bytes"}),
+        "storage",
+        "training.dataset_path",
+        "fail",
+        "16",
+    ),
+    (change("devices", name="NVIDIA A100-SXM4-80GB"), "devices", "kind", "warn", "A100"),
+    (change("devices", exact=False), "devices", "product of matrices", "fail", "wrong on rank 2"),
+    (change("devices", rate=400e12), "devices", "matmul bfloat16", "warn", "slowest rank 2"),
+    (change("devices", rate=100e12), "devices", "matmul bfloat16", "fail", "slowest rank 2"),
+    (change("devices", uuid="GPU-3"), "devices", "one rank a device", "fail", "host-1 (ranks 2-3)"),
+    (sick(**{"ecc.errors.uncorrected.volatile.total": "4"}), "devices", "memory errors", "fail", "4 uncorrected"),
+    (sick(**{"remapped_rows.pending": "1"}), "devices", "memory errors", "fail", "remapping"),
+    (sick(**{"clocks_event_reasons.active": "0x48"}), "devices", "held down", "fail", "heat (hardware)"),
+    (sick(**{"pcie.link.width.current": "8"}), "devices", "PCIe link", "warn", "x8 of x16"),
+    (sick(nvlink=[26.562] * 17 + [0.0]), "devices", "NVLink", "fail", "1 of 18 links down"),
+    (wrong_sum, "network", "all_reduce all ranks", "fail", "wrong numbers on rank 2"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "area", "subject", "verdict", "word"), TROUBLES)
+def test_each_trouble_of_one_rank_is_named_with_the_rank_and_a_fix(spoil, area, subject, verdict, word):
+    found = troubles(spoiled(spoil, [2]))
+    row = found[area, subject]
+    assert row.verdict == verdict and word in row.measured and row.fix and 2 in row.ranks
+    others = set(found) - {(area, subject)}
+    # a variable that one rank alone has is also one that differs
+    assert all(other[0] == area == "environment" for other in others), others
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(TROUBLES), st.permutations(range(4)))
+def test_the_order_in_which_ranks_answer_changes_no_row(trouble, order):
+    said = spoiled(trouble[0], [2])
+    shuffled = Said(said.size, {number: said.facts[number] for number in order})
+    assert judged(shuffled) == judged(said)
+
+
+def test_a_slow_network_is_told_against_its_cards():
+    said = spoiled(slow_collective, range(4))
+    row = troubles(said)["network", "all_reduce all ranks"]
+    # two cards of 400 Gb/s are 100 GB/s, one group crosses them
+    assert row.verdict == "fail" and "100 GB/s of the network cards" in row.expected and "5 GB/s" in row.measured
+
+
+def test_devices_of_one_host_are_expected_to_use_nvlink():
+    said = patients.healthy()
+    rate, why = links.expected(said, [0, 1], 2)
+    assert rate == pytest.approx(18 * 26.562e9) and "NVLink" in why
+    for facts in said.facts.values():
+        facts["devices"]["health"]["nvlink"] = []
+    assert links.expected(said, [0, 1], 2) == (pytest.approx(63.008e9), "63 GB/s of PCIe 5 x16")
+
+
+def test_groups_that_cross_the_same_cards_share_them():
+    said = patients.healthy()
+    assert links.expected(said, [0, 2], 1)[0] == 2 * links.expected(said, [0, 2], 2)[0] == 100e9
+
+
+def test_groups_are_counted_at_the_hosts_that_they_cross():
+    said = patients.healthy(4, 2)
+    # two pipelines of two hosts each: of the four groups, two cross each host
+    divided = [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert [network_judge._crossing(said, group, divided) for group in divided] == [2, 2, 2, 2]
+    assert network_judge._crossing(said, [0, 1], [[0, 1], [2, 3]]) == 0
+
+
+def test_a_slow_rank_is_told_from_its_neighbours_by_its_better_pair():
+    said = patients.healthy(4, 2)
+    hosts = [0, 2, 4, 6]
+    for number, first in enumerate(hosts):
+        for peer in (hosts[number - 1], hosts[(number + 1) % 4]):
+            rate = 3e9 if 4 in (first, peer) else 40e9
+            said.facts[first]["network"]["pairs"] = [
+                *said.facts[first]["network"]["pairs"],
+                {"kind": "neighbouring hosts", "peer": peer, "rate": rate},
+            ]
+    row = troubles(said)["network", "neighbouring hosts"]
+    assert row.ranks == (4,) and "slowest rank 4 (host-2)" in row.measured
+
+
+def test_a_port_of_the_fabric_that_is_down_is_told_by_host():
+    down = [{"name": "mlx5_0:1", "kind": "infiniband", "up": True, "rate": 50e9}]
+    found = troubles(spoiled(change("network", cards=down), [2, 3]))
+    assert found["network", "fabric"].ranks == (2, 3) and "1 on host-1" in found["network", "fabric"].measured
+
+
+@pytest.mark.parametrize("must_share", [True, False])
+def test_a_folder_that_hosts_do_not_share_fails_where_it_must_be_shared(must_share):
+    said = patients.healthy()
+    for number in range(4):
+        seen = [0, 1] if number < 2 else [2, 3]
+        own = patients.folder(range(4), seen=seen, must_share=must_share)
+        said.facts[number]["storage"]["folders"]["checkpoint.folder"] = own
+    found = troubles(said)
+    assert (("storage", "checkpoint.folder shared") in found) == must_share
+
+
+def test_a_slow_host_is_named_by_its_disk():
+    def lame(facts):
+        facts["storage"]["folders"]["checkpoint.folder"]["rate"] = 50e6
+
+    said = spoiled(lame, [4, 5], num_hosts=3)
+    row = troubles(said)["storage", "checkpoint.folder rate"]
+    assert row.ranks == (4, 5) and "host-2, the slowest host" in row.measured
+
+
+def test_a_model_too_large_for_devices_and_disk_is_told():
+    said = patients.healthy()
+    said.facts[0]["config"] |= {"state_bytes_per_rank": 2**37, "checkpoint_bytes": 2**43}
+    found = troubles(said)
+    assert found["memory", "device memory"].verdict == "fail"
+    assert "128.00 GiB or more" in found["memory", "device memory"].expected
+    assert found["storage", "room for a checkpoint"].verdict == "fail"
+
+
+def test_hosts_with_unequal_numbers_of_ranks_are_told():
+    said = patients.healthy(3)
+    fewer = {number: facts for number, facts in said.facts.items() if number != 5}
+    fewer[4]["hosts"]["local_size"] = 1
+    assert troubles(Said(5, fewer))["hosts", "ranks per host"].ranks == (4,)
+
+
+def test_a_busy_port_is_told_where_no_job_runs():
+    said = spoiled(change("hosts", in_job=False, port_busy=True), range(4))
+    assert "29500 is busy" in troubles(said)["hosts", "meeting port"].measured
+
+
+def test_a_rank_that_says_nothing_is_missing_and_ends_the_report_with_the_status_of_a_lost_peer():
+    said = patients.healthy()
+    facts = {number: own for number, own in said.facts.items() if number != 3}
+    found = judged(Said(4, facts, {3: "devices"}))
+    assert found[0].verdict == "fail" and found[0].ranks == (3,) and "last seen at devices" in found[0].measured
+    assert report.exit_code(found) == 6
+
+
+def test_the_status_is_that_of_the_first_failure_and_warnings_count_when_strict():
+    found = judged(spoiled(unwritable, [1]))
+    assert report.exit_code(found) == 8
+    warned = judged(spoiled(change("limits", load=200.0), [1]))
+    assert (report.exit_code(warned), report.exit_code(warned, strict=True)) == (0, 1)
+
+
+def test_the_table_names_hosts_and_fixes_and_fits_a_terminal():
+    said = spoiled(change("versions", torch="2.12.0"), [2, 3], num_hosts=3)
+    told = report.document(said, judged(said), 3.0)
+    assert json.loads(report.to_json(told)) == json.loads(json.dumps(told))
+    text = report.text_of(told)
+    assert "look at host-1 (ranks 2-3): versions: torch" in text and "fix: start all ranks from one environment" in text
+    assert max(map(len, text.splitlines())) <= report.WIDTH
+    assert text.splitlines()[-1].startswith("fail: ")
+
+
+def test_all_fields_of_a_finding_are_in_the_document():
+    said = patients.healthy()
+    told = report.document(said, judged(said), 1.0)
+    names = {field.name for field in dataclasses.fields(judged(said)[0])}
+    assert all(set(row) == names for row in told["findings"])
+    assert told["hosts"] == {"host-0": 2, "host-1": 2} and told["verdict"] == "pass" and told["named"] == {}
+
+
+def test_what_the_driver_says_is_read_and_what_a_device_lacks_is_left_out():
+    fields = ["driver_version", "clocks_throttle_reasons.active", "ecc.mode.current", "power.draw"]
+    found = health.parse(fields, "580.95, 0x0000000000000001, [N/A], 71.3\n")
+    assert found == {
+        "driver_version": "580.95",
+        "clocks_event_reasons.active": "0x0000000000000001",
+        "power.draw": "71.3",
+    }
+    assert "No devices" in health.parse(fields, "No devices were found\n")["error"]
+
+
+def test_a_field_that_an_old_driver_does_not_know_is_asked_by_its_older_name_or_left_out(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        '*nvlink*) echo "  Link 0: 25 GB/s";;\n'
+        "*clocks_event*) echo 'Field \"clocks_event_reasons.active\" is not a valid field to query.'; exit 2;;\n"
+        "*remapped_rows.failure*) echo 'Field \"remapped_rows.failure\" is not a valid field to query.'; exit 2;;\n"
+        f"*) echo '{', '.join(['1'] * (len(health.FIELDS) - 1))}';;\n"
+        "esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with health.asking("GPU-1") as asked:
+        found = health.answer(asked, "GPU-1")
+    assert found["nvlink"] == [25.0] and found["clocks_event_reasons.active"] == "1"
+    assert "remapped_rows.failure" not in found and "error" not in found
+
+
+def test_speeds_of_cards_are_read_from_the_kernel(tmp_path):
+    files = {
+        "infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+        "infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)",
+        "infiniband/mlx5_1/ports/1/state": "1: DOWN",
+        "infiniband/mlx5_1/ports/1/rate": "10 Gb/sec (4X SDR)",
+        "net/eth0/speed": "25000",
+        "net/eth0/operstate": "up",
+        "net/eth0/device/vendor": "0x8086",
+        "net/lo/operstate": "unknown",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    rates = {card["name"]: card["rate"] for card in links.network_cards(tmp_path)}
+    assert rates == {"mlx5_0:1": 50e9, "mlx5_1:1": 0.0, "eth0": 3.125e9}
+
+
+def test_each_area_is_judged_without_what_the_others_could_not_tell():
+    whole = patients.healthy()
+    for area in rank.AREAS:
+        said = Said(4, {number: _without(own, area.name) for number, own in whole.facts.items()})
+        assert not [one for one in judged(said) if one.area == area.name]
+
+
+def _without(facts, name):
+    return {area: one for area, one in facts.items() if area != name}
+
+
+@pytest.mark.parametrize("behind", [[0], [3], [1, 2]])
+def test_of_ranks_that_hang_those_furthest_behind_are_named(behind):
+    said = patients.healthy()
+    for number, own in said.facts.items():
+        own["network"] = {"stopped": "all_reduce on tp", "place": 7 if number in behind else 8}
+    (row,) = [one for one in judged(said) if one.area == "network"]
+    assert row.ranks == tuple(behind) and "all_reduce on tp did not end" in row.measured
+
+
+def test_a_collective_in_which_all_ranks_hang_is_told_as_such_unless_one_is_missing():
+    said = patients.healthy()
+    for own in said.facts.values():
+        own["network"] = {"stopped": "all_reduce on tp", "place": 7}
+    (row,) = [one for one in judged(said) if one.area == "network"]
+    assert "with all ranks in it" in row.measured and row.ranks == ()
+    facts = {number: own for number, own in said.facts.items() if number != 3}
+    rows = [one for one in judged(Said(4, facts, {3: "all_reduce on tp"})) if one.verdict == "fail"]
+    assert [one.ranks for one in rows] == [(3,), (3,)] and "did not arrive" in rows[1].measured

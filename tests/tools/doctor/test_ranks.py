@@ -1,0 +1,290 @@
+"""Laws of examining real ranks: what is wrong on one of them is found, named, and told within the limit."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+from pathlib import Path
+
+import patience
+import patients
+import pytest
+import torch
+from patients import examined, rows
+
+from shardtrain.ops import dtensor as shards
+from shardtrain.tools.doctor import clock, devices, hosts, limits, memory, network, numbers, storage, versions
+from shardtrain.tools.doctor import store_channel as line
+
+
+def test_ranks_that_are_well_are_found_well(tmp_path):
+    said = examined(2, tmp_path, ["versions", "hosts", "clock", "storage", "network"], _loopback)
+    found = rows(said, "versions", "clock", "storage", "network")
+    failed = [one for one in found.values() if one.verdict == "fail"]
+    assert failed == []
+    assert found["job.dump_folder shared"].verdict == "pass"
+    assert (
+        found["all_reduce dp_shard (all ranks)"].verdict == found["all_gather dp_shard (all ranks)"].verdict == "pass"
+    )
+    assert not list(tmp_path.glob(f"{storage.PREFIX}*"))
+
+
+def _loopback(rank):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
+def test_ranks_of_several_hosts_are_measured_within_and_across_them(tmp_path):
+    said = examined(6, tmp_path, ["hosts", "network"], _three_hosts)
+    found = rows(said, "hosts", "network")
+    assert set(said.hosts()) == {"host-0", "host-1", "host-2"}
+    for axis in ("dp_shard (all ranks)", "one host", "across hosts"):
+        assert "GB/s" in found[f"all_reduce {axis}"].measured and "GB/s" in found[f"all_gather {axis}"].measured
+    assert "slowest group host-" in found["all_reduce one host"].measured
+    assert {rank for rank, facts in said.of("network").items() if facts["pairs"]} == {0, 2, 4}, "the first of each host"
+    assert "neighbouring hosts" in found and "neighbours" not in found
+
+
+def _three_hosts(rank):
+    _loopback(rank)
+    socket.gethostname = lambda: f"host-{rank // 2}"
+
+
+def test_a_rank_with_another_torch_is_named(tmp_path):
+    row = rows(examined(3, tmp_path, ["versions"], _older), "versions")["torch"]
+    assert row.verdict == "fail" and row.ranks == (1,) and "2.11.0 on rank 1" in row.measured
+
+
+def _older(rank):
+    if rank == 1:
+        torch.__version__ = "2.11.0"
+
+
+def test_a_rank_that_multiplies_slowly_is_named(tmp_path):
+    row = rows(examined(3, tmp_path, ["devices"], _lame), "devices")["matmul float32"]
+    assert row.verdict == "warn" and row.ranks == (2,)
+
+
+def _lame(rank):
+    # 20 products instead of one, so that even a busy machine leaves it behind
+    devices.CPU_SIZE, devices.REPEATS = 256, 3
+    if rank == 2:
+        product = devices.multiply
+        devices.multiply = lambda a, b: [product(a, b) for _ in range(20)][-1]
+
+
+def test_a_product_with_one_wrong_bit_is_found(tmp_path):
+    row = rows(examined(2, tmp_path, ["devices"], _damaged), "devices")["product of matrices"]
+    assert row.verdict == "fail" and row.ranks == (1,)
+
+
+def _damaged(rank):
+    devices.CPU_SIZE, devices.REPEATS = 256, 1
+    if rank == 1:
+        product = devices.multiply
+
+        def flawed(a, b):
+            found = product(a, b)
+            found[17, 3] += 1
+            return found
+
+        devices.multiply = flawed
+
+
+def test_a_clock_that_is_ahead_is_named(tmp_path):
+    row = rows(examined(3, tmp_path, ["clock"], _ahead), "clock")["skew"]
+    assert row.verdict == "fail" and row.ranks == (1,) and "+90." in row.measured
+
+
+def _ahead(rank):
+    if rank == 1:
+        now = time.time
+        clock.time = type("Clock", (), {"time": staticmethod(lambda: now() + 90.0)})
+
+
+def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_told(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+
+    def own(rank):
+        return patients.loaded(tmp_path / "ab"[rank], checkpoint={"enable": True})
+
+    found = rows(examined(2, tmp_path, ["storage"], _impatient, own), "storage")
+    assert found["checkpoint.folder shared"].verdict == "fail" and "first_node" in found["checkpoint.folder shared"].fix
+    assert found["job.dump_folder shared"].verdict == "pass", "each host may keep its own logs"
+    assert not list(tmp_path.rglob(f"{storage.PREFIX}*"))
+
+
+def _impatient(rank):
+    storage.SEEN_SECONDS = 0.3
+
+
+def test_a_folder_that_one_rank_cannot_write_is_told(tmp_path):
+    row = rows(examined(2, tmp_path, ["storage"], _read_only), "storage")["job.dump_folder"]
+    assert row.verdict == "fail" and row.ranks == (1,) and "Permission denied" in row.measured
+
+
+def _read_only(rank):
+    if rank == 1:  # root may write to every folder
+
+        def refuse(folder):
+            raise PermissionError(13, "Permission denied")
+
+        storage.write_rate = refuse
+
+
+def test_a_collective_that_hangs_names_the_rank_that_did_not_arrive(tmp_path):
+    started = time.monotonic()
+    said = examined(3, tmp_path, ["hosts", "network"], _hangs, limit_seconds=4.0)
+    assert time.monotonic() - started < patience.seconds(60), "nobody waited for the end of the hang"
+    found = [one for one in patients.judged(said, "hosts", "network") if one.area == "network"]
+    assert [one.ranks for one in found] == [(2,), ()]
+    assert "all_reduce on dp_shard (all ranks) did not end on rank 2" in found[0].measured
+    assert "rank 2 did not come past all_reduce" in found[1].measured and "ranks 0-1 waited" in found[1].measured
+
+
+def _hangs(rank):
+    _loopback(rank)
+    if rank == 2:
+        measure = network.COLLECTIVES["all_reduce"]
+        network.COLLECTIVES["all_reduce"] = lambda here, group: (measure(here, group), time.sleep(60))[0]
+
+
+def test_a_rank_that_never_comes_is_waited_for_once_and_named(tmp_path):
+    started = time.monotonic()
+    said = examined(3, tmp_path, ["hosts", "clock", "storage", "network"], _absent, limit_seconds=1.5)
+    assert time.monotonic() - started < patience.seconds(60)
+    found = [one for one in patients.judged(said, "hosts", "clock", "storage", "network") if one.verdict == "fail"]
+    assert found[0].area == "ranks" and found[0].ranks == (1,)
+    assert [one.measured for one in found[1:]] == ["rank 1 has not come; ranks 0, 2 waited"]
+    assert not list(tmp_path.glob(f"{storage.PREFIX}*"))
+
+
+def _absent(rank):
+    line.EXTRA_SECONDS, line.AGAIN_SECONDS = 0.5, 0.3
+    return patients.ABSENT if rank == 1 else None
+
+
+def test_a_check_that_does_not_end_is_a_finding_and_the_others_go_on(tmp_path):
+    said = examined(1, tmp_path, ["versions", "storage", "limits"], _dead_server, limit_seconds=3.0)
+    found = rows(said, "versions", "storage", "limits")
+    assert found["check"].area == "storage" and "did not end" in found["check"].measured
+    assert found["open files"].area == "limits" and found["torch"].verdict == "pass"
+
+
+def _dead_server(rank):
+    storage.write_rate = lambda folder: time.sleep(60)
+
+
+def test_a_check_that_raises_is_a_finding(tmp_path):
+    found = rows(examined(1, tmp_path, ["memory"], _raises), "memory")
+    assert found["check"].verdict == "fail" and "RuntimeError: no such device" in found["check"].measured
+
+
+def _raises(rank):
+    def refuse(*_):
+        raise RuntimeError("no such device\nwith a trace")
+
+    memory.host_memory = refuse
+
+
+def test_a_low_limit_of_open_files_is_told(tmp_path):
+    found = rows(examined(1, tmp_path, ["limits"], _few_files), "limits")
+    assert found["open files"].verdict == "fail" and found["open files"].measured == "128"
+
+
+def _few_files(rank):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def test_a_port_where_somebody_listens_is_busy():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert not hosts.is_free(port)
+    assert hosts.is_free(port)
+
+
+def test_a_problem_of_the_configuration_on_this_machine_is_told(tmp_path):
+    def own(rank):
+        return patients.loaded(tmp_path, training={"dataset": "text", "dataset_path": str(tmp_path / "nothing.txt")})
+
+    found = rows(examined(1, tmp_path, ["config"], loaded_of=own), "config")
+    assert found["problem"].verdict == "fail" and "nothing.txt" in found["problem"].measured
+
+
+def test_the_needs_of_a_model_are_those_of_its_weights_gradients_and_two_moments(tmp_path):
+    facts = examined(2, tmp_path, ["config"]).facts[0]["config"]
+    parameters = facts["parameters"]
+    assert facts["state_bytes_per_rank"] == parameters * 4 * 4 // 2
+    assert facts["checkpoint_bytes"] == parameters * 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "max 100000"}, 0.0),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_a_container_s_cpu_quota_is_read_in_both_versions(tmp_path, files, limit):
+    _write(tmp_path, files)
+    assert limits.cpu_quota(tmp_path) == limit
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({"memory.max": "1000", "memory.current": "10"}, (1000, 10)),
+        ({"memory.max": "max", "memory.current": "10"}, (0, 0)),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712"}, (0, 0)),
+        ({"memory/memory.limit_in_bytes": "500", "memory/memory.usage_in_bytes": "5"}, (500, 5)),
+    ],
+)
+def test_a_container_s_memory_is_read_in_both_versions(tmp_path, files, found):
+    _write(tmp_path, files)
+    assert memory.cgroup_memory(tmp_path) == found
+
+
+def _write(folder: Path, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{text}\n")
+
+
+def test_the_filesystem_of_a_path_is_that_of_the_nearest_mount(tmp_path):
+    (tmp_path / "mounts").write_text("a / ext4 rw\nb /scratch lustre rw\nc /scratch2 nfs4 rw\n")
+    assert storage.filesystem_of(Path("/scratch/run"), tmp_path / "mounts") == "lustre"
+    assert storage.filesystem_of(Path("/scratch2"), tmp_path / "mounts") == "nfs4"
+    assert storage.filesystem_of(Path("/scratching"), tmp_path / "mounts") == "ext4"
+
+
+def test_signs_that_a_killed_doctor_left_are_removed_when_they_are_old(tmp_path):
+    old, new = tmp_path / f"{storage.PREFIX}0-0", tmp_path / f"{storage.PREFIX}1-0"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    storage._sweep(tmp_path)
+    assert not old.exists() and new.exists()
+
+
+def test_versions_of_libraries_are_noted_without_importing_them(tmp_path):
+    facts = examined(1, tmp_path, ["versions"]).facts[0]["versions"]
+    assert facts["torch"] == torch.__version__ and facts["numpy"] and set(versions._LIBRARIES) <= set(facts)
+
+
+def test_sums_of_a_rank_that_are_off_are_found_and_the_rank_is_named(tmp_path):
+    said = examined(3, tmp_path, ["numbers"], _adds_in_float32)
+    found = rows(said, "numbers")
+    assert found["gradient norm"].verdict == "fail" and found["gradient norm"].ranks == (2,)
+    assert found["loss sum"].verdict == "pass" and "128,256" in found["loss sum"].measured
+
+
+def _adds_in_float32(rank):
+    numbers.NUMBERS, numbers.TOKENS = {"cpu": 2**21}, {"cpu": 4}
+    if rank == 2:
+        # the sum that PyTorch's own norm takes on a CPU: one chain of float32 squares for each lane
+        shards.squared_norm = lambda tensors: torch.linalg.vector_norm(tensors[0], dtype=torch.float32).square()

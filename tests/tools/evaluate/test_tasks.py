@@ -1,0 +1,160 @@
+"""Tasks of lm-eval over our engine give the numbers of lm-eval's own engine on the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_folders import build, save
+from ranks import run_ranks
+from tiny_tokenizers import bpe_folder
+
+from shardtrain.data import open_tokenizer
+from shardtrain.distributed.process_group import World
+from shardtrain.tools.evaluate.request import Request, read
+from shardtrain.tools.evaluate.tasks import check_known, measure
+from shardtrain.tools.generate.opening import open_model
+from shardtrain.utils.errors import ConfigError
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("transformers")
+
+ROWS = [
+    {"question": "the cat sat on the", "choices": [" mat", " dog", " fire, and the cat"], "answer": 0},
+    {"question": "Hello! How are", "choices": [" you", " we", " they today"], "answer": 0},
+    {"question": "def main():\n    return", "choices": [" 42", " the", " naïve café"], "answer": 0},
+    {"question": "the dog lay by the fire.", "choices": [" I", " am well", " thank you"], "answer": 2},
+]
+COMMON = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {rows}}}
+test_split: test
+output_type: {kind}
+"""
+CHOICES = """
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+target_delimiter: ""
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+ROLLING = """
+doc_to_text: ""
+doc_to_target: "{{question}} {{choices | join(' and ')}} {{question}} {{question}} {{question}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+"""
+UNTIL = """
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["a", "."], max_gen_toks: 6, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+TASKS = {
+    "tiny_choices": ("multiple_choice", CHOICES),
+    "tiny_rolling": ("loglikelihood_rolling", ROLLING),
+    "tiny_until": ("generate_until", UNTIL),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of task files, and one with a model whose texts are long for it."""
+    root = tmp_path_factory.mktemp("tasks")
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (root / "include").mkdir()
+    for name, (kind, text) in TASKS.items():
+        head = COMMON.format(name=name, rows=root / "rows.jsonl", kind=kind)
+        (root / "include" / f"{name}.yaml").write_text(head + text)
+    tokenizer = open_tokenizer(str(bpe_folder(root / "hf", bos_token="<s>", eos_token="</s>")))
+    save(build("llama2", vocab_size=tokenizer.vocab_size, max_position_embeddings=32), root / "hf")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+
+
+def asked(place: Path, batch_size: int = 3) -> Request:
+    words = ["--from", str(place / "hf"), "--tasks", ",".join(TASKS), "--include_path", str(place / "include")]
+    found = read([*words, "--batch_size", str(batch_size)])
+    assert found is not None
+    return found
+
+
+def ours(rank: int, place: Path, size: int, batch_size: int = 3) -> Any:
+    opened = open_model(place / "hf", here=World(rank, size, rank, torch.device("cpu")))
+    return measure(opened, asked(place, batch_size))
+
+
+def theirs(place: Path) -> Any:
+    import transformers
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "hf", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "hf")
+    engine = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=32, device="cpu")
+    manager = TaskManager(include_path=str(place / "include"), include_defaults=False)
+    return simple_evaluate(model=engine, tasks=list(TASKS), task_manager=manager, log_samples=False, bootstrap_iters=0)[
+        "results"
+    ]
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert found.keys() == expected.keys()
+    compared = 0
+    for task, values in expected.items():
+        for key, value in values.items():
+            if isinstance(value, float):
+                assert found[task][key] == pytest.approx(value, rel=1e-5), (task, key)  # float32, other order of sums
+                compared += 1
+    assert compared >= 6
+
+
+def test_the_numbers_are_those_of_their_engine_on_any_number_of_ranks(place: Path) -> None:
+    expected = theirs(place)
+    found = ours(0, place, 1)
+    assert_equal(found, expected)
+    assert found["tiny_until"].keys() == expected["tiny_until"].keys()
+    first, second = run_ranks(2, ours, place, 2, 2)
+    assert_equal(first, expected)
+    assert second == {}, "the first rank of a node tells"
+
+
+def test_the_texts_are_those_of_their_engine(place: Path) -> None:
+    import transformers
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from shardtrain.tools.evaluate.harness import Engine
+
+    options = {"until": ["a", "."], "max_gen_toks": 6, "do_sample": False}
+    requests = [Instance("generate_until", {}, (row["question"], options), i) for i, row in enumerate(ROWS)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "hf", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "hf")
+    engine = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=32, device="cpu")
+    expected = engine.generate_until(requests, disable_tqdm=True)
+    found = Engine(open_model(place / "hf"), 3).generate_until(requests)
+    assert found == expected and len(set(found)) > 1
+
+
+def test_a_task_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no task that lm-eval knows; did you mean tiny_choices?"):
+        check_known(["tiny_choice"], list(TASKS))
+
+
+def test_without_the_library_the_extra_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Exception, match=r'pip install "shardtrain\[eval\]"'):
+        measure(open_model(place / "hf"), asked(place))

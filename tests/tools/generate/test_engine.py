@@ -1,0 +1,211 @@
+"""Laws of the engine: a cache changes no token, nor does the batch, nor what stands beside a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import SHAPE
+from torch import nn
+from torch.nn import functional as F
+
+from shardtrain.config.model_file import model_names
+from shardtrain.models import build, find, shape_of
+from shardtrain.models.layers import AttentionCore
+from shardtrain.ops import init_weights as init
+from shardtrain.tools.generate.cache import BLOCK, CachedCore, installed
+from shardtrain.tools.generate.engine import Generator
+from shardtrain.tools.generate.sampling import Sampling
+from shardtrain.utils.errors import ConfigError, NumericalError
+
+VOCAB = SHAPE["vocab_size"]
+EXPERTS = {"num_experts": 8, "top_k": 2, "moe_ffn_dim": 64, "kv_lora_rank": 32}
+GREEDY = Sampling()
+DRAWN = Sampling(repetition_penalty=1.2, temperature=1.0, top_k=50, top_p=0.9)
+
+
+def tiny(family, layers=2, **overrides):
+    """A small model of a family whose layers count for much, so that a wrong mask or position changes tokens."""
+    module = find(family)
+    fields = {field.name for field in dataclasses.fields(module.Config)}
+    known = {name: size for name, size in {**SHAPE, **EXPERTS, **overrides}.items() if name in fields}
+    shape = shape_of(module, next(iter(module.FLAVORS)), {**known, "num_layers": layers}, "rmsnorm")
+    names = [name for name, _ in build(module, shape).named_parameters()]
+    draws = init.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
+    model = module.Model(shape)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            init.draw_(parameter, name, draws[name], 0)
+            if name.startswith("layers.") and parameter.ndim > 1:
+                parameter.mul_(6)
+    return model, module.LAYOUT
+
+
+def prompts(*lengths):
+    words = random.Random(0)
+    return [[words.randrange(VOCAB) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "family", [name for name in model_names() if getattr(find(name), "CAUSAL", True) and name != "transformers"]
+)
+def test_neither_the_cache_nor_the_batch_changes_a_token(family, sampling):
+    model, layout = tiny(family)
+    asked = prompts(5, 1, 17, 9)
+    found = Generator(model, layout).generate(asked, 16, sampling, seed=3)
+    assert [len(row) for row in found] == [16] * 4 and len({tuple(row) for row in found}) == 4
+    assert Generator(model, layout, use_cache=False).generate(asked, 16, sampling, seed=3) == found
+    for number, prompt in enumerate(asked):
+        assert Generator(model, layout).generate([prompt], 16, sampling, seed=3, numbers=[number]) == [found[number]]
+
+
+def test_passes_filled_up_to_a_multiple_of_ranks_change_no_token():
+    model, layout = tiny("llama3")
+    asked = prompts(4, 11)
+    assert Generator(model, layout, width=3).generate(asked, 9, DRAWN) == Generator(model, layout).generate(
+        asked, 9, DRAWN
+    )
+
+
+def test_rows_that_end_leave_the_others_as_they_are():
+    model, layout = tiny("qwen3")
+    asked, stops = prompts(3, 8, 8, 1, 6), frozenset(range(0, VOCAB, 9))
+    whole = Generator(model, layout).generate(asked, 24, DRAWN, seed=1)
+    found = Generator(model, layout).generate(asked, 24, DRAWN, seed=1, stop_ids=stops)
+    for row, full in zip(found, whole, strict=True):
+        ends = [place for place, token in enumerate(full) if token in stops]
+        assert row == (full[: ends[0] + 1] if ends else full)
+    assert len({len(row) for row in found}) > 2  # they ended at different times
+
+
+def test_a_row_ends_when_its_watcher_says_so():
+    model, layout = tiny("llama3")
+    asked, seen = prompts(3, 5), []
+
+    def watch(row, new):
+        seen.append((row, list(new)))
+        return row == 1 and len(new) == 2
+
+    found = Generator(model, layout).generate(asked, 4, watch=watch)
+    assert [len(row) for row in found] == [4, 2]
+    assert [new for row, new in seen if row == 0] == [found[0][: n + 1] for n in range(4)]
+
+
+def test_a_cache_that_grows_changes_no_token():
+    model, layout = tiny("llama3", layers=1)
+    asked, new = prompts(3, 7), BLOCK + 40
+    found = Generator(model, layout).generate(asked, new)
+    with torch.no_grad():  # at each place what the whole row makes the likeliest
+        row = torch.tensor([[*asked[1], *found[1]]])
+        logits = model(row, torch.arange(row.size(1))[None])[0, len(asked[1]) - 1 : -1]
+    assert logits.argmax(-1).tolist() == found[1] and len(found[1]) == new
+
+
+def test_the_seed_and_the_number_of_a_row_decide_what_is_drawn():
+    model, layout = tiny("llama3")
+    (prompt,) = prompts(6)
+    sampling = Sampling(temperature=1.0)
+    first, again = Generator(model, layout).generate([prompt, prompt], 12, sampling, seed=1, numbers=[0, 0])
+    assert first == again
+    other = Generator(model, layout).generate([prompt, prompt], 12, sampling, seed=1, numbers=[0, 7])
+    assert other[0] == first and other[1] != first
+    assert Generator(model, layout).generate([prompt], 12, sampling, seed=2) != [first]
+
+
+def test_only_ids_of_the_tokenizer_are_chosen():
+    model, layout = tiny("llama3")
+    found = Generator(model, layout, vocab_size=40).generate(prompts(4, 4), 30, Sampling(temperature=5.0))
+    assert max(map(max, found)) < 40
+
+
+def test_the_model_is_left_as_it_was():
+    model, layout = tiny("llama3")
+    before = {name: type(module) for name, module in model.named_modules()}
+    Generator(model, layout).generate(prompts(2), 2)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    assert model(tokens, torch.arange(3).expand(2, -1)).shape == (2, 3, VOCAB)  # the head sees all tokens again
+
+
+def test_weights_that_are_not_finite_are_an_error():
+    model, layout = tiny("llama3")
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    for sampling in (GREEDY, DRAWN):
+        with pytest.raises(NumericalError, match="not finite"):
+            Generator(model, layout).generate(prompts(2), 2, sampling)
+
+
+class Window(nn.Module):
+    """A core of a user's file in which a token sees ``window`` tokens, itself among them."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, q, k, v, documents=None):
+        T = q.size(1)
+        distance = torch.arange(T)[:, None] - torch.arange(T)
+        mask = (distance >= 0) & ((distance < self.window) | (self.window == 0))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+class Doubled(nn.Module):
+    """No softmax(q k / sqrt(H)) v."""
+
+    def forward(self, q, k, v, documents=None):
+        return AttentionCore()(q * 2, k, v, documents)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_cores_of_a_users_file_and_windows_are_kept_exactly(window):
+    model, layout = tiny("llama3")
+    for layer in model.layers.values():
+        layer.attn.core = Window(window)
+    asked = prompts(3, 9, 6)
+    found = Generator(model, layout).generate(asked, 12)
+    assert found == Generator(model, layout, use_cache=False).generate(asked, 12)
+    assert (found == Generator(*tiny("llama3")).generate(asked, 12)) is (window == 0)
+
+
+def test_a_core_that_is_something_else_is_refused_and_works_without_a_cache():
+    model, layout = tiny("llama3")
+    for layer in model.layers.values():
+        layer.attn.core = Doubled()
+    with pytest.raises(ConfigError, match=r"layers\.0\.attn\.core.*--no_cache"), installed(model, layout):
+        pass
+    assert not any(isinstance(module, CachedCore) for module in model.modules())
+    assert len(Generator(model, layout, use_cache=False).generate(prompts(3), 4)[0]) == 4
+
+
+OTHERS = Path(__file__).parents[2] / "models" / "others"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "bloom", "mpt", "gptj", "mup"])  # soft cap, slopes, heads first, scale
+def test_what_a_core_says_of_its_scores_is_kept_exactly(name):
+    module = find(str(OTHERS / f"{name}.py"))
+    shape = shape_of(module, "tiny", {"num_layers": 2}, "rmsnorm")
+    model = module.Model(shape)
+    names = [name for name, _ in model.named_parameters()]
+    draws = init.plan(names, module.initial(shape), module.LAYOUT, 2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            init.draw_(parameter, name, draws[name], 0)
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    asked = prompts(3, 30, 6)
+    found = Generator(model, module.LAYOUT).generate(asked, 12)
+    assert found == Generator(model, module.LAYOUT, use_cache=False).generate(asked, 12)
+    assert len({tuple(row) for row in found}) == 3
+
+
+def test_no_prompt_may_be_empty():
+    model, layout = tiny("llama3", layers=1)
+    with pytest.raises(ValueError, match="no token"):
+        Generator(model, layout).generate([[1], []], 4)
+    assert Generator(model, layout).generate([], 4) == []

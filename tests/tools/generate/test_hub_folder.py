@@ -1,0 +1,166 @@
+"""Text from a Hugging Face folder: the tokens of ``transformers.generate``, for every family and on several ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import foreign
+import pytest
+import torch
+from hub_folders import build, save
+from ranks import run_ranks
+from tiny_tokenizers import bpe_folder, with_post_processor
+
+from shardtrain.cli import main
+from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.distributed.process_group import World
+from shardtrain.tools.generate.engine import Generator
+from shardtrain.tools.generate.opening import open_model
+from shardtrain.tools.generate.prompts import Encoder
+from shardtrain.utils.errors import ConfigError
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = [
+    "llama3",
+    "mistral",
+    "qwen2",
+    "neox",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "deepseek_v2",
+    "llama4",
+    "gpt_oss",
+]
+PROMPTS = [[5, 7, 11, 13, 17], [3, 200, 41]]
+NEW = 8
+CHAT = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+
+
+def ours(folder: Path, here: World | None = None, ids: int = 260) -> list[list[int]]:
+    opened = open_model(folder, here=here, tokenizer_path="bytes")
+    return Generator(opened.model, opened.layout, ids, width=opened.width).generate(PROMPTS, NEW)
+
+
+def theirs(model: Any, prompt: list[int]) -> list[int]:
+    found = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    tokens: list[int] = found[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    assert ours(save(model, tmp_path / "hf")) == [theirs(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "phi"])
+def test_the_tokens_of_an_architecture_that_only_transformers_has_are_its_own(name: str) -> None:
+    """Ends that are one tensor among them, whose head is no module of its own."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(foreign.folder(name), dtype=torch.float32).eval()
+    assert ours(foreign.folder(name), ids=512) == [theirs(model, prompt) for prompt in PROMPTS]
+    with pytest.raises(ConfigError, match="holds a T5ForConditionalGeneration, which does not continue a text"):
+        ours(foreign.folder("t5"))
+
+
+def on_rank(rank: int, folder: Path) -> list[list[int]]:
+    return ours(folder, World(rank, 2, rank, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+def test_layers_split_over_ranks_give_the_same_tokens(family: str, tmp_path: Path) -> None:
+    folder = save(build(family), tmp_path / "hf", shard_bytes=20_000)
+    alone = ours(folder)
+    assert run_ranks(2, on_rank, folder) == [alone, alone]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = save(build("llama3", vocab_size=400), tmp_path_factory.mktemp("text") / "hf")
+    bpe_folder(found, eos_token="</s>", bos_token="<s>", chat_template=CHAT)
+    return found
+
+
+def test_the_command_uses_tokenizer_and_chat_template_of_the_folder(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "4"]
+    assert main(words) == 0
+    plain = capfd.readouterr().out
+    assert main([*words, "--chat"]) == 0
+    assert capfd.readouterr().out != plain
+
+
+STYLES = {"llama3": "llama3", "neox": "gpt2", "llama3-tied": "gpt2"}
+"""Families with the style of their tokenizer: Llama 3, Pythia, SmolLM2."""
+QUESTIONS = ["the cat sat", "Hello! How", "def main"]
+
+
+def test_rows_are_those_of_transformers_with_and_without_bos(tmp_path: Path) -> None:
+    equal = 0
+    for (family, style), chat in itertools.product(STYLES.items(), (False, True)):
+        place = tmp_path / f"{family}-{chat}"
+        with_post_processor(bpe_folder(place, eos_token="</s>", bos_token="<s>", chat_template=CHAT), style)
+        # a model without rows that no token has: of those we draw none, and transformers does
+        save(build(family, vocab_size=open_tokenizer(str(place)).vocab_size), place)
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+        out = tmp_path / f"{family}-{chat}.jsonl"
+        words = ["generate", "--from", str(place), "--input", str(tmp_path / "in.jsonl"), "--output", str(out)]
+        assert main([*words, "--max_new_tokens", str(NEW), *(["--chat"] if chat else [])]) == 0
+        model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+        for text, line in zip(QUESTIONS, out.read_text().splitlines(), strict=True):
+            if chat:
+                messages = [{"role": "user", "content": text}]
+                prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            else:
+                prompt = tokenizer(text)
+            ids = torch.tensor([prompt.input_ids])
+            found = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+            expected = tokenizer.decode(found[0, ids.size(1) :], skip_special_tokens=True)
+            assert json.loads(line)["prediction"] == expected, (family, chat, text)
+            equal += 1
+    assert equal == 18
+
+
+def test_add_bos_overrides_the_tokenizer_of_a_folder(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    opened = open_model(folder)
+    plain, with_bos = (
+        Encoder(found.tokenizer, found.config.data, None).value("the cat", "--prompt")
+        for found in (opened, opened.with_bos(True))
+    )
+    assert with_bos == [opened.tokenizer.bos_id, *plain]
+    words = ["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "4"]
+    assert main([*words, "--add_bos", "true"]) == 0
+    for more, told in (
+        (["--add_bos", "true", "--chat"], "--add_bos=true has no effect with --chat"),
+        (["--add_bos", "yes"], "'yes' is neither true nor false"),
+    ):
+        capfd.readouterr()
+        assert main([*words, *more]) == 2
+        error = capfd.readouterr().err
+        assert told in error and error.count("\n") == 1, error
+
+
+def test_what_is_missing_or_of_no_effect_is_said(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bare = save(build("llama3"), tmp_path / "bare")
+    cases = [
+        ([str(bare)], "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...); name one with --tokenizer"),
+        ([str(folder), "--config", "x.toml"], "has no effect"),
+        ([str(tmp_path), "--tokenizer", "bytes"], "is for a Hugging Face folder"),
+    ]
+    capfd.readouterr()
+    for words, told in cases:
+        assert main(["generate", "--prompt", "a", "--from", *words]) == 2
+        error = capfd.readouterr().err
+        assert told in error and error.count("\n") == 1, error
+    assert (
+        main(["generate", "--prompt", "a", "--from", str(bare), "--tokenizer", "bytes", "--max_new_tokens", "2"]) == 0
+    )

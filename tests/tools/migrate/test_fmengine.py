@@ -1,0 +1,483 @@
+"""FMEngine's users: their command lines run as they are, train what they meant, and their folders come and go."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import forked
+import patience
+import pytest
+import torch
+from fmengine_runs import ds_json, hf_folder, jsonl, same, steps_of_flags, tensors, values
+from ports import free_port
+from ranks import run_ranks
+
+from shardtrain import cli
+from shardtrain.hf.llama import HUB
+from shardtrain.tools import migrate
+from shardtrain.tools.migrate import load_flags
+
+ROOT = Path(__file__).parents[3]
+FIRST = """\
+deepspeed --num_gpus 4 --num_nodes 1 cli/train.py \\
+    --output_dir /workspace/.cache/models \\
+    --init_ckpt /pretrained/tinyllama-2-1b \\
+    --data_path /datasets/qi/ar/task112_asset_simple_sentence_identification.train.jsonl \\
+    --max_seq_len 128 \\
+    --train_steps 1000 \\
+    --eval_steps 10 \\
+    --save_steps 1000 \\
+    --log_steps 1 \\
+    --pipe_parallel_size 4 \\
+    --model_parallel_size 1 \\
+    --use_flash_attn true \\
+    --use_fused_ops true \\
+    --deepspeed_config ./configs/llama.json"""
+SECOND = """\
+torchrun --nnodes 1 --nproc-per-node 4 --node_rank 0 cli/train.py \\
+    --output_dir /workspace/.cache/models \\
+    --init_ckpt /pretrained/tinyllama-2-1b-mp2 \\
+    --data_path /datasets/qi/ar/task112_asset_simple_sentence_identification.train.jsonl \\
+    --max_seq_len 128 \\
+    --train_steps 1000 \\
+    --eval_steps 10 \\
+    --save_steps 1000 \\
+    --log_steps 10 \\
+    --pipe_parallel_size 2 \\
+    --model_parallel_size 2 \\
+    --use_flash_attn true \\
+    --use_fused_ops true \\
+    --deepspeed_config ./configs/llama.json"""
+# by hand, from FMEngine's rules: 4 ranks in 4 stages, or in 2 stages of 2, are one copy of the model, so a step of 32
+# rows is 4 micro-batches of 8; Adam means AdamW without decay, and the schedule's peak goes before the rate of Adam
+SNAPSHOT: dict[str, Any] = {
+    "job.dump_folder": "/workspace/.cache/models",
+    "model.hf_assets_path": "/pretrained/tinyllama-2-1b",
+    "model.flavor": "from_folder",
+    "checkpoint.enable": True,
+    "checkpoint.initial_load_in_hf": True,
+    "checkpoint.interval": 1000,
+    "training.dataset": "jsonl",
+    "training.dataset_path": "/datasets/qi/ar/task112_asset_simple_sentence_identification.train.jsonl",
+    "training.on_data_end": "repeat",
+    "data.separator": "\n",
+    "data.add_eos": False,
+    "training.seq_len": 128,
+    "training.steps": 1000,
+    "training.local_batch_size": 32,
+    "training.global_batch_size": 32,
+    "training.mixed_precision_param": "bfloat16",
+    "training.mixed_precision_reduce": "float32",
+    "training.max_norm": 1.0,
+    "metrics.log_freq": 1,
+    "parallelism.pipeline_parallel_degree": 4,
+    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.pipeline_parallel_microbatch_size": 8,
+    "launch.nodes": 1,
+    "launch.nproc_per_node": 4,
+    "optimizer.name": "AdamW",
+    "optimizer.lr": 5e-5,
+    "optimizer.beta1": 0.9,
+    "optimizer.beta2": 0.95,
+    "optimizer.eps": 1e-6,
+    "optimizer.weight_decay": 0.0,
+    "lr_scheduler.name": "deepspeed_warmup",
+    "lr_scheduler.warmup_type": "log",
+    "lr_scheduler.warmup_steps": 50,
+    "lr_scheduler.min_lr_factor": pytest.approx(0.02, rel=1e-12),
+    "activation_checkpoint.mode": "full",
+    "debug.seed": 3407,
+}
+CHANGED = {
+    "model.hf_assets_path": "/pretrained/tinyllama-2-1b-mp2",
+    "metrics.log_freq": 10,
+    "parallelism.pipeline_parallel_degree": 2,
+    "parallelism.tensor_parallel_degree": 2,
+}
+
+
+@pytest.mark.parametrize(("line", "changed"), [(FIRST, {}), (SECOND, CHANGED)], ids=["deepspeed", "torchrun"])
+def test_both_command_lines_become_what_they_meant(tmp_path: Path, line: str, changed: dict[str, Any]) -> None:
+    ds_json(tmp_path / "configs/llama.json", 8, 32)
+    (tmp_path / "run.sh").write_text(line)
+    found = migrate.migrate([tmp_path / "run.sh"])
+    assert {setting.option: setting.value for setting in found.settings} == SNAPSHOT | changed
+    assert found.unsupported == ()
+
+
+@pytest.mark.parametrize("word", ["true", "True", "yes", "1", ""])
+def test_booleans_are_words_or_bare_flags_and_a_launcher_adds_its_own(tmp_path: Path, word: str) -> None:
+    file = ds_json(tmp_path / "llama.json", 2, 4)
+    flags = [f"--deepspeed_config={file}", "--dry_run", *([word] if word else []), "--local_rank=1"]
+    flags += ["--use_flash_attn", "no", "--use_deepspeed", "--project_name", "x", "--num_workers", "3"]
+    loaded = load_flags(flags, 1)
+    assert loaded.config.checkpoint.load_only
+    assert any("num_workers" in notice and "does not read it" in notice for notice in loaded.notices)
+
+
+def test_ranks_that_stages_do_not_take_are_copies_however_their_number_is_known(tmp_path: Path) -> None:
+    """ZeRO 0: each holds the whole of its stage; what a step learns from is divided among them."""
+    file = ds_json(tmp_path / "llama.json", 2, 8)
+    flags = f"--deepspeed_config {file} --init_ckpt nowhere --pipe_parallel_size 2 --data_path d.jsonl".split()
+    for count, copies in ((2, 1), (4, 2), (8, 4)):
+        found = load_flags(flags, count, follow=False).config
+        assert found.parallelism.data_parallel_replicate_degree == copies
+        assert (found.training.local_batch_size, found.training.global_batch_size) == (8 // copies, 8)
+    script = tmp_path / "run.sh"
+    script.write_text("deepspeed --num_gpus 4 --num_nodes 2 cli/train.py " + " ".join(flags))
+    settings = {setting.option: setting.value for setting in migrate.migrate([script]).settings}
+    assert settings["parallelism.data_parallel_replicate_degree"] == 4
+
+
+def test_rates_and_twenty_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    """FMEngine's rules, written out: the mean over micro-batches of mean losses, clipping, Adam without decay, and the
+    log warmup. Its faults are not among them: copies that read the same rows, bfloat16 whatever the JSON says, and eos
+    that is no target. In float32; what remains is the order of sums."""
+    warmup, least, most, micro, length, steps = 10, 1e-4, 5e-3, 2, 16, 20
+    schedule = {"warmup_min_lr": least, "warmup_max_lr": most, "warmup_num_steps": warmup}
+    file = ds_json(tmp_path / "llama.json", micro, 4, bf16=False, scheduler={"type": "WarmupLR", "params": schedule})
+    folder, data = hf_folder(tmp_path / "hf"), jsonl(tmp_path / "data.jsonl")
+    assert cli.main(["checkpoint", "to-fmengine", str(folder), str(tmp_path / "mp2"), "--mp_world_size", "2"]) == 0
+    flags = f"--init_ckpt {tmp_path}/mp2 --data_path {data} --max_seq_len {length} --train_steps {steps} "
+    flags += f"--pipe_parallel_size 2 --deepspeed_config {file} --output_dir {tmp_path}/out"
+    stages = run_ranks(2, steps_of_flags, flags.split(), steps)
+    losses, rates, rows, _ = stages[1]
+    weights = {name: tensor for stage in stages for name, tensor in stage[3].items()}
+
+    import transformers
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    line = [i for text in texts for i in [*tokenizer.encode(text).ids, *tokenizer.encode("\n").ids]]
+    windows = {tuple(line[i : i + length + 1]) for i in range(0, len(line) - length, length)}
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    parameters = dict(model.named_parameters())
+    moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in parameters.items()}
+    for step in range(steps):
+        tokens, targets = rows[step]
+        full = [(*row.tolist(), int(last)) for row, last in zip(tokens, targets[:, -1], strict=True)]
+        assert len(full) == 4 and all(row in windows for row in full if -100 not in row and row[-1] >= 0)
+        total = 0.0
+        parts = list(zip(tokens.split(micro), targets.split(micro), strict=True))
+        for inputs, labels in parts:
+            logits = model(inputs).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) / len(parts)
+            loss.backward()
+            total += loss.item()
+        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters.values()))
+        scale = min(1.0, 1.0 / (norm + 1e-6))
+        rate = least + (most - least) * min(1.0, math.log(step + 1) / math.log(warmup))
+        assert rates[step] == pytest.approx(rate, rel=1e-12)
+        assert losses[step] == pytest.approx(total, rel=1e-6)
+        with torch.no_grad():
+            for name, p in parameters.items():
+                first, second = moments[name]
+                gradient = p.grad * scale
+                first.mul_(0.9).add_(gradient, alpha=0.1)
+                second.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
+                corrected = (second / (1 - 0.95 ** (step + 1))).sqrt().add_(1e-6)
+                p.addcdiv_(first / (1 - 0.9 ** (step + 1)), corrected, value=-rate)
+                p.grad = None
+    for name, mine in weights.items():
+        torch.testing.assert_close(mine, parameters[str(HUB.source(name))].detach(), rtol=0, atol=1e-6)
+
+
+def program(folder: Path, name: str, words: str) -> subprocess.CompletedProcess[str]:
+    """One of FMEngine's programs in a folder that holds only what its user has."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command, limit = [sys.executable, "-m", "shardtrain.fmengine", name, *words.split()], patience.seconds(150)
+    done = forked.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+TRAIN = (
+    "--num_gpus 2 --num_nodes 1 cli/train.py --output_dir ./output --init_ckpt ./pretrained --data_path ./data.jsonl "
+    "--max_seq_len 32 --train_steps 3 --eval_steps 100 --save_steps 2 --log_steps 1 --pipe_parallel_size 2 "
+    "--model_parallel_size 1 --use_flash_attn true --use_fused_ops true --deepspeed_config ./configs/llama.json"
+)
+
+
+def users_folder(folder: Path) -> Path:
+    hf_folder(folder / "hf")
+    jsonl(folder / "data.jsonl")
+    ds_json(folder / "configs/llama.json", 1, 4)
+    lora = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+    ds_json(folder / "configs/llama_lora.json", 1, 4, lora=lora)
+    return folder
+
+
+def test_a_users_folder_trains_and_goes_back_in_three_commands(tmp_path: Path) -> None:
+    folder = users_folder(tmp_path)
+    program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained --mp_world_size 2")
+    program(folder, "deepspeed", TRAIN)
+    program(folder, "to_hf_format", "--in-model-path output --out-model-path out --base-model hf --step latest")
+    steps = values(folder / "output")
+    assert [one["step"] for one in steps] == [1, 2, 3]
+    assert [one["lr"] for one in steps] == pytest.approx(
+        [1e-6 + 4.9e-5 * math.log(t + 1) / math.log(50) for t in range(3)], rel=1e-12
+    )
+    before, after = tensors(folder / "hf"), tensors(folder / "out")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == set(before)
+    # and what was trained goes out per layer and back bit for bit
+    newest = str(folder / "output/checkpoint/step-3")
+    assert cli.main(["checkpoint", "to-fmengine", newest, str(folder / "layers"), "--mp_world_size=2"]) == 0
+    assert cli.main(["export", str(folder / "layers"), "--to", str(folder / "again"), "--check=weights"]) == 0
+    same(tensors(folder / "again"), after)
+
+
+def test_a_lora_block_trains_adapters_alone(tmp_path: Path) -> None:
+    folder = users_folder(tmp_path)
+    program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained")
+    program(folder, "deepspeed", TRAIN.replace("llama.json", "llama_lora.json"))
+    words = "--in-model-path output --out-model-path adapter --base-model hf --step global_step3"
+    program(folder, "to_hf_format", words)
+    from safetensors.torch import load_file
+
+    adapters = load_file(str(folder / "adapter/adapter_model.safetensors"))
+    assert {name.split(".")[-3] for name in adapters} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert all(".lora_" in name for name in adapters) and len(adapters) == 2 * 4 * 2
+    assert any(bool(tensor.any()) for name, tensor in adapters.items() if "lora_B" in name)
+    fields = json.loads((folder / "adapter/adapter_config.json").read_text())
+    assert (fields["r"], fields["lora_alpha"]) == (4, 8)
+
+
+def test_adapters_of_a_mistral_are_beside_queries_and_values(tmp_path: Path) -> None:
+    hf_folder(tmp_path / "hf", "mistral")
+    file = ds_json(tmp_path / "mistral_lora.json", 1, 4, lora={"r": 4, "lora_alpha": 16, "lora_dropout": 0.1})
+    flags = f"--init_ckpt {tmp_path}/hf --deepspeed_config {file} --data_path d.jsonl"
+    assert load_flags(flags.split(), 1).config.lora.target_modules == ["q_proj", "v_proj"]
+
+
+@pytest.mark.nightly(
+    "the same in processes of their own",
+    by="tests/tools/migrate/test_fmengine.py::test_a_users_folder_trains_and_goes_back_in_three_commands",
+)
+def test_commands_of_a_shell_and_a_script_of_slurm_run_as_they_are(tmp_path: Path) -> None:
+    """Both launchers found on PATH, and the site's script with programs that stand for Slurm and Apptainer."""
+    folder = users_folder(tmp_path)
+    for name, text in SHIMS.items():
+        (folder / "site").mkdir(exist_ok=True)
+        (folder / "site" / name).write_text(text)
+        (folder / "site" / name).chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RECORD": str(folder / "record")}
+    environment |= {"SLURM_JOB_GPUS": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "two"}
+    environment["PATH"] = f"{folder}/site:{environment['PATH']}"
+    python = shlex.quote(sys.executable)
+    ours = f'export PATH="$({python} -m shardtrain.fmengine commands ./bin):$PATH"'
+
+    def shell(text: str) -> None:
+        done = subprocess.run(["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained --mp_world_size 1")
+    shell(f"{ours}\ndeepspeed {TRAIN}")
+    assert len(values(folder / "output")) == 3
+    flags = TRAIN.partition("cli/train.py ")[2].replace("./output", "./second")
+    shell(f"{ours}\ntorchrun --nnodes 1 --nproc-per-node 2 --node_rank 0 cli/train.py {flags}")
+    for one, other in zip(values(folder / "output"), values(folder / "second"), strict=True):
+        assert one["loss"] == other["loss"]
+    flags = flags.replace("./second", "/workspace/third").replace("--pipe_parallel_size 2", "--pipe_parallel_size 1")
+    flags = flags.replace("--model_parallel_size 1", "--model_parallel_size 2")
+    flags = flags.replace("/workspace/", "./")  # the stand-in has no binds, only the folder that it works in
+    shell(f"{ours}\n{SCRIPT.replace('PORT', str(free_port())).replace('FLAGS', flags)}")
+    third = values(folder / "third")
+    assert [one["loss"] for one in third] == pytest.approx([v["loss"] for v in values(folder / "output")], rel=2e-3)
+    record = [line.split() for line in (folder / "record").read_text().splitlines()]
+    assert [words[words.index("--node_rank") + 1] for words in record] == ["0", "1"]
+    for words in record:
+        assert words[0] == "run" and "--nv" in words and f"{folder}:/workspace" in words
+        assert words[words.index("--nnodes") + 1] == "2" and "--nproc-per-node=1" in words
+
+
+SHIMS = {
+    "scontrol": "#!/bin/sh\necho localhost\necho localhost\n",
+    "srun": '#!/bin/bash\nwhile [ "$1" != singularity ]; do shift; done\nexec "$@"\n',
+    "singularity": """\
+#!/bin/bash
+exec 9>>"$RECORD"
+flock 9
+echo "$@" >&9
+flock -u 9
+while [ "${1##*.}" != sif ]; do shift; done
+shift
+exec "$@"
+""",
+}
+SCRIPT = """\
+IFS=',' read -ra GPU_ARRAY <<< "$SLURM_JOB_GPUS"
+NUM_GPUS=${#GPU_ARRAY[@]}
+export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+export COUNT_NODE=`scontrol show hostnames "$SLURM_JOB_NODELIST" | wc -l`
+for ((i=0; i<$COUNT_NODE; i++))
+do
+    srun --nodes=1 --ntasks=1 -w "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n "$((i+1))p")" \
+    singularity run --nv --bind $PWD/cache:/.hf_cache --env HF_HOME=/.hf_cache --env PYTHONPATH=/workspace \
+    --bind $PWD:/workspace --pwd /workspace fmsys_0.0.4.sif \
+    torchrun --master_addr "$MASTER_ADDR" --master_port PORT --node_rank $i --nnodes $SLURM_NTASKS \
+    --nproc-per-node=$NUM_GPUS cli/train.py FLAGS || echo failed >> "$RECORD" &
+    sleep 1
+done
+wait
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--max_seq_length 3", "max_seq_length"),
+        ("--max_seq_len many", "max_seq_len"),
+        ("--max_seq_len", "max_seq_len"),
+        ("--dry_run maybe", "dry_run"),
+        ("--use_deepspeed false", "use_deepspeed"),
+        ("surplus", "surplus"),
+        ("--seed 1 2", "2"),
+        ("--pipe_parallel_size 3", "pipe_parallel_size"),
+        ("--training.no_such 3", "training.no_such"),
+        ("--init_ckpt=none_here", "none_here"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_before_ranks_start(tmp_path: Path, flags: str, told: str, capfd: Any) -> None:
+    file = ds_json(tmp_path / "llama.json", 1, 4)
+    words = ["train", "--nproc", "2", f"--deepspeed_config={file}", *flags.split()]
+    assert cli.main(words) == 2
+    error = capfd.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and told in error[0], error
+
+
+def test_a_file_of_another_system_is_not_taken_for_deepspeeds(tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "args.json").write_text('{"per_device_train_batch_size": 2, "output_dir": "x", "learning_rate": 1.0}')
+    (tmp_path / "run.toml").write_text("[training]\nsteps = 3\n")
+    for name, told in (
+        ("args.json", "Hugging Face TrainingArguments"),
+        ("run.toml", "run.toml:"),
+        ("no", "is not here"),
+    ):
+        assert cli.main(["train", f"--deepspeed_config={tmp_path / name}"]) == 2
+        error = capfd.readouterr().err.strip().splitlines()
+        assert len(error) == 1 and told in error[0], error
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train", "--max_seq_len", "3"], "--deepspeed_config"),
+        (["deepspeed", "other.py"], "other.py"),
+        (["deepspeed", "--num_gpus"], "--num_gpus"),
+        (["deepspeed", "--num_gpus", "0", "cli/train.py", "--deepspeed_config=x"], "--num_gpus"),
+        (["deepspeed", "--elastic_training", "cli/train.py"], "--elastic_training"),
+        (["deepspeed", "--num_nodes", "2", "cli/train.py"], "hostfile"),
+        (["deepspeed", "--hostfile", "missing", "cli/train.py"], "missing"),
+        (["train.py"], "train.py"),
+        (["commands"], "folder"),
+        (["to_hf_format", "--in-model-path=x", "--out-model-path=y", "--base-model=org/name"], "org/name"),
+        (["to_hf_format", "--in-model-path=x", "--out-model-path=y"], "layer_00-model_00"),
+        (["from_hf", "--model_name_or_path=org/name", "--output_dir=y"], "org/name"),
+    ],
+)
+def test_a_wrong_word_of_its_programs_is_one_line(words: list[str], told: str, tmp_path: Path, capfd: Any) -> None:
+    from shardtrain.fmengine.__main__ import main
+
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        code = main(words)
+    finally:
+        os.chdir(before)
+    error = capfd.readouterr().err
+    assert code in (2, 5) and len(error.strip().splitlines()) == 1 and told in error
+    assert list(tmp_path.iterdir()) == []
+
+
+SSH = """\
+#!/bin/bash
+# reaches no host: what a host is told runs here, as if it had come over the network
+for word in "$@"; do [ "$word" = -G ] && { echo "hostname ${@: -1}"; exit 0; }; done
+echo "$@" >> "$RECORD"
+while [ "$1" != -- ]; do shift; done
+export SSH_CONNECTION="127.0.0.1 1 127.0.0.$([ "$2" = host-a ] && echo 1 || echo 2) 22"
+exec bash -c "$3"
+"""
+
+
+@pytest.mark.nightly(
+    "what is told to the hosts", by="tests/tools/migrate/test_fmengine.py::test_a_hostfile_becomes_a_launch_by_ssh"
+)
+def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
+    folder = users_folder(tmp_path)
+    (folder / "site").mkdir()
+    (folder / "site/ssh").write_text(SSH)
+    (folder / "site/ssh").chmod(0o755)
+    (folder / "hostfile").write_text("host-a slots=2\nhost-b slots=2\nhost-c slots=2\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RECORD": str(folder / "record")}
+    environment |= {"PATH": f"{folder}/site:{os.environ['PATH']}", "XDG_STATE_HOME": str(folder / "state")}
+    program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained")
+    words = TRAIN.replace("--num_gpus 2 --num_nodes 1", f"--num_gpus 1 --num_nodes 2 --master_port {free_port()}")
+    command = [sys.executable, "-m", "shardtrain.fmengine", "deepspeed", "--hostfile", "hostfile", *words.split()]
+    limit = patience.seconds(150)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [one["step"] for one in values(folder / "output")] == [1, 2, 3]
+    record = (folder / "record").read_text()
+    assert "host-a" in record and "host-b" in record and "host-c" not in record
+
+
+def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) -> None:
+    """What the launcher's options become; the launch itself has laws of its own."""
+    from shardtrain.fmengine import launching
+    from shardtrain.launch import command
+
+    folder = users_folder(tmp_path)
+    monkeypatch.chdir(folder)
+    Path("hostfile").write_text("node1 slots=4\nnode2 slots=4\nnode3 slots=4\n")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    asked: list[list[str]] = []
+    monkeypatch.setattr(command, "main", lambda words: asked.append(words) or 0)
+    flags = "cli/train.py --init_ckpt hf --data_path data.jsonl --output_dir out --deepspeed_config configs/llama.json"
+    for options, expected in {
+        "--exclude node2": "--exclude node2",
+        "--include node1:0,1@node3:0,1 --master_port 3000": "--include node1:0,1@node3:0,1 --master_port 3000",
+        "--num_nodes 2 --num_gpus 2 --master_addr n1": "--nodes 2 --master_addr n1 --include node1:0,1@node2:0,1",
+        "--num_gpus 4": "--nproc 4",
+    }.items():
+        assert launching.deepspeed(f"--hostfile hostfile {options} {flags}".split()) == 0
+        words = asked.pop()
+        assert words[:4] == ["ssh", str(folder / "out/fmengine.toml"), "--hostfile", "hostfile"]
+        assert " ".join(words[4 : words.index("--launch.workdir")]) == expected
+        assert words[words.index("--launch.workdir") + 1] == str(folder)
+        assert "NCCL_DEBUG" in words[words.index("--launch.forward_env") :]
+    monkeypatch.setattr(launching, "train", lambda words: asked.append(words) or 0)
+    assert launching.deepspeed(f"--hostfile hostfile --include node2 {flags}".split()) == 0
+    assert asked.pop() == ["--nproc", "4", *flags.split()[1:]]
+    settings = (folder / "out/fmengine.toml").read_text()
+    assert 'hf_assets_path = "hf"' in settings and 'flavor = "from_folder"' in settings
+
+
+@pytest.mark.parametrize("family", ["llama2", "mistral"])
+def test_a_window_is_followed_though_the_folder_names_none_or_a_wider_one(family: str, tmp_path: Path) -> None:
+    """The loss of the first step is that of transformers with a mask of 4 tokens."""
+    folder, data = hf_folder(tmp_path / "hf", family), jsonl(tmp_path / "data.jsonl")
+    file = ds_json(tmp_path / "llama.json", 4, 4, bf16=False)
+    flags = f"--init_ckpt {folder} --data_path {data} --max_seq_len 32 --deepspeed_config {file}"
+    flags += f" --output_dir {tmp_path}/out --window_size 4"
+    losses = run_ranks(1, steps_of_flags, flags.split(), 2)[0][0]
+    import transformers
+
+    _, _, rows, _ = run_ranks(1, steps_of_flags, flags.partition(" --window")[0].split(), 1)[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    tokens, targets = rows[0]
+    seen = torch.arange(32)[:, None] - torch.arange(32)[None, :]
+    mask = torch.where((seen >= 0) & (seen < 4), 0.0, float("-inf")).expand(len(tokens), 1, 32, 32)
+    logits = model(tokens, attention_mask=mask).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert losses[0] == pytest.approx(loss.item(), rel=1e-5)

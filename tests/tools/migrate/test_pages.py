@@ -1,0 +1,98 @@
+"""The pages for users of torchtrain, torchtitan and Run:ai name what there is: variables, flags, commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+NAMES = ("torchtrain", "torchtitan", "runai")
+PAGES = {name: (ROOT / "docs/migrate" / f"{name}.md").read_text() for name in NAMES}
+SOURCE = "\n".join(
+    path.read_text()
+    for path in (*(ROOT / "shardtrain").rglob("*.py"), *ROOT.glob("*.sh"), ROOT / "multinode_trainer.slurm")
+)
+
+# each command that the documents of the three systems tell their users
+ORIGINAL = {
+    "torchtrain": (
+        "pip install -r requirements.txt", "pip install -r dev-requirements.txt", "./run_llama_train.sh",
+        "tensorboard --logdir=./torchtrain/outputs/tb", "ssh -L 6006:127.0.0.1:6006", "sbatch multinode_trainer.slurm",
+        "train.py --job.config_file",
+    ),
+    "torchtitan": (
+        "./run_train.sh", "COMM_MODE=fake_backend", "--checkpoint.create_seed_checkpoint", "dcp_to_torch",
+        "tensorboard --logdir=./outputs/tb", "sbatch multinode_trainer.slurm", "torchtitan.config.manager",
+        "scripts/download_hf_assets.py", "run_memory_estimation.sh", "convert_from_hf.py", "run_llama_generate.sh",
+        "loss_compare.py", "train.py --job.config_file",
+    ),
+    "runai": (
+        "docker build -t nvcr.io/<ORG ID>/torchtitan-dist", "docker push", "download_tokenizer.py",
+        "runai submit-dist pytorch --name distributed-training-pytorch --workers=1 -g 8 -i", "runai submit --name",
+        "--existing-pvc \"claimname=", "CONFIG_FILE=", "MAX_RESTARTS=10",
+    ),
+}  # fmt: skip
+
+# of `runai`, by the published references of its two versions: a flag, and whether a value follows
+V1 = {"--name": 1, "--workers": 1, "-g": 1, "-i": 1, "-e": 1, "--existing-pvc": 1, "-p": 1, "--large-shm": 0}
+V2 = {
+    "-p": 1, "-i": 1, "--workers": 1, "--gpu-devices-request": 1, "--master-gpu-devices-request": 1, "-e": 1,
+    "--env-secret": 1, "--existing-pvc": 1, "--large-shm": 0, "--termination-grace-period": 1,
+}  # fmt: skip
+VERBS = {
+    ("submit-dist", "pytorch"): (V1, 0),
+    ("submit",): (V1, 0),
+    ("training", "pytorch", "submit"): (V2, 1),
+    ("training", "standard", "submit"): (V2, 1),
+    ("training", "pytorch", "exec"): ({}, 1),
+    ("training", "pytorch", "port-forward"): ({"--port": 1}, 1),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_of_the_original_has_its_place(name):
+    missing = [command for command in ORIGINAL[name] if command not in PAGES[name]]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "runai"])
+def test_every_variable_that_is_read_is_in_the_source(name):
+    table = PAGES[name].partition("## Variables")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) > 4
+    for variables, answer in rows:
+        for variable in re.findall(r"`([A-Z_]+)`", variables):
+            of_others = re.search(r"(PyTorch|NCCL|library) reads|torchtitan's own script|without effect", answer)
+            assert of_others or re.search(rf"\b{variable}\b", SOURCE) or (variable[6:] in SOURCE), variable
+
+
+def test_commands_for_run_ai_have_the_flags_that_its_references_publish():
+    """No cluster is here: the command lines are read as ``runai`` would, by its documented flags."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", PAGES["runai"], flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) == 6
+    for line in lines:
+        program, *words = shlex.split(line)
+        assert program == "runai"
+        verb = next(verb for verb in VERBS if tuple(words[: len(verb)]) == verb)
+        flags, names = VERBS[verb]
+        rest = words[len(verb) : words.index("--") if "--" in words else None]
+        while rest:
+            word, equals, _ = rest.pop(0).partition("=")
+            if not word.startswith("-"):
+                names -= 1
+                continue
+            assert word in flags, line
+            if flags[word] and not equals:
+                value = rest.pop(0)
+                assert word not in ("-e", "--env-secret") or re.match(r"[A-Z_]+=", value)
+        assert names == 0, line
+        assert not re.search(r"TOKEN=(?!hub)", line), "a token is a secret of the cluster, never an argument"
+
+
+def test_the_image_reads_the_variable_that_the_tutorial_sets():
+    text = (ROOT / "containers/Dockerfile").read_text()
+    assert 'ENTRYPOINT ["shardtrain"]' in text and 'CMD ["train"]' in text and "CONFIG_FILE=" in text

@@ -1,0 +1,336 @@
+"""Users of torchtrain, torchtitan and Run:ai move with what they have: folders of theirs, unedited, and their commands.
+
+The folders hold the system's own files, retyped, and generated data in place of what a clone or the network brings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import noted
+import patience
+import pytest
+from launched import losses, newest, record, wait_for
+from ports import free_port
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_tokenizers import bpe_folder, sentencepiece_bytes, tiktoken_bytes
+
+ROOT = Path(__file__).parents[3]
+PRESETS = ROOT / "tests/fixtures/configs"
+SMALL = "--training.seq_len 32 --training.batch_size 1 --training.device cpu"
+TEXTS = ["A mesh of ranks holds one model.", "Every rank reads its own rows.", "The loss is a sum, divided once."] * 300
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface is called lo")
+
+
+def rows(file: Path, field: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({field: text, "output": text}) + "\n" for text in TEXTS))
+
+
+@pytest.fixture
+def torchtrain(tmp_path):
+    """torchtrain of February 2024: its preset, its tokenizer, and a copy of alpaca."""
+    folder = tmp_path / "torchtrain"
+    (folder / "train_configs").mkdir(parents=True)
+    shutil.copy(PRESETS / "torchtrain_2024_02/debug_model.toml", folder / "train_configs")
+    tokenizer = folder / "torchtrain/datasets/tokenizer/tokenizer.model"
+    tokenizer.parent.mkdir(parents=True)
+    tokenizer.write_bytes(sentencepiece_bytes())
+    rows(folder / "alpaca/train.jsonl", "instruction")
+    return folder
+
+
+# What torchtitan's script of v0.2 does with its variables, in other words
+RUN_TRAIN = r"""#!/usr/bin/env bash
+set -e
+ranks=${NGPU:-8}
+shown=${LOG_RANK:-0}
+file=${CONFIG_FILE:-./torchtitan/models/llama3/train_configs/debug_model.toml}
+trainer=${TRAIN_FILE:-torchtitan.train}
+mode=${COMM_MODE:-}
+export TORCHFT_LIGHTHOUSE=${TORCHFT_LIGHTHOUSE:-http://localhost:29510}
+export PYTORCH_ALLOC_CONF=expandable_segments:True
+if [ -n "$mode" ]; then
+    NGPU="$ranks" LOCAL_RANK=0 python -m "$trainer" --job.config_file "$file" "$@" --comm.mode="$mode" \
+        --training.steps=1
+else
+    torchrun --nproc_per_node="$ranks" --rdzv_backend c10d --rdzv_endpoint=localhost:0 --local-ranks-filter "$shown" \
+        --role rank --tee 3 -m "$trainer" --job.config_file "$file" "$@"
+fi
+"""
+
+
+@pytest.fixture
+def torchtitan(tmp_path):
+    """A clone of torchtitan v0.2.2: its script, its preset, and what is in its tests/assets."""
+    folder = tmp_path / "torchtitan"
+    preset = folder / "torchtitan/models/llama3/train_configs/debug_model.toml"
+    preset.parent.mkdir(parents=True)
+    shutil.copy(PRESETS / "torchtitan_v0_2_2/debug_model.toml", preset)
+    bpe_folder(folder / "tests/assets/tokenizer")
+    rows(folder / "tests/assets/c4_test/data.jsonl", "text")
+    (folder / "run_train.sh").write_text(RUN_TRAIN)
+    (folder / "run_train.sh").chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def runai(tmp_path):
+    """The image of the tutorial: a preset, a tokenizer, and a claim that is mounted beside it."""
+    folder = tmp_path / "app"
+    (folder / "train_configs").mkdir(parents=True)
+    shutil.copy(PRESETS / "torchtitan_2025_02/debug_model.toml", folder / "train_configs")
+    (folder / "tests/assets").mkdir(parents=True)
+    (folder / "tests/assets/test_tiktoken.model").write_bytes(tiktoken_bytes())
+    rows(folder / "tests/assets/c4_test/data.jsonl", "text")
+    (tmp_path / "claim").mkdir()
+    return folder
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Tags that ``tensorboard --logdir FOLDER`` shows, of its one run."""
+    (file,) = folder.rglob("events*")
+    events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: {one.step: one.value for one in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def assert_same(mine: dict[int, tuple[float, str]], theirs: dict[int, tuple[float, str]], tolerance: float) -> None:
+    """The same rows in the same order at each step, and losses to a tolerance."""
+    assert {step: order for step, (_, order) in mine.items()} == {step: order for step, (_, order) in theirs.items()}
+    assert [loss for loss, _ in mine.values()] == pytest.approx([loss for loss, _ in theirs.values()], abs=tolerance)
+
+
+def test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags(torchtrain):
+    line = f"{ROOT}/run_llama_train.sh --training.dataset_path ./alpaca {SMALL} --metrics.log_freq 5"
+    line += " --model.overrides.vocab_size 512"  # of 32000, which is most of the work
+    done = noted.run(torchtrain, line, NGPU="2", LOG_RANK="0,1", CONFIG_FILE="./train_configs/debug_model.toml")
+    assert done.returncode == 0, done.stderr
+    assert "training with 2 processes" in done.stderr and "[rank1]" in done.stderr
+    told = scalars(torchtrain / "outputs/tb")
+    assert {"loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "wps", "throughput(tps)"} <= set(told)
+    assert list(told["wps"]) == [1, 5, 10] and told["wps"] == told["throughput(tps)"]
+    renamed = [one for one in done.stderr.splitlines() if "training.batch_size is called" in one]
+    assert renamed and all(" INFO " in one for one in renamed), "a name alone warns nobody"
+    # linear warm-up over int(10 * 0.2) steps, then down to 1/8 of the peak
+    lr = {event["step"]: event["lr"] for event in map(json.loads, (torchtrain / "outputs/metrics.jsonl").open())}
+    assert lr[1] == pytest.approx(8e-4 / 3) and lr[10] == pytest.approx(8e-4 / 8)
+    assert (torchtrain / "outputs/profiling/traces/iteration_10/rank1_trace.json").is_file()
+
+
+@pytest.mark.nightly(
+    "the whole preset",
+    by="tests/tools/migrate/test_torchtitan_runs.py::test_torchtitan_s_own_script_starts_this_trainer",
+)
+def test_torchrun_runs_train_py_as_torchtrain_s_own_script_did(torchtrain):
+    """``torchrun ... train.py --job.config_file``: all ranks are torchrun's, with nothing made small but the data."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_endpoint=localhost:0"]
+    line += ["--rdzv_backend=c10d", "--local-ranks-filter=0", "--role=rank", "--tee=3", str(ROOT / "train.py")]
+    line += ["--job.config_file", "./train_configs/debug_model.toml", "--training.dataset_path", "./alpaca"]
+    line += ["--training.seq_len", "64", "--training.device", "cpu"]
+    limit = patience.seconds(400)
+    names = noted.environment()
+    done = subprocess.run(line, cwd=torchtrain, env=names, capture_output=True, text=True, timeout=limit)
+    assert done.returncode == 0, done.stderr
+    assert list(losses(torchtrain / "outputs")) == [1, 10] and "on 2 x cpu" in done.stdout + done.stderr
+
+
+def as_torchrun(words: list[str], rank: int, size: int, port: int, names: dict[str, str]) -> tuple[list[str], dict]:
+    """What torchrun starts for one rank: the module after -m, and its environment."""
+    place = words.index("-m")
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    return words[place:], {**names, **rendezvous, **of_rank}
+
+
+def test_torchtitan_s_own_script_starts_this_trainer(torchtitan):
+    """``TRAIN_FILE=shardtrain.train ./run_train.sh`` in a clone of torchtitan, with nothing edited."""
+    line = "./run_train.sh --training.seq_len 32 --training.local_batch_size 1 --training.steps 3 --training.device cpu"
+    line += " --metrics.enable_tensorboard"
+    words, names = noted.command_of(torchtitan, line, NGPU="2", TRAIN_FILE="shardtrain.train")
+    assert "--nproc_per_node=2" in words
+    port = free_port()
+    ranks = [as_torchrun(words, rank, 2, port, names) for rank in (0, 1)]
+    started = [noted.start(torchtitan, *one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for one in ranks]
+    try:
+        told = [one.communicate(timeout=patience.seconds(noted.SECONDS))[0] for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    assert [one.returncode for one in started] == [0, 0], told
+    assert list(losses(torchtitan / "outputs")) == [1, 2, 3] and "on 2 x cpu" in told[0]
+    assert {"loss_metrics/global_avg_loss", "throughput(tps)", "grad_norm"} <= set(scalars(torchtitan / "outputs/tb"))
+
+
+def test_its_fake_backend_builds_any_number_of_ranks(torchtitan):
+    done = noted.run(torchtitan, "./run_train.sh", NGPU="64", COMM_MODE="fake_backend", TRAIN_FILE="shardtrain.train")
+    assert done.returncode == 0 and "builds rank 0 of 64" in done.stdout, done.stderr
+
+
+def test_its_file_that_is_not_there_is_one_line(torchtitan):
+    line = "COMM_MODE= ./run_train.sh"
+    words, names = noted.command_of(torchtitan, line, CONFIG_FILE="gone.toml", TRAIN_FILE="shardtrain.train")
+    done = noted.run_words(torchtitan, *as_torchrun(words, 0, 1, free_port(), names))
+    assert done.returncode == 2 and done.stdout == ""
+    assert [line[:9] for line in done.stderr.splitlines()] == ["error[2]:"] and "gone.toml" in done.stderr
+
+
+# a line of the TOML each, as torchtitan's README lists them: its key features, then what was "coming soon" in 2024
+FEATURES = {
+    "FSDP2": "parallelism.data_parallel_shard_degree=2",
+    "tensor parallel, with sequences and the loss split": "parallelism.tensor_parallel_degree=2",
+    "copies": "parallelism.data_parallel_replicate_degree=2",
+    "recomputed layers": "activation_checkpoint.selective_ac_option=2",
+    "recomputed operations": "activation_checkpoint.selective_ac_option=op",
+    "everything recomputed": "activation_checkpoint.mode=full",
+    "context parallel": "parallelism.context_parallel_degree=2",
+    "pipeline": "parallelism.pipeline_parallel_degree=2",
+    "compiled": "compile.enable=true",
+    "checkpoints while it trains": "checkpoint.async_mode=async",
+    "fused norms": "model.norm_type=fused_rmsnorm",
+    "gradient accumulation": "training.local_batch_size=1",
+}
+
+
+@pytest.mark.nightly(
+    "each has laws of its own", by="tests/test_same_numbers.py::test_mesh_and_memory_options_change_no_number"
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature_is_one_line_of_the_debug_model_and_changes_no_number(torchtitan, feature):
+    """In float32, against one process: losses of 3 steps to 1e-4, which leaves room for the compiler's kernels."""
+    preset = next(torchtitan.rglob("debug_model.toml"))
+    option, _, value = FEATURES[feature].partition("=")
+    base = "--training.seq_len 32 --training.steps 3 --training.global_batch_size 4 --training.device cpu "
+    base += "--training.mixed_precision_param float32 --checkpoint.enable --metrics.log_freq 1"
+    splits_rows = not any(word in option for word in ("tensor", "context", "pipeline"))
+    found = []
+    for name, ranks, more in (("one", 1, []), ("with", 2, [f"--{option}={value}"])):
+        local = [f"--training.local_batch_size={2 if splits_rows and more else 4}"]
+        words = ["-m", "shardtrain.train", "--job.config_file", str(preset), "--nproc", str(ranks), *base.split()]
+        words += [f"--job.dump_folder={name}", *more, *(() if more and "batch" in option else local)]
+        done = noted.run_words(torchtitan, words, noted.environment())
+        assert done.returncode == 0, done.stderr
+        found.append(losses(torchtitan / name))
+    assert list(found[0]) == [1, 2, 3]
+    assert_same(found[1], found[0], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly(
+    "DCP both ways", by="tests/tools/dcp/test_both_ways.py::test_what_comes_out_is_loaded_by_pytorch_to_the_bit"
+)
+def test_weights_alone_in_bfloat16_go_to_torch_load(torchtitan):
+    """Train, ``to-dcp``, PyTorch's own converter: three commands, and ``torch.load`` runs no code of the file."""
+    import torch
+
+    preset = next(torchtitan.rglob("debug_model.toml"))
+    line = f"-m shardtrain.train --job.config_file {preset} --nproc 2 --training.seq_len 32 --training.steps 2 "
+    line += (
+        "--training.local_batch_size 1 --training.device cpu --checkpoint.enable --checkpoint.export_dtype bfloat16 "
+    )
+    line += "--checkpoint.last_save_model_only"
+    names = noted.environment()
+    done = noted.run_words(torchtitan, line.split(), names)
+    assert done.returncode == 0, done.stderr
+    done = noted.run_words(
+        torchtitan, ["-m", "shardtrain", "checkpoint", "to-dcp", "outputs", "dcp", "--model-only"], names
+    )
+    assert done.returncode == 0, done.stderr
+    words = ["-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", "dcp", "weights.pt"]
+    assert noted.run_words(torchtitan, words, names).returncode == 0
+    weights = torch.load(torchtitan / "weights.pt", weights_only=True)
+    assert weights["tok_embeddings.weight"].shape == (2048, 256) and len(weights) > 50
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+def test_a_seed_checkpoint_of_one_process_starts_any_mesh(torchtitan):
+    """``NGPU=1 ... --checkpoint.create_seed_checkpoint``, then the run: torchtitan's recipe for equal first weights."""
+    small = "--training.seq_len 32 --training.steps 1 --training.device cpu --metrics.log_freq 1 --checkpoint.enable "
+    small += "--training.mixed_precision_param float32 --training.global_batch_size 2 --training.local_batch_size 2"
+    preset = next(torchtitan.rglob("debug_model.toml"))
+    words = ["-m", "shardtrain.train", "--job.config_file", str(preset), *small.split()]
+    names = noted.environment()
+    seed = ["--nproc", "1", "--checkpoint.create_seed_checkpoint", "--debug.seed", "7"]
+    done = noted.run_words(torchtitan, [*words, *seed], names)
+    assert done.returncode == 0 and newest(torchtitan / "outputs") == 0, done.stderr
+    shutil.copytree(torchtitan / "outputs", torchtitan / "split")
+    for folder, more in (
+        ("outputs", ["--nproc", "1"]),
+        ("split", ["--nproc", "2", "--parallelism.tensor_parallel_degree", "2"]),
+    ):
+        done = noted.run_words(torchtitan, [*words, "--job.dump_folder", folder, "--debug.seed", "7", *more], names)
+        assert done.returncode == 0, done.stderr
+    one, split = losses(torchtitan / "outputs"), losses(torchtitan / "split")
+    assert list(one) == [1]
+    assert_same(split, one, 1e-5)
+
+
+POD = {
+    "PYTHONUNBUFFERED": "1", "NODE_NAME": "node", "RUNAI_PROJECT": "team", "RUNAI_JOB_NAME": "distributed",
+    "RUNAI_JOB_UUID": "8c1c", "RUNAI_NUM_OF_GPUS": "1", "NCCL_DEBUG": "INFO", "HF_HUB_ETAG_TIMEOUT": "500",
+}  # fmt: skip
+TRAIN = (
+    f"{ROOT}/run_llama_train.sh {SMALL} --metrics.log_freq 1 --checkpoint.enable_checkpoint true "
+    "--job.dump_folder ../claim --training.on_data_end repeat"
+)
+
+
+def test_a_pod_of_runai_submit_has_no_variables_of_a_job_and_trains(runai):
+    """C9 of the tutorial, where the original died of an empty PET_NNODES."""
+    names = {**POD, "CONFIG_FILE": "./train_configs/debug_model.toml", "NGPU": "2", "PET_NNODES": ""}
+    done = noted.run(runai, f"{TRAIN} --training.steps 2", **names)
+    assert done.returncode == 0, done.stderr
+    assert list(losses(runai.parent / "claim")) == [1, 2] and "training with 2 processes" in done.stderr
+
+
+def pod(folder: Path, number: int, port: int, steps: int) -> subprocess.Popen[str]:
+    """A pod of ``runai submit-dist pytorch --workers=1 -g 1 -e CONFIG_FILE=... --existing-pvc ...``."""
+    names = {
+        **POD, "CONFIG_FILE": "./train_configs/debug_model.toml", "NGPU": "1", "RDZV_TIMEOUT": "120",
+        "MAX_RESTARTS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
+        "RANK": str(number), "PET_NNODES": "2", "PET_NODE_RANK": str(number), "PET_NPROC_PER_NODE": "auto",
+        "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1",
+    }  # fmt: skip
+    place = folder.parent / f"pod-{number}"
+    if not place.exists():
+        shutil.copytree(folder, place)
+    words, own = noted.command_of(place, f"{TRAIN} --training.steps {steps}", **names)
+    return noted.start(place, words, own, stderr=subprocess.PIPE)
+
+
+@pytest.mark.nightly(
+    "two hosts stop and go on",
+    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on",
+)
+@pytest.mark.slow
+def test_two_pods_of_the_tutorial_save_when_one_must_go_and_the_same_command_resumes(runai):
+    steps, claim = 40, runai.parent / "claim"
+
+    def both(until: str) -> list[tuple[int, str]]:
+        port = free_port()
+        pods = [pod(runai, number, port, steps) for number in (1, 0)]
+        try:
+            if until == "SIGTERM":
+                wait_for(lambda: (claim / "metrics.jsonl").exists() and len(losses(claim)) > 1)
+                pods[0].send_signal(signal.SIGTERM)
+            return [(one.wait(patience.seconds(180)), one.communicate()[1]) for one in pods]
+        finally:
+            for one in pods:
+                one.kill()
+
+    for code, told in both("SIGTERM"):
+        assert code == 75 and "Traceback" not in told, told
+    saved = newest(claim)
+    assert 1 < saved < steps and record(claim)["code"] == 75
+    for code, told in both("its end"):
+        assert code == 0, told
+    assert list(losses(claim)) == list(range(1, steps + 1)), "no step is lost or made twice"
+    assert os.listdir(claim / "checkpoint")

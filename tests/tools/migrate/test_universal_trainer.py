@@ -1,0 +1,567 @@
+"""parameters.yml of pytorch_universal_trainer: what its program computed, and what its users have on disk."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import forked
+import numpy as np
+import patience
+import pytest
+import torch
+import universal_trainer_folder as folders
+from ports import free_port
+from ranks import run_ranks
+from tiers import cases
+from tiny import make_run
+from torch.nn import functional as F
+
+from shardtrain import config as configs
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config.schema import Config
+from shardtrain.distributed import LOSS_AXES
+from shardtrain.hf.bin_weights import BinWeights
+from shardtrain.ops.dtensor import to_full
+from shardtrain.optim.lr_scheduler import learning_rate
+from shardtrain.tools import migrate
+from shardtrain.tools.migrate import Here
+from shardtrain.train import trainer as train
+from shardtrain.train.resume import resume
+from shardtrain.utils.errors import CheckpointError, ConfigError
+
+transformers = pytest.importorskip("transformers")
+
+STEPS = 20
+
+
+def made(folder: Path, **values: Any) -> Path:
+    """A folder whose paths are whole, since the ranks of a test run elsewhere."""
+    places = {"data_dir": folder / "data", "pretrained_model_dir": folder / "bart", "model_dir": folder / "models"}
+    file = folders.make(folder, **{"dropout": 0.0, "with_head": True, "train": 67, **values})
+    return folders.write_parameters(folder, **{**places, **values}) if file else file
+
+
+def configured(file: Path, nproc: int, verb: str = "train") -> Config:
+    return migrate.open_file(file, here=Here(nproc=nproc), verb=verb)[0].config
+
+
+def body(rank: int, config: Config, steps: int) -> dict[str, Any]:
+    """Steps of the true trainer: losses, rates, the rows of each step on this rank, and the weights after them."""
+    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    resume(run, checkpoints)
+    checkpoints.close()
+    first, rows, losses, rates = run.state.step, [], [], []
+    pull = run.stream.__next__
+
+    class Noted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(stream, name)
+
+        def __next__(self) -> Any:
+            batch = pull()
+            rows[-1].extend(row for row in batch.sample_ids_B.tolist() if row >= 0)
+            return batch
+
+    stream, run.stream = run.stream, Noted()  # type: ignore[assignment]
+    for _ in range(steps):
+        rows.append([])
+        outcome = train.step(run)
+        assert outcome is not None
+        losses.append(run.mesh.sum(outcome.loss_sum.double(), over=LOSS_AXES).item() / outcome.global_tokens)
+        rates.append(outcome.lr)
+    weights = {name: to_full(tensor).clone() for name, tensor in run.runner.parameters().items()}
+    moments = {
+        name: to_full(run.optimizer.state[tensor]["exp_avg"]).clone()
+        for name, tensor in run.runner.parameters().items()
+        if "exp_avg" in run.optimizer.state[tensor]
+    }
+    total = run.state.step + (run.stream.steps_left or 0)
+    return {
+        "first": first, "rows": rows, "losses": losses, "rates": rates, "weights": weights, "moments": moments,
+        "total": total, "scale": run.scaler.state() if run.scaler else None,
+    }  # fmt: skip
+
+
+class Original:
+    """The program's rules in a plain loop: one process, whole batches, transformers' network, torch's AdamW."""
+
+    def __init__(self, folder: Path, lr: float, steps: int, warmup: float = 0.01) -> None:
+        self.model = transformers.BartForSequenceClassification(
+            transformers.BartConfig.from_pretrained(folder / "bart", num_labels=2)
+        )
+        with BinWeights(folder / "bart") as weights:
+            self.model.load_state_dict({name: weights.read(name, ()) for name in weights.names()})
+        self.model.train()
+        self.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "bart" / "tokenizer.json"))
+        lines = (folder / "data" / "sentiment-train").read_text().splitlines()
+        self.rows = [line.rsplit("\t", 1) for line in lines]
+        without = ("bias", "LayerNorm.weight")
+        named = list(self.model.named_parameters())
+        groups = [
+            {"params": [p for n, p in named if not any(nd in n for nd in without)], "weight_decay": 0.01},
+            {"params": [p for n, p in named if any(nd in n for nd in without)], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, eps=1e-8)
+        first = int(steps * warmup)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer,
+            lambda step: step / max(1, first) if step < first else max(0.0, (steps - step) / max(1, steps - first)),
+        )
+        self.steps, self.step = steps, 0
+
+    def take(self, numbers: list[int]) -> tuple[float, float]:
+        """A step on some rows; gives its loss and its rate."""
+        texts = [self.tokenizer(self.rows[number][0])["input_ids"] for number in numbers]
+        width = max(map(len, texts))
+        ids = torch.tensor([[*text, *[1] * (width - len(text))] for text in texts])
+        mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
+        labels = torch.tensor([int(self.rows[number][1]) for number in numbers])
+        logits = self.model(input_ids=ids, attention_mask=mask).logits
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return loss.item(), rate
+
+    def save(self, file: Path, prefix: str = "", **more: Any) -> Path:
+        """checkpoint-N as the program saved it: eleven keys, numbers of NumPy among them."""
+        torch.save(
+            {
+                "model_state_dict": collections.OrderedDict(
+                    (prefix + name, tensor) for name, tensor in self.model.state_dict().items()
+                ),
+                "optimizer_state_dict": self.optimizer.state_dict(),
+                "scheduler_state_dict": self.scheduler.state_dict(),
+                "scaler_state_dict": torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict(),
+                "global_step": self.step,
+                "num_train_optimization_steps": self.steps,
+                "tr_loss": np.float64(1.5),
+                "logging_loss": 0.5,
+                "epoch_loss": np.float32(0.25),
+                "best_eval_metric": np.float64(0.75),
+                "best_step": self.step,
+                **more,
+            },
+            file,
+        )
+        return file
+
+
+def joined(results: list[dict[str, Any]]) -> list[list[int]]:
+    """The rows of each step, of all ranks."""
+    return [
+        [row for part in parts for row in part] for parts in zip(*(result["rows"] for result in results), strict=True)
+    ]
+
+
+def assert_weights(original: Original, found: dict[str, torch.Tensor], tolerance: float) -> None:
+    theirs = dict(original.model.named_parameters())
+    assert {name.removeprefix("hf.") for name in found} == set(theirs)
+    for name, tensor in found.items():
+        if name.endswith("k_proj.bias"):
+            continue  # softmax is blind to it: its gradient is rounding, which Adam with eps 1e-8 makes steps of
+        torch.testing.assert_close(tensor, theirs[name.removeprefix("hf.")].detach(), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_twenty_steps_are_those_of_a_plain_loop(tmp_path: Path, ranks: int) -> None:
+    folder = tmp_path / "folder"
+    file = made(folder, gpus=ranks, batch_size=8 // ranks)
+    results = run_ranks(ranks, body, configured(file, ranks), STEPS)
+    original = Original(folder, 2e-3, 3 * 9)
+    assert [len(rows) for rows in joined(results)[:9]] == [8] * 8 + [3]
+    for rows, loss, rate in zip(joined(results), results[0]["losses"], results[0]["rates"], strict=True):
+        theirs, their_rate = original.take(rows)
+        assert loss == pytest.approx(theirs, abs=1e-6)
+        assert rate == pytest.approx(their_rate, rel=1e-12)
+    assert_weights(original, results[0]["weights"], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({"train": 67}, 27), ({"train": 64}, 24), ({"train": 67, "num_epochs": 2}, 18)]
+)
+def test_rates_are_those_of_the_closed_form(tmp_path: Path, options: dict[str, Any], steps: int) -> None:
+    """Linear from 0 over int(1 % of the steps), then linear to 0; 300 steps so that there is a warmup."""
+    config = configured(made(tmp_path / "folder", gpus=1, **options), 1)
+    found = [learning_rate(config.optimizer, config.lr_scheduler, 300, step) for step in range(300)]
+    wanted = [2e-3 * (step / 3 if step < 3 else (300 - step) / 297) for step in range(300)]
+    assert found == pytest.approx(wanted, rel=1e-12, abs=0)
+    assert run_ranks(1, body, config, 0)[0]["total"] == steps
+
+
+SHARDING = {
+    "optimizer": {"optimizer_sharding": True},
+    "model": {"model_sharding": True, "autowrap": True},
+    "model, resharded": {"model_sharding": True, "autowrap": True, "reshard_forward": True},
+}
+
+
+@pytest.mark.parametrize("name", SHARDING)
+def test_sharding_flags_change_no_loss(tmp_path: Path, name: str) -> None:
+    plain = run_ranks(2, body, configured(made(tmp_path / "plain"), 2), 4)[0]
+    sharded = run_ranks(2, body, configured(made(tmp_path / "sharded", **SHARDING[name]), 2), 4)[0]
+    assert sharded["losses"] == pytest.approx(plain["losses"], abs=1e-6)
+
+
+def test_a_batch_of_all_devices_is_dealt_to_as_many_as_divide_it(tmp_path: Path) -> None:
+    file = made(tmp_path / "folder", is_distributed=False, batch_size=9)
+    for devices, used in ((1, 1), (2, 1), (3, 3), (4, 3), (8, 3), (9, 9)):
+        loaded, launch = migrate.open_file(file, here=Here(devices=devices))
+        c = loaded.config
+        assert launch == {"nproc": used} and (c.training.local_batch_size, c.training.global_batch_size) == (
+            9 // used,
+            9,
+        )
+        told = [notice for notice in loaded.notices if "of 9 rows" in notice or "9 rows are dealt" in notice]
+        assert len(told) == (devices > 1)
+    alone, shared = (run_ranks(ranks, body, configured(file, ranks), 4)[0] for ranks in (1, 3))
+    assert shared["losses"] == pytest.approx(alone["losses"], abs=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "prefix", "sharding"), [(1, "", {}), (2, "module.", SHARDING["optimizer"])])
+def test_a_run_goes_on_from_a_file_of_the_program(
+    tmp_path: Path, ranks: int, prefix: str, sharding: dict[str, Any]
+) -> None:
+    """Weights, Adam's state, step, rate and loss scale; then the steps are those of the program that goes on."""
+    folder = tmp_path / "folder"
+    values = {"gpus": ranks, "batch_size": 8 // ranks, **sharding}
+    made(folder, **values)
+    original = Original(folder, 2e-3, 27)
+    for step in range(10):
+        original.take([*range(step * 6, step * 6 + 6)])
+    saved = original.save(folder / "checkpoint-10", prefix)
+    file = made_again(folder, continue_training=True, continue_training_path=saved, **values)
+    results = run_ranks(ranks, body, configured(file, ranks), 6)
+    assert (results[0]["first"], results[0]["total"]) == (10, 27)
+    for rows, loss, rate in zip(joined(results), results[0]["losses"], results[0]["rates"], strict=True):
+        theirs, their_rate = original.take(rows)
+        assert loss == pytest.approx(theirs, abs=1e-6) and rate == pytest.approx(their_rate, rel=1e-12)
+    assert_weights(original, results[0]["weights"], 1e-6)
+    assert [len(rows) for rows in joined(results)] == [8] * 6  # steps 11 to 16 of 9 an epoch
+    half = configured(made_again(folder, continue_training=True, continue_training_path=saved, use_native_fp16=True), 1)
+    found = run_ranks(1, body, half, 0)[0]
+    assert found["scale"] == {"scale": 1024.0, "finite_steps": 0}
+
+
+def made_again(folder: Path, **values: Any) -> Path:
+    """parameters.yml of a folder that is there, with other values."""
+    places = {"data_dir": folder / "data", "pretrained_model_dir": folder / "bart", "model_dir": folder / "models"}
+    return folders.write_parameters(folder, **{**places, **values})
+
+
+def damaged(original: Original, file: Path, kind: str) -> str:
+    """A file that does not fit, and words of the message."""
+    state = original.model.state_dict()
+    if kind == "missing":
+        del state["classification_head.out_proj.bias"]
+        original.save(file, model_state_dict=state)
+        return r"1 missing: .*classification_head\.out_proj\.bias"
+    if kind == "surplus":
+        original.save(file, model_state_dict={**state, "extra.weight": torch.zeros(2)})
+        return r"1 not of this model: extra\.weight"
+    if kind == "shape":
+        original.save(file, model_state_dict={**state, "classification_head.out_proj.bias": torch.zeros(3)})
+        return r"1 of another shape: classification_head\.out_proj\.bias \[3\] in place of \[2\]"
+    if kind == "optimizer":
+        whole = original.optimizer.state_dict()
+        whole["param_groups"][0]["params"] = whole["param_groups"][0]["params"][:-1]
+        original.save(file, optimizer_state_dict=whole)
+        return "the optimizer holds groups of"
+    if kind == "no step":
+        original.save(file, global_step="ten")
+        return "global_step is no count"
+    if kind == "hostile":
+        torch.save({"model_state_dict": state, "hook": Hostile(str(file) + ".ran")}, file)
+        return "names posix.mkdir, which is no part of a checkpoint; nothing in it was run"
+    original.save(file)
+    data = bytearray(file.read_bytes())
+    if kind == "cut":
+        file.write_bytes(data[: len(data) // 2])
+        return "is damaged"
+    assert kind == "flipped"
+    data[len(data) // 3] ^= 1
+    file.write_bytes(data)
+    return "is damaged"
+
+
+class Hostile:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("kind", ["missing", "surplus", "shape", "optimizer", "no step", "hostile", "cut", "flipped"])
+def test_a_file_that_does_not_fit_is_named_and_changes_nothing(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "folder"
+    made(folder, gpus=1)
+    original = Original(folder, 2e-3, 27)
+    original.take([0, 1, 2])
+    words = damaged(original, folder / "checkpoint-1", kind)
+    file = made_again(folder, gpus=1, continue_training=True, continue_training_path=folder / "checkpoint-1")
+    assert run_ranks(1, refused, configured(file, 1), words) == [True]
+    assert not (folder / "checkpoint-1.ran").exists() and not list((folder / "models").rglob("step-*"))
+
+
+def refused(rank: int, config: Config, words: str) -> bool:
+    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    before = {name: tensor.detach().clone() for name, tensor in run.runner.parameters().items()}
+    with pytest.raises(CheckpointError, match=words) as caught:
+        resume(run, checkpoints)
+    assert "\n" not in str(caught.value)
+    same = all(torch.equal(tensor, before[name]) for name, tensor in run.runner.parameters().items())
+    # a flipped bit is met when its tensor is read; what was read before it is of a run that ends here
+    assert same or "damaged" in str(caught.value)
+    return run.state.step == 0
+
+
+WRONG = {
+    "unknown key": ({"own": "    batch_sizes: 3\n"}, r"yml:29: transformers-params\.batch_sizes=3 .*did you mean"),
+    "own key without hooks": ({"own": "    margin: 0.3\n"}, r"yml:29: .*margin=0\.3 cannot be followed: nothing here"),
+    "own table": ({"own": "    hooks_file: '{hooks}'\n    pairs: [1, 2]\n"}, "pairs must be a number, a text"),
+    "no number": ({"batch_size": "'many'"}, r"yml:19: transformers-params\.batch_size=.many. must be a number"),
+    "no truth": ({"is_distributed": "maybe"}, r"yml:12: .*is_distributed=.maybe. must be true or false"),
+    "no mode": ({"mode": "predict"}, r"yml:7: .*mode=.predict. must be train or test"),
+    "node of one": ({"current_node": 1}, r"yml:33: .*current_node=1 must be below nodes=1; .*give all nodes"),
+    "node": ({"nodes": 2, "current_node": 2}, r"yml:33: .*current_node=2 must be below nodes=2"),
+    "address": ({"nodes": 2, "master_addr": ""}, "master_addr is needed"),
+    "port": ({"master_port": "99999"}, r"yml:35: .*master_port=99999 must be a port"),
+    "hooks": ({"own": "    hooks_file: 'missing.py'\n"}, r"yml:29: .*hooks_file=.missing\.py. cannot be read"),
+    "no hooks": ({"own": "    hooks_file: '{empty}'\n"}, "defines neither a class Task nor a class Model"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, name: str) -> None:
+    values, words = WRONG[name]
+    (tmp_path / "hooks.py").write_text("class Task: pass\n")
+    (tmp_path / "empty.py").write_text("x = 1\n")
+    own = values.get("own", "").format(hooks=tmp_path / "hooks.py", empty=tmp_path / "empty.py")
+    file = folders.write_parameters(tmp_path, **{**values, "own": own.removesuffix("\n")})
+    with pytest.raises(ConfigError, match=words):
+        migrate.open_file(file)
+
+
+def test_home_is_meant_by_its_sign_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    places = dict.fromkeys(("data_dir", "pretrained_model_dir", "model_dir"), "~/a folder/x")
+    (tmp_path / "hooks.py").write_text("class Task: pass\nMETRICS = {'f1': 'max'}\n")
+    own = "    continue_training: True\n    hooks_file: '~/hooks.py'\n    margin: 0.3\n    note: 'a b'"
+    text = folders.write_parameters(tmp_path, own=own, **places).read_text()
+    text = text.replace("    continue_training: False\n", "").replace('path: ""', "path: '~/checkpoint-3'")
+    (tmp_path / "parameters.yml").write_text(text)
+    found = migrate.migrate([tmp_path / "parameters.yml"])
+    c = configs.load_settings(found.settings, follow=False).config  # the folder is not here
+    base = str(tmp_path / "a folder" / "x")
+    assert (c.job.dump_folder, c.model.hf_assets_path) == (base, base)
+    assert (c.training.dataset_path, c.task.name) == (f"{base}/sentiment-train", str(tmp_path / "hooks.py"))
+    assert c.checkpoint.initial_load_path == str(tmp_path / "checkpoint-3")
+    assert (c.task.options, c.checkpoint.keep_best) == ({"margin": 0.3, "note": "a b"}, "validation.f1")
+
+
+MAIN = Path(__file__).parents[3] / "main.py"
+
+
+def command(folder: Path, *words: str, env: Mapping[str, str] | None = None) -> Any:
+    """``python main.py ...`` in a folder, in a fork of this process."""
+    names = {**{k: v for k, v in os.environ.items() if k not in ("NGPU", "LOG_RANK")}, **(env or {})}
+    limit = patience.seconds(100)
+    line = [sys.executable, str(MAIN), *words]
+    return forked.run(line, cwd=folder, env=names, capture_output=True, text=True, timeout=limit)
+
+
+def steps_of(folder: Path) -> list[int]:
+    return sorted(int(one.name.removeprefix("step-")) for one in folder.glob("checkpoint/step-*"))
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "step" in line and "loss" in line}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("epochs", cases([2], nightly=[3]))
+def test_a_folder_of_the_program_trains_and_tests_as_it_is(tmp_path: Path, epochs: int) -> None:
+    """Two commands in a folder that holds its files alone: checkpoints per epoch, logs per rank, best step, results."""
+    folder = tmp_path / "a user's folder"
+    folders.make(folder, train=104, num_epochs=epochs, max_length=16)
+    done = command(folder, "--params=parameters.yml")
+    assert done.returncode == 0, done.stderr[-3000:]
+    models = folder / "models" / "baseline"
+    assert steps_of(models) == [7 * epoch for epoch in range(1, epochs + 1)]  # 104 rows in steps of 2 x 8
+    logs = [models / "logger_logs" / f"training_{rank}.log" for rank in (0, 1)]
+    assert all(log.read_text() for log in logs) and list((models / "tensorboard_logs").rglob("events*"))
+    accuracies = {
+        line["step"]: line["accuracy"]
+        for line in map(json.loads, (models / "validation.jsonl").read_text().splitlines())
+    }
+    best = next(step for step, value in accuracies.items() if value == max(accuracies.values()))
+    assert json.loads((models / "checkpoint" / "best.json").read_text())["step"] == best
+    before = logs[0].read_text()
+    again = command(folder, "--params=parameters.yml")  # nothing is left to do, and the log goes on
+    assert again.returncode == 0 and steps_of(models)[-1] == 7 * epochs
+    assert logs[0].read_text().startswith(before) and len(logs[0].read_text()) > len(before)
+    folders.write_parameters(folder, mode="test", max_length=16)
+    tested = command(folder, "--params", "parameters.yml")
+    assert tested.returncode == 0, tested.stderr[-3000:]
+    assert f"step-{best}" in tested.stderr
+    for name, count in (("dev", 50), ("test", 70)):
+        found = json.loads((models / f"{name}_results.json").read_text())
+        lines = (models / f"{name}_prediction.txt").read_text().splitlines()
+        labels = [line.rsplit("\t", 1)[1] for line in (folder / "data" / f"sentiment-{name}").read_text().splitlines()]
+        assert set(found) == {"Accuracy"} and len(lines) == count and set(lines) <= {"0", "1"}
+        assert found["Accuracy"] == sum(a == b for a, b in zip(lines, labels, strict=True)) / count
+    assert json.loads((models / "dev_results.json").read_text())["Accuracy"] == accuracies[best]
+    words = ["-m", "shardtrain", "export", str(models / "checkpoint" / f"step-{best}"), "--to", "exported"]
+    exported = forked.run([sys.executable, *words], cwd=folder, capture_output=True, text=True)
+    assert exported.returncode == 0, exported.stderr[-3000:]
+    assert transformers.BartForSequenceClassification.from_pretrained(folder / "exported").config.num_labels == 2
+
+
+@pytest.mark.timeout(300)
+def test_an_old_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
+    """And a set without labels gets predictions alone: those of the program's own network."""
+    folder = tmp_path / "folder"
+    folders.make(folder, mode="test", dropout=0.0, with_head=True)
+    original = Original(folder, 5e-3, 50)
+    for step in range(50):
+        original.take([*range(step * 16 % 192, step * 16 % 192 + 16)])
+    original.save(folder / "checkpoint-50", "module.")
+    texts = [line.rsplit("\t", 1)[0] for line in (folder / "data" / "sentiment-test").read_text().splitlines()]
+    (folder / "data" / "sentiment-test").write_text("".join(f"{text}\n" for text in texts))
+    done = command(folder, "--params=parameters.yml", "--checkpoint", "checkpoint-50")
+    assert done.returncode == 0, done.stderr[-3000:]
+    models = folder / "models" / "baseline"
+    assert not (models / "test_results.json").exists() and (models / "dev_results.json").exists()
+    found = (models / "test_prediction.txt").read_text().split()
+    original.model.eval()
+    wanted = [original.model(torch.tensor([original.tokenizer(text)["input_ids"]])).logits for text in texts]
+    assert found == [str(int(logits.argmax())) for logits in wanted] and len(set(found)) == 2
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.nightly("each node starts its ranks as new interpreters, which takes half a minute")
+def test_two_nodes_meet_by_their_current_node(tmp_path: Path) -> None:
+    """The same command on both, one five seconds late; then the flags of fairscale, which change no loss."""
+    folder = tmp_path / "folder"
+    values = {"train": 104, "nodes": 2, "gpus": 1, "num_epochs": 1, "master_port": free_port(), "dropout": 0.0}
+    folders.make(folder, **values)
+    text = (folder / "parameters.yml").read_text()
+    (folder / "second.yml").write_text(text.replace("current_node: 0", "current_node: 1"))
+    line = [sys.executable, str(MAIN)]
+    quiet = {"cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    first = forked.Popen([*line, "--params=parameters.yml"], **quiet)
+    time.sleep(5)
+    second = forked.Popen([*line, "--params=second.yml"], **quiet)
+    assert [one.wait(patience.seconds(120)) for one in (first, second)] == [0, 0]
+    models = folder / "models" / "baseline"
+    assert {log.name for log in (models / "logger_logs").iterdir()} == {"training_0.log", "training_1.log"}
+    assert steps_of(models) == [7]
+    plain = losses_of(models)
+    for name, flags in SHARDING.items():
+        one = {"num_epochs": 1, "model_dir": f"models/{name.split(',')[-1].strip()}", **flags}
+        folders.write_parameters(folder, **one)
+        assert command(folder, "--params=parameters.yml").returncode == 0
+        assert losses_of(folder / one["model_dir"]) == pytest.approx(plain, abs=1e-5)
+
+
+def test_wrong_files_are_told_in_one_line(tmp_path: Path) -> None:
+    folders.write_parameters(tmp_path, mode="test")
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1}}')
+    told = {
+        (): "--params needs the parameters file",
+        ("--params=no.yml",): "cannot be read",
+        ("--params=ds.json",): "is a file of DeepSpeed; run `shardtrain train ds.json`",
+        ("--params=parameters.yml", "--nproc", "0"): "must be a whole number of processes above 0",
+    }
+    for words, said in told.items():
+        done = command(tmp_path, *words)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+        assert len([line for line in done.stderr.splitlines() if line.startswith("error")]) == 1
+    trained = forked.run(
+        [sys.executable, "-m", "shardtrain", "train", "parameters.yml"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert trained.returncode == 2 and "asks for a test, and this trains" in trained.stderr
+
+
+HOOKS = {
+    "tokenizer": (
+        "    @property\n    def tokenizer(self):\n        seen.append('tokenizer'); return super().tokenizer\n"
+    ),
+    "read_rows": "    def read_rows(self, split):\n        seen.append(split); return super().read_rows(split)\n",
+    "collate": "    def collate(self, rows):\n        seen.append(len(rows)); return super().collate(rows)\n",
+    "forward": "    def forward(self, model, batch):\n        seen.append('f'); return super().forward(model, batch)\n",
+    "loss_sum": (
+        "    def loss_sum(self, outputs, batch, weight):\n"
+        "        seen.append(self.config.task.options['margin'])\n"
+        "        return super().loss_sum(outputs, batch, weight)\n"
+    ),
+}
+
+
+def hooked(rank: int, config: Config) -> tuple[list[Any], float]:
+    run = make_run(rank, config)
+    outcome = train.step(run)
+    assert outcome is not None
+    module = sys.modules["shardtrain_task_file_hooks"] if config.task.name.endswith(".py") else None
+    return list(getattr(module, "seen", [])), float(outcome.loss_sum)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_are_overridden_one_at_a_time(tmp_path: Path, name: str) -> None:
+    folders.make(tmp_path / "folder", train=16, pretrained_model_dir="")
+    places = {"data_dir": tmp_path / "folder" / "data", "model_dir": tmp_path / "models", "pretrained_model_dir": ""}
+    plain = configured(folders.write_parameters(tmp_path, gpus=1, **places), 1)
+    hooks = tmp_path / "hooks.py"
+    head = "from shardtrain.tasks.classification import Classification\nseen = []\nclass Task(Classification):\n"
+    hooks.write_text(head + HOOKS[name])
+    own = f"    hooks_file: '{hooks}'\n    margin: 0.3"
+    config = configured(folders.write_parameters(tmp_path, gpus=1, own=own, **places), 1)
+    assert not configs.check(configs.Loaded(config))
+    seen, loss = run_ranks(1, hooked, config)[0]
+    assert seen and loss == run_ranks(1, hooked, plain)[0][1]
+    assert name != "loss_sum" or seen == [0.3]
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "universal_trainer"
+
+
+def test_the_template_trains_a_model_of_its_own(tmp_path: Path) -> None:
+    text = (EXAMPLE / "parameters.yml").read_text()
+    text = text.replace("'examples/universal_trainer/hooks.py'", f"'{EXAMPLE / 'hooks.py'}'").replace("2000 ", "400 ")
+    (tmp_path / "parameters.yml").write_text(text.replace("batch_size: 16", "batch_size: 8"))
+    done = command(tmp_path, "--params=parameters.yml")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "parameters.yml").write_text((tmp_path / "parameters.yml").read_text().replace("'train'", "'test'"))
+    assert command(tmp_path, "--params=parameters.yml").returncode == 0
+    models = tmp_path / "outputs" / "universal_trainer"
+    for part in ("dev", "test"):
+        assert json.loads((models / f"{part}_results.json").read_text())["Accuracy"] > 0.9
+        assert len((models / f"{part}_prediction.txt").read_text().splitlines()) == 400
+    marks = re.findall(r"# -----> ([\w ]+):", (EXAMPLE / "hooks.py").read_text())
+    assert {"tokenizer", "read_files", "collate", "model", "optimizer", "loss", "metrics", "writer"} <= set(marks)
+
+
+def test_the_steps_of_the_shipped_file_are_counted(tmp_path: Path) -> None:
+    """67,349 rows in steps of 2 x 256: 132 an epoch, 396 in all, which its main.py had as a number."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "sentiment-train").write_text("good\t1\n" * 67_348 + "bad\t0")
+    file = folders.write_parameters(tmp_path, data_dir=tmp_path / "data", batch_size=256)
+    c = configs.load_settings(migrate.migrate([file]).settings, follow=False).config
+    assert (c.checkpoint.interval, c.metrics.log_freq, c.training.epochs, c.training.last_batch) == (132, 13, 3, "keep")

@@ -1,0 +1,167 @@
+"""A step made again is the step that was made, to the bit, and where it is not the first difference is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import end, fork
+from ranks import run_ranks
+from tiny import tiny_config, train_whole
+
+from shardtrain import cli
+from shardtrain.config.schema import Config
+from shardtrain.resilience.guards.history import Guard
+from shardtrain.tools.replay import plan
+from shardtrain.utils.errors import CheckpointError
+
+
+def config(folder: Path, lr: float = 1e-2, **training: Any) -> Config:
+    return tiny_config(
+        job={"dump_folder": str(folder)},
+        model={"overrides": {"num_layers": 2}},
+        training={"steps": 8, "seq_len": 16, "local_batch_size": 2, **training},
+        optimizer={"lr": lr, "eps": 1e-3},
+        checkpoint={"enable": True, "interval": 3},
+    )
+
+
+def runs(rank: int, root: Path) -> None:
+    assert train_whole(rank, config(root / "run")).error is None
+    assert train_whole(rank, config(root / "other", lr=2e-2, steps=6)).error is None
+    find = Guard.find_spike
+
+    def planted(guard: Guard, *arguments: Any) -> str:
+        """In step 7, and after going back in step 9."""
+        return "planted" if (len(guard.losses), len(guard.rewinds)) in ((6, 0), (8, 1)) else ""
+
+    Guard.find_spike = planted  # type: ignore[method-assign]
+    options = {"spike_policy": "rewind", "spike_rewind_steps": 2, "spike_skip_steps": 2, "steps": 11}
+    assert train_whole(rank, config(root / "rewound", **options)).error is None
+    Guard.find_spike = find  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("replay")
+    run_ranks(2, runs, root)
+    return root
+
+
+def replay(root: Path, *words: str) -> tuple[int, str]:
+    """Status and output of the verb, in a process of its own."""
+    output = root / f"output-{time.monotonic_ns()}"
+
+    def call() -> None:
+        file = output.open("w", buffering=1)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = file  # those of pytest write elsewhere
+        tempfile.tempdir = str(root)
+        os._exit(cli.main(["replay", *words]))
+
+    return end(fork(call)), output.read_text()
+
+
+def content(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_a_run_is_made_again_to_the_bit_and_nothing_is_written_into_it(root: Path) -> None:
+    before = content(root / "run")
+    status, output = replay(root, "5:8", str(root / "run"))
+    assert status == 0, output
+    assert "replaying steps 4 to 8 on 2 ranks" in output
+    for step, compared in (
+        (4, "record"),
+        (5, "record"),
+        (6, "record checkpoint"),
+        (7, "record"),
+        (8, "record checkpoint"),
+    ):
+        assert f"step {step}: " in output and f": {compared}: equal" in output
+    assert content(root / "run") == before
+
+
+def test_a_run_without_an_earlier_checkpoint_is_made_again_from_its_start(root: Path) -> None:
+    status, output = replay(root, "2", str(root / "run"), "--output", str(root / "kept"))
+    assert status == 0, output
+    assert "replaying steps 1 to 2" in output and (root / "kept/logs/rank-1.log").is_file()
+
+
+def test_a_run_that_saves_nothing_is_made_again_from_its_start(root: Path) -> None:
+    status, output = replay(root, "2", str(root / "run"), "--checkpoint.enable=false", "--nproc", "1")
+    assert status == 0, output
+    assert "replaying steps 1 to 2" in output
+
+
+def test_another_number_of_ranks_is_compared_to_rounding(root: Path) -> None:
+    status, output = replay(root, "6", str(root / "run"), "--nproc", "1")
+    assert status == 0, output
+    assert "the run had 2 ranks" in output and "step 6: " in output and ": record: equal" in output
+
+
+def test_a_rewound_run_is_made_again_without_the_rows_that_it_left_out(root: Path) -> None:
+    records = [json.loads(line) for line in (root / "rewound/metrics.jsonl").read_text().splitlines()]
+    assert [record["rewinds"] for record in records] == [0] * 3 + [1] * 3 + [2] * 5
+    for steps, count in (("1:11", 11), ("5:11", 8)):
+        status, output = replay(root, steps, str(root / "rewound"))
+        assert status == 0, output
+        assert output.count("equal") == count
+
+
+def test_the_first_difference_is_named(root: Path) -> None:
+    folder = root / "doctored"
+    shutil.copytree(root / "run", folder)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    was = lines[4]["grad_norm"]
+    lines[4]["grad_norm"] = was * (1 + 2**-50)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status, output = replay(root, "6", str(folder))
+    assert status == 4, output
+    assert f"step 5 differs from the run: grad_norm {was} was {lines[4]['grad_norm']}" in output
+
+    shutil.rmtree(folder / "checkpoint/step-6")
+    shutil.copytree(root / "other/checkpoint/step-6", folder / "checkpoint/step-6")
+    (folder / "metrics.jsonl").unlink()
+    status, output = replay(root, "6", str(folder))
+    assert status == 4, output
+    assert (
+        "step 6 differs from the run: model.embed.weight and " in output and "more tensors of step-6 differ" in output
+    )
+
+
+def test_what_cannot_be_replayed_is_said_in_one_line(root: Path, tmp_path: Path) -> None:
+    for words, code, text in (
+        (("0", str(root / "run")), 2, 'STEP="0" is no step above 0'),
+        (("7:5", str(root / "run")), 2, "is no step above 0, and no range of them"),
+        ((), 0, "usage: shardtrain replay"),
+        (("--nproc", "2"), 2, "STEP is no step above 0"),
+        (("3", str(root)), 2, "it has no config.resolved.toml"),
+        (("3", str(root / "run"), "--nproc", "none"), 2, '--nproc="none" must be a whole number'),
+        (("3", str(root / "run"), "--output", str(root / "run")), 2, "is the run's own folder"),
+        (("3", str(root / "run"), "--training.stepz", "4"), 2, "training.stepz"),
+        (("3", "--job.dump_folder", str(tmp_path)), 5, "holds neither metrics.jsonl nor a checkpoint"),
+    ):
+        status, output = replay(root, *words)
+        assert (status, text in output) == (code, True), output
+
+
+def test_damaged_checkpoints_are_no_start(root: Path) -> None:
+    folder = root / "damaged"
+    shutil.copytree(root / "run", folder)
+    (folder / "checkpoint/step-6/manifest.json").write_bytes(b"x")
+    (folder / "checkpoint/step-3/rank-00000.bin").write_bytes(b"")
+    assert plan(config(folder), 8, 8).base == 0
+    assert plan(config(root / "run"), 8, 8).base == 6 and plan(config(root / "run"), 6, 8).base == 3
+    with pytest.raises(CheckpointError, match="nothing to compare with"):
+        plan(config(root / "nowhere"), 1, 1)

@@ -1,0 +1,46 @@
+"""A reference that many meshes are compared with: one process is run once, before any test plants a fault."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardtrain import config
+from shardtrain.tools import verify
+from shardtrain.tools.verify import shrink
+from shardtrain.tools.verify.meshes import changed
+from shardtrain.tools.verify.report import Row
+from shardtrain.tools.verify.request import Request
+from shardtrain.train import trainer as train
+
+MESHES = ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2", "cp=2", "dp_replicate=2,dp_shard=2")
+
+
+class Bench:
+    """A small model, its steps on one process, and ``run`` for any of some meshes."""
+
+    def __init__(self, folder: Path, meshes: tuple[str, ...], *overrides: str, steps: int = 2) -> None:
+        loaded = config.load(None, ["--activation_checkpoint.mode", "none", *overrides])
+        self.task: shrink.Task = verify.plan(loaded, Request(meshes=meshes, steps=steps))
+        self.folder = folder
+        verify.reference(self.task, train, folder)
+
+    def run(self, mesh: str, **parallelism: Any) -> Row:
+        plan = next(plan for plan in self.task.plans if plan.name == mesh)
+        loaded = changed(plan.loaded, {"parallelism": parallelism}, set(), "")
+        return verify.compare_plan(self.task, dataclasses.replace(plan, loaded=loaded), train, self.folder)
+
+
+@pytest.fixture(scope="module")
+def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
+    return lambda *arguments, **options: Bench(tmp_path_factory.mktemp("bench"), *arguments, **options)
+
+
+@pytest.fixture(scope="module")
+def bench(make_bench: Callable[..., Bench]) -> Bench:
+    """A Llama with two query heads for each key-value head."""
+    return make_bench(MESHES, "--model.overrides.num_kv_heads=8")

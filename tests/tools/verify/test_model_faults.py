@@ -1,0 +1,335 @@
+"""Faults planted in a sound model file are seen, and named rightly: the verdict, and the words of the cause.
+
+``FAULTS`` is the table: what is changed, on which mesh it is tried, what verify answers, and which words must be in its
+answer. "refused" is an answer before any mesh is run; others are those of the mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from model_files import ask
+from once import made_once
+
+from shardtrain.tools import verify
+from shardtrain.train import trainer as train
+from shardtrain.utils.errors import ConfigError
+
+DROPPED = "dropout: off (dropout with p=0.1): which numbers drop is the mesh's"
+BY_DEFAULT = ("a call counter", "norm of the sequence as one that is replicated", "a core with a bias by distance")
+"""What the command itself is asked by default; the rest of the table is asked without it, in one launch."""
+SOUND = (Path(__file__).parent / "sound_model.py").read_text()
+
+
+class Fault(NamedTuple):
+    """Text replaced in the sound model, the mesh, verify's answer, and words of the cause."""
+
+    changes: list[tuple[str, str]]
+    mesh: str
+    verdict: str
+    words: list[str]
+    needs_mesh: bool = False
+
+
+IN_FFN = "return self.down(F.gelu(self.up(x)))"
+IN_ATTN = "        q, k, v = (w(x)"
+IN_BLOCK = "        x = x + self.drop(self.attn("
+EMBEDDED = "x = self.embed(tokens)\n"
+UNFLATTEN = "unflatten(-1, (-1, self.head_dim))"
+FFN_INIT = "self.up, self.down = nn.Linear(c.dim, 2 * c.dim), nn.Linear(2 * c.dim, c.dim)"
+CORE = "return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)"
+HEAD_INIT = "        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)\n"
+DRAW = '"*.weight": Draw("normal", std=0.02)'
+
+
+def before_ffn(*lines: str) -> list[tuple[str, str]]:
+    return [(IN_FFN, "\n        ".join([*lines, IN_FFN]))]
+
+
+FAULTS: dict[str, Fault] = {
+    # what a model starts from
+    "initial weights by rank": Fault(
+        [(DRAW, DRAW.replace("0.02", "0.02 * (1 + int(os.environ.get('RANK', 0)))"))],
+        "dp_shard=2", "refused", ["starts from other weights on rank 1 of 2", "initial() gives *.weight"],
+    ),
+    "initial weights by number of ranks": Fault(
+        [(DRAW, DRAW.replace("0.02", "0.02 / int(os.environ.get('WORLD_SIZE', 1))"))],
+        "dp_shard=2", "refused", ["starts from other weights on rank 0 of 2"],
+    ),
+    # answers that change
+    "dropout by hand": Fault(
+        before_ffn("x = x * (torch.rand_like(x) > 0.1)"),
+        "dp_shard=2", "refused", ["draws random numbers in module blocks.0.ffn (FeedForward)", "nn.Dropout"],
+    ),
+    "noise on the embedding": Fault(
+        [(EMBEDDED, EMBEDDED + "        x = x + 0.1 * torch.randn_like(x)\n")],
+        "dp_shard=2", "refused", ["draws random numbers in the model's own forward"],
+    ),
+    "a call counter": Fault(
+        [(FFN_INIT, FFN_INIT + "\n        self.calls = 0"), *before_ffn("self.calls += 1", "x = x / self.calls")],
+        "dp_shard=2", "refused", ["when asked twice", "module blocks.0.ffn (FeedForward) keeps state", "calls changes"],
+    ),
+    "a running mean": Fault(
+        [
+            (FFN_INIT, FFN_INIT + "\n        self.register_buffer('mean', torch.zeros(c.dim))"),
+            ('    context="', '    buffers=("blocks.*.ffn.mean",),\n    context="'),
+            *before_ffn("self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))", "x = x - self.mean"),
+        ],
+        "dp_shard=2", "refused", ["module blocks.0.ffn (FeedForward) keeps state", "mean changes"],
+    ),
+    "a running mean for evaluation": Fault(
+        [
+            (FFN_INIT, FFN_INIT + "\n        self.register_buffer('mean', torch.zeros(c.dim))"),
+            ('    context="', '    buffers=("blocks.*.ffn.mean",),\n    context="'),
+            *before_ffn("self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))"),
+        ],
+        "dp_shard=2", "refused", ["changes the buffer blocks.0.ffn.mean in forward", "running statistics"],
+    ),
+    "a cache of the first call": Fault(
+        [
+            (FFN_INIT, FFN_INIT + "\n        self.kept = None"),
+            *before_ffn("self.kept = x.detach().mean() if self.kept is None else self.kept * 0.9", "x = x - self.kept"),
+        ],
+        "dp_shard=2", "refused", ["module blocks.0.ffn (FeedForward) keeps state", "kept changes"],
+    ),
+    "layers counted on the class": Fault(
+        [
+            ("class FeedForward(nn.Module):\n", "class FeedForward(nn.Module):\n    built = 0\n\n"),
+            (FFN_INIT, FFN_INIT + "\n        FeedForward.built += 1\n        self.scale = 1.0 / FeedForward.built"),
+            *before_ffn("x = x * self.scale"),
+        ],
+        "pp=2", "refused", ["when it is built a second time", "module blocks.0.ffn (FeedForward)"],
+    ),
+    # rows that depend on each other
+    "batch norm": Fault(
+        [
+            ("self.ffn_norm, self.ffn = nn.LayerNorm(c.dim)", "self.ffn_norm, self.ffn = BatchNorm(c.dim)"),
+            ("class Block(", "class BatchNorm(nn.LayerNorm):\n    def forward(self, x):\n"
+             "        x = (x - x.mean((0, 1))) / x.std((0, 1))\n        return x * self.weight + self.bias\n"
+             "\n\nclass Block("),
+        ],
+        "dp_shard=2", "refused", ["module blocks.0.ffn_norm (BatchNorm) mixes rows", "a statistic of the batch"],
+    ),
+    "a mean over the batch": Fault(
+        before_ffn("x = x - x.mean(0, keepdim=True)"),
+        "dp_shard=2", "refused", ["module blocks.0.ffn (FeedForward) mixes rows"],
+    ),
+    "tokens beyond a capacity dropped": Fault(
+        before_ffn(
+            "chosen = (x[..., 0] > 0).flatten().long()",
+            "place = torch.where(chosen == 1, chosen.cumsum(0), (1 - chosen).cumsum(0))",
+            "x = x * (place <= chosen.numel() // 2).view(*x.shape[:2], 1)",
+        ),
+        "dp_shard=2", "refused", ["module blocks.0.ffn (FeedForward) mixes rows"],
+    ),
+    # tokens that depend on each other
+    "a token sees the next": Fault(
+        before_ffn("x = x + F.pad(x, (0, 0, 0, 1))[:, 1:]"),
+        "dp_shard=2", "refused", ["lets a token see later ones in module blocks.0.ffn (FeedForward)"],
+    ),
+    "a mean over the sequence": Fault(
+        before_ffn("x = x - x.mean(1, keepdim=True)"),
+        "cp=2", "refused", ["lets a token see later ones in module blocks.0.ffn (FeedForward)"],
+    ),
+    "a running sum over the sequence": Fault(
+        before_ffn("x = x + x.cumsum(1) / 10"),
+        "cp=2", "not possible", ["mixes the tokens of a sequence outside of the attention core", "blocks.0.ffn (Feed"],
+    ),
+    "a token shift in the layer under cp": Fault(
+        [(IN_BLOCK, "        x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]\n" + IN_BLOCK)],
+        "cp=2", "not possible", ["outside of the attention core, in module blocks.0 (Block)"],
+    ),
+    "a token shift in the layer under tp": Fault(
+        [(IN_BLOCK, "        x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]\n" + IN_BLOCK)],
+        "tp=2", "not possible", ["in module blocks.0 (Block), where activations are split along the sequence"],
+    ),
+    "attention without a mask": Fault(
+        [(CORE, CORE.replace(", is_causal=True", ""))],
+        "cp=2", "not possible", ["is not causal", "module blocks.0.attn.core (Core) sees later tokens"],
+    ),
+    # ranks
+    "a scale by the rank": Fault(
+        before_ffn("x = x * (1 + int(os.environ.get('RANK', 0)))"),
+        "dp_shard=2", "refused", ["on rank 1 of 2", "module blocks.0.ffn (FeedForward) knows of ranks"],
+    ),
+    "a scale by the number of ranks": Fault(
+        before_ffn("x = x / (dist.get_world_size() if dist.is_initialized() else 1)"),
+        "dp_shard=2", "refused", ["on rank 0 of 2", "module blocks.0.ffn (FeedForward) knows of ranks"],
+    ),
+    "a mean over ranks of its own": Fault(
+        before_ffn("y = x.detach().clone()", "if dist.is_initialized():", "    dist.all_reduce(y)", "x = x + y"),
+        "dp_shard=2", "refused", ["of 2 than alone", "module blocks.0.ffn (FeedForward) knows of ranks"],
+    ),
+    "more layers on more ranks": Fault(
+        [("range(c.num_layers)", "range(c.num_layers + int(os.environ.get('RANK', 0)))")],
+        "dp_shard=2", "refused", ["has other weights on rank 1 of 2: blocks.2."],
+    ),
+    # numbers
+    "bfloat16 inside": Fault(
+        [(IN_FFN, IN_FFN.replace("F.gelu(self.up(x))", "F.gelu(self.up(x).bfloat16()).float()"))],
+        "tp=2", "refused", ["computes in bfloat16 in module blocks.0.ffn (FeedForward)"],
+    ),
+    "a float64 constant": Fault(
+        before_ffn("x = x * torch.full((1,), 0.5, dtype=torch.float64)"),
+        "dp_shard=2", "refused", ["fails in blocks.0.ffn.up", "Double"],
+    ),
+    "written in place": Fault(
+        [(IN_BLOCK, IN_BLOCK.replace("x = x + ", "x += "))],
+        "dp_shard=2", "refused", ["writes into its input in module blocks.0 (Block)"],
+    ),
+    # shapes, positions, buffers
+    "positions from arange": Fault(
+        [(IN_ATTN, "        positions = torch.arange(x.size(1)).expand(x.shape[:2])\n" + IN_ATTN)],
+        "cp=2", "refused", ["take positions from its argument", "blocks.0.attn.core is given other"],
+    ),
+    "a mask of max_tokens": Fault(
+        [(CORE, "mask = torch.ones(32, 32, dtype=torch.bool).tril()\n        "
+          + CORE.replace("is_causal=True", "attn_mask=mask"))],
+        "dp_shard=2", "refused", ["half of a sequence fails in blocks.0.attn.core"],
+    ),
+    "a mask kept from the first call": Fault(
+        [
+            ("class Core(nn.Module):\n", "class Core(nn.Module):\n    mask = None\n\n"),
+            (CORE, "if self.mask is None:\n            self.mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool)"
+             ".tril()\n        " + CORE.replace("is_causal=True", "attn_mask=self.mask")),
+        ],
+        "dp_shard=2", "refused", ["half of a sequence fails in blocks.0.attn.core"],
+    ),
+    "a buffer with values": Fault(
+        [(FFN_INIT, FFN_INIT + "\n        self.register_buffer('factor', torch.full((1,), 0.5))"),
+         *before_ffn("x = x * self.factor")],
+        "dp_shard=2", "refused", ["buffer blocks.0.ffn.factor would lose its values"],
+    ),
+    "a rotary cache that is not saved": Fault(
+        [("self.core = Core()", "self.core = Core()\n        "
+          "self.register_buffer('cos', torch.arange(64.0).cos(), persistent=False)"),
+         (IN_ATTN, "        x = x + self.cos[positions][..., None]\n" + IN_ATTN)],
+        "dp_shard=2", "refused", ["buffer blocks.0.attn.cos would lose its values"],
+    ),
+    "a table of the meta device": Fault(
+        [(FFN_INIT, FFN_INIT + "\n        self.table = torch.arange(64.0)"),
+         *before_ffn("x = x * self.table[:1]")],
+        "dp_shard=2", "refused", ["blocks.0.ffn keeps a tensor as table", "compute it in forward"],
+    ),
+    "heads of the config": Fault(
+        [(UNFLATTEN, "unflatten(-1, (self.c.num_heads, -1))")],
+        "tp=2", "refused", ["heads and sizes from weight shapes", "core is given"],
+    ),
+    # the layout
+    "colwise where rowwise": Fault(
+        [('"blocks.*.ffn.down": "rowwise"', '"blocks.*.ffn.down": "colwise"')],
+        "tp=2", "refused", ['calls blocks.0.ffn.down "colwise"', 'call it "rowwise"'],
+    ),
+    "rowwise where colwise": Fault(
+        [('"blocks.*.ffn.up": "colwise"', '"blocks.*.ffn.up": "rowwise"')],
+        "tp=2", "refused", ['calls blocks.0.ffn.up "rowwise"', 'call it "colwise"'],
+    ),
+    "norm of the sequence as one that is replicated": Fault(
+        [('"blocks.*.ffn_norm": "sequence"', '"blocks.*.ffn_norm": "replicate"'),
+         ("dropout: float = 0.1", "dropout: float = 0.0")],
+        "tp=2", "not possible", ["blocks.0.ffn_norm", '"replicate" works on the whole', 'write "sequence"'], True,
+    ),
+    "a weight without a word": Fault(
+        [('        "blocks.*.ffn.up": "colwise",\n', "")],
+        "tp=2", "refused", ["blocks.0.ffn.up.weight is named by 0 rules"],
+    ),
+    "a path around the layers": Fault(
+        [("return self.head(self.norm(x))", "return self.head(self.norm(x + self.embed(tokens)))")],
+        "pp=2", "refused", ["forward is a chain"],
+    ),
+    "layers in a list of Python": Fault(
+        [("self.blocks.values()", "self.order"),
+         (HEAD_INIT, HEAD_INIT + "        self.order = list(self.blocks.values())\n")],
+        "pp=2", "refused", ["forward is a chain"],
+    ),
+    "every second layer skipped": Fault(
+        [("for block in self.blocks.values():", "for block in list(self.blocks.values())[::2]:")],
+        "pp=2", "refused", ["forward is a chain"],
+    ),
+    "one block for two layers": Fault(
+        [("self.norm = nn.LayerNorm(c.dim)\n", "self.norm = nn.LayerNorm(c.dim)\n        self.blocks['1'].ffn = "
+          "self.blocks['0'].ffn\n")],
+        "dp_shard=2", "refused", ["shares one weight between blocks.0.ffn.up.weight and blocks.1.ffn.up.weight"],
+    ),
+    "a tied head": Fault(
+        [(HEAD_INIT, HEAD_INIT + "        self.head.weight = self.embed.weight\n")],
+        "pp=2", "not possible", ["shares one weight between embed.weight and head.weight"],
+    ),
+    "a number of the stage": Fault(
+        [("for block in self.blocks.values():", "for i, block in enumerate(self.blocks.values()):\n"
+          "            x = x * (1 + i)")],
+        "pp=2", "refused", ["forward is a chain"],
+    ),
+    "a head that is the embedding": Fault(
+        [("return self.head(self.norm(x))", "return F.linear(self.norm(x), self.embed.weight)")],
+        "pp=2", "refused", ["forward is a chain"],
+    ),
+    "a core with a scale of its own": Fault(
+        [(CORE, CORE.replace("is_causal=True", "is_causal=True, scale=0.1"))],
+        "cp=2", "not possible", ["blocks.0.attn.core"], True,
+    ),
+    "a core with a bias by distance": Fault(
+        [(CORE, "T = torch.arange(q.size(2))\n        bias = (T - T[:, None]) * 0.3 + torch.full((len(T),) * 2, "
+          "-torch.inf).triu(1)\n        " + CORE.replace("is_causal=True", "attn_mask=bias"))],
+        "cp=2", "not possible", ["blocks.0.attn.core"], True,
+    ),
+}  # fmt: skip
+
+
+def spoiled(fault: Fault) -> str:
+    """The text of the sound model with a fault in it."""
+    text = SOUND
+    for old, new in fault.changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What verify finds in all of the files without running a mesh, and in the sound one."""
+    texts = {name: spoiled(fault) for name, fault in FAULTS.items()} | {"sound": SOUND}
+    return made_once(tmp_path_factory, "model-faults", lambda: ask(tmp_path_factory.mktemp("asked"), texts))
+
+
+@pytest.mark.nightly("sound models", by="tests/tools/verify/test_verify.py::test_clean_runs_give_no_alarm")
+def test_nothing_is_found_in_the_sound_model(found):
+    assert found["sound"] == {"broken": [], "notes": [DROPPED], "impossible": {}}
+
+
+ALONE = [name for name, fault in FAULTS.items() if not fault.needs_mesh]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_fault_that_shows_in_the_model_alone_is_named(name, found):
+    fault, told = FAULTS[name], found[name]
+    axis = fault.mesh.partition("=")[0]
+    verdict = "refused" if told["broken"] else "not possible" if axis in told["impossible"] else "same"
+    cause = " ".join(told["broken"]) or told["impossible"].get(axis, "")
+    print(f"\n{name:45} {fault.mesh:12} {verdict:12} {cause}")
+    assert verdict == fault.verdict, cause
+    assert all(word in cause for word in fault.words), cause
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS]
+)
+def test_a_fault_in_a_model_file_is_named_by_the_command(name, tmp_path):
+    fault = FAULTS[name]
+    path, out = tmp_path / "model.py", io.StringIO()
+    path.write_text(spoiled(fault))
+    try:
+        with contextlib.redirect_stdout(out):
+            verify.main([str(path), "--mesh", fault.mesh, "--steps", "1", "--json"], lambda: train)
+        (row,) = json.loads(out.getvalue())["rows"]
+        verdict, cause = row["verdict"], f"{row['first']} {row['cause']}"
+    except ConfigError as error:
+        verdict, cause = "refused", str(error)
+    print(f"\n{name:45} {fault.mesh:12} {verdict:12} {cause}")
+    assert verdict == fault.verdict, cause
+    assert all(word in cause for word in fault.words), cause

@@ -1,0 +1,45 @@
+"""Correct model files in other people's styles are never accused: no false alarm, and what is not possible is so."""
+
+from __future__ import annotations
+
+import pytest
+from model_files import ask
+from other_styles import FILES, FOLDER, NOT_POSSIBLE
+
+from shardtrain.tools import verify
+from shardtrain.tools.verify import meshes, request, shrink
+from shardtrain.train import trainer as train
+from shardtrain.utils.errors import ConfigError
+
+MESHES = ("dp_shard=2", "tp=2", "pp=2", "cp=2")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return ask(tmp_path_factory.mktemp("asked"), {name: (FOLDER / f"{name}.py").read_text() for name in FILES})
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_correct_file_is_not_accused(name, found):
+    assert found[name]["broken"] == []
+    known = {mesh.partition("=")[0] for mesh in NOT_POSSIBLE.get(name, {})}
+    assert set(found[name]["impossible"]) <= known, found[name]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "name", [name if name == "dropout" else pytest.param(name, marks=pytest.mark.nightly) for name in FILES]
+)
+def test_a_correct_file_has_the_same_numbers_on_every_mesh_that_is_possible(name, tmp_path):
+    loaded = verify.load(request.Request(str(FOLDER / f"{name}.py")))
+    plans = []
+    for mesh in MESHES:
+        try:
+            plans += meshes.requested(loaded, [mesh], ())
+        except ConfigError as error:
+            assert NOT_POSSIBLE[name][mesh] in str(error)
+    task, _ = verify.probe(shrink.prepare(plans, loaded, 2, False), tmp_path)
+    for row in verify.verify(task, train, tmp_path):
+        reason = NOT_POSSIBLE.get(name, {}).get(row.mesh)
+        assert row.verdict == ("not possible" if reason else "same"), row
+        assert (reason or "") in row.cause, row

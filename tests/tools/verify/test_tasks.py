@@ -1,0 +1,23 @@
+"""Tasks whose loss is that of tokens are verified as tokens; the others are refused before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardtrain.tools import verify
+from shardtrain.tools.verify import request
+from shardtrain.train import trainer as train
+
+TEXT = Path(__file__).parents[3] / "README.md"
+HIDDEN = [
+    *("--model.name", "encoder", "--task.name", "masked_language_model", "--task.options.mask_token_id", "3"),
+    *("--training.dataset", "text", "--training.dataset_path", str(TEXT), "--steps", "1"),
+]
+
+
+def test_a_model_that_learns_hidden_tokens_is_verified(tmp_path: Path) -> None:
+    asked = request.read([*HIDDEN, "--mesh", "dp_shard=2"])
+    task = verify.plan(verify.load(asked), asked)
+    assert any(note.startswith("task: masked_language_model as language_model") for note in task.notes)
+    (row,) = verify.verify(task, train, tmp_path)  # type: ignore[arg-type]
+    assert row.verdict == "same" and row.gradient is not None and row.gradient < 1e-5

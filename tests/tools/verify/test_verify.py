@@ -1,0 +1,203 @@
+"""Verify gives no false alarm, refuses what cannot be before a process starts, and says what it did."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shardtrain import cli, config
+from shardtrain.tools import verify
+from shardtrain.tools.verify import meshes, report, request
+from shardtrain.tools.verify.report import Row
+from shardtrain.train import trainer as train
+from shardtrain.utils.errors import ConfigError
+
+CLEAN = ("dp_shard=2", "tp=2", "cp=2", "pp=2", "ep=2")
+
+
+@pytest.mark.parametrize(("model", "seed"), [("llama3", 1), ("mixtral", 2)])
+def test_clean_runs_give_no_alarm(make_bench, model, seed):
+    names = CLEAN if model == "mixtral" else CLEAN[:-1]
+    bench = make_bench(names, f"--model.name={model}", f"--debug.seed={seed}")
+    for name in names:
+        row = bench.run(name)
+        assert row.verdict == "same" and row.cause == "" and row.initial == 0, row
+
+
+def test_tokens_of_one_expert_dropped(make_bench, monkeypatch):
+    from shardtrain.models import moe
+
+    bench = make_bench(("dp_shard=2",), "--model.name=mixtral", steps=1)
+    forward = moe.Dispatch.forward
+
+    def drop(self, experts, x_RD, count_E):
+        kept = torch.ones(len(x_RD), 1)
+        first = int(count_E[:3].sum())
+        kept[first : first + int(count_E[3])] = 0
+        return forward(self, experts, x_RD * kept, count_E) * kept
+
+    monkeypatch.setattr(moe.Dispatch, "forward", drop)
+    row = bench.run("dp_shard=2")
+    assert row.verdict == "differs" and "expert 3" in row.cause and "dropped" in row.cause, row
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tq=2", ['names the axis "tq"', "axes are dp_replicate"]),
+        ("tp=two", ['gives tp the degree "two"']),
+        ("tp=0", ['gives tp the degree "0"']),
+        ("tp=2,tp=4", ["names tp twice"]),
+        ("tp", ['gives tp the degree ""']),
+    ],
+)
+def test_wrong_mesh_words_are_explained(text, words):
+    with pytest.raises(ConfigError) as error:
+        meshes.read(text)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_experts_borrow_ranks_from_shards_where_no_other_axis_has_them():
+    assert meshes.read("ep=4") == {"ep": 4, "dp_shard": 4}
+    assert meshes.read("ep=2,tp=2") == {"ep": 2, "tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (
+            ["--mesh", "tp=3"],
+            ["--mesh tp=3: parallelism.tensor_parallel_degree=3 does not divide the 16 attention heads"],
+        ),
+        (["--mesh", "pp=16"], ["parallelism.pipeline_parallel_degree=16 is more than the 6 layers"]),
+        (["--mesh", "pp=2", "--schedule", "2F2B"], ['pipeline_parallel_schedule="2F2B" is no schedule']),
+        (["--mesh", "ep=2"], ["expert_parallel_degree=2"]),
+        (["--mesh", "tp=2", "--schedule", "1F1B"], ["has no effect without pipeline stages"]),
+        (["--mesh"], ["--mesh needs a value"]),
+        (["--steps", "0"], ["--steps"]),
+        (["--mesh", "tp=2", "--training.device", "cuda"], ["needs 2 devices"]),
+        (["--mesh", "tp=2", "--training.sequence", "3"], ["training.sequence"]),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_process_starts(words, parts, capsys, monkeypatch):
+    monkeypatch.setattr(verify.workers, "run", None)
+    monkeypatch.setattr("shardtrain.launch.environment.count_accelerators", lambda _: 0)
+    assert cli.main(["verify", *words]) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in parts), error
+
+
+def test_a_wrong_mesh_is_refused_without_torch():
+    code = (
+        "import sys; from shardtrain import cli; print(cli.main(['verify', '--mesh', 'tp=3']), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]
+
+
+def test_the_default_list_has_the_configurations_own_axes_and_says_what_is_not_possible():
+    degrees = {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 64, "context_parallel_degree": 2}
+    words = [f"--parallelism.{name}={value}" for name, value in degrees.items()]
+    loaded = config.load(None, [*words, "--model.overrides.num_kv_heads=1"])
+    plans = meshes.default(loaded, ())
+    assert plans[0].name == "dp_shard=2,tp=2,cp=2" and all(plan.num_ranks <= 8 for plan in plans)
+    assert any(
+        plan.name == "tp=2" and "does not divide" in plan.problem and "1 KV heads" in plan.problem for plan in plans
+    )
+    assert not any("ep" in plan.degrees for plan in plans)
+    possible = [plan.name for plan in plans if not plan.problem]
+    assert {"dp_replicate=2", "dp_shard=2", "pp=2", "cp=2"} <= set(possible)
+
+
+def test_each_schedule_is_tried_on_each_mesh_with_stages():
+    loaded = config.load(None, [])
+    plans = meshes.requested(loaded, ["pp=2", "tp=2"], ("1F1B", "ZBVZeroBubble"))
+    assert [(plan.name, plan.schedule) for plan in plans] == [("pp=2", "1F1B"), ("pp=2", "ZBVZeroBubble"), ("tp=2", "")]
+    task = verify.plan(loaded, request.Request(meshes=("pp=2",), schedules=("1F1B", "ZBVZeroBubble")))
+    assert task.reference.model.overrides["num_layers"] == 4  # two stages on each of two ranks
+
+
+def test_options_that_verify_turns_off_are_said_and_are_no_mistake():
+    options = {
+        "optimizer.name": "Muon",
+        "optimizer.muon_steps": 3,
+        "training.mixed_precision_param": "float16",
+        "training.initial_loss_scale": 1024,
+        "training.enable_cpu_offload": "true",
+        "lr_scheduler.name": "linear_by_proportion",
+        "lr_scheduler.warmup_proportion": 0.5,
+        "compile.enable": "true",
+        "activation_checkpoint.mode": "memory_budget",
+        "activation_checkpoint.memory_budget": 0.3,
+    }
+    loaded = config.load(None, [f"--{name}={value}" for name, value in options.items()])
+    task = verify.plan(loaded, request.Request(meshes=("dp_shard=2",)))
+    told = "\n".join(task.notes)
+    assert "optimizer: Muon -> AdamW" in told and "precision: float16 -> float32" in told
+    assert "compile: off" in told and "memory_budget" in told
+    assert task.plans[0].loaded.config.training.enable_cpu_offload and not task.reference.training.enable_cpu_offload
+
+
+def test_the_words_of_a_request():
+    words = [
+        "run.toml",
+        "--mesh",
+        "tp=2",
+        "pp=2",
+        "--mesh=cp=2",
+        "--steps",
+        "5",
+        "--full",
+        "--debug.seed",
+        "3",
+        "--json",
+    ]
+    expected = request.Request(
+        "run.toml", ("tp=2", "pp=2", "cp=2"), steps=5, full=True, json=True, overrides=("--debug.seed", "3")
+    )
+    assert request.read(words) == expected
+
+
+def test_schedules_and_the_command_line_end_to_end(capsys):
+    words = ["verify", "--mesh", "pp=2", "--schedule", "Interleaved1F1B", "ZBVZeroBubble", "--steps", "1"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "num_layers 6 -> 4" in out and "AdamW with eps 0.01" in out and "bfloat16 -> float32" in out
+    assert out.count(" same ") == 2 and "ZBVZeroBubble" in out and "bitwise" in out
+
+
+def test_full_keeps_the_model_and_its_weights(capsys):
+    sizes = {
+        "num_layers": 2,
+        "dim": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "ffn_dim": 48,
+        "vocab_size": 96,
+    }
+    words = [f"--model.overrides.{name}={value}" for name, value in sizes.items()]
+    words += ["--mesh", "dp_shard=2", "--steps", "1", "--full", "--json", "--training.seq_len=24"]
+    assert verify.main(words, lambda: train) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert not any("->" in note and "model" in note for note in told["notes"])
+    assert any("24 synthetic tokens" in note for note in told["notes"]) and told["exit_code"] == 0
+
+
+def test_the_exit_code_and_the_table_tell_what_differs():
+    same, wrong = Row("tp=2", "", "same", 1.0, 0, 0.0, 0.0, 0.0, 0.0), Row("cp=2", "", "failed", cause="rank 1 died")
+    differs = Row("pp=2", "1F1B", "differs", 1.0, 0, 1.0, float("inf"), 0.0, 0.0, "step 1: here", "this")
+    impossible = Row("ep=2", "", "not possible", cause="no experts")
+    assert [report.exit_code(rows) for rows in ([same, impossible], [same, wrong], [differs], [impossible])] == [
+        0,
+        4,
+        4,
+        4,
+    ]
+    text = report.table([same, wrong, differs, impossible])
+    assert "pp=2 1F1B: step 1: here\n  likely cause: this" in text and "ep=2: not possible: no experts" in text
+    assert json.loads(report.document("m", [], [differs]))["rows"][0]["gradient"] is None

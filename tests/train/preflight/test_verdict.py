@@ -1,0 +1,379 @@
+"""``config check`` gives the verdict of ``train``: the same status and the same lines, with nothing started.
+
+``train`` runs in a fork of the tests in which its steps are left out: all that comes before the first step is the real
+thing, on one rank, so that a refusal that the check does not know of would be found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import forked
+import patience
+import pytest
+import tiny_tokenizers
+from tiers import cases
+
+from shardtrain import cli
+from shardtrain import config as configs
+from shardtrain.train import trainer as train
+from shardtrain.train.preflight import judge, machine, memory, model, require, require_in_child
+from shardtrain.utils.errors import ShardtrainError
+from shardtrain.utils.hardware import GPUS, peak_flops
+
+SMALL = """
+[job]
+dump_folder = "run"
+[model]
+flavor = "debugmodel"
+hf_assets_path = "bytes"
+[model.overrides]
+num_layers = 2
+dim = 32
+ffn_dim = 32
+vocab_size = 320
+[training]
+dataset = "jsonl"
+dataset_path = "rows.jsonl"
+steps = 2
+seq_len = 32
+local_batch_size = 2
+device = "cpu"
+"""
+TASK = "from shardtrain.tasks.text_task import TextTask\n\n\nclass Mine(TextTask):\n    pass\n"
+FAILING_TASK = """
+from shardtrain.tasks.task import RowTask
+
+
+class Task(RowTask):
+    def read_rows(self, split):
+        return self.nothing
+"""
+MODEL = "from shardtrain.models.llama3 import FLAVORS, LAYOUT, Config, initial\n"
+PAIR = {"chosen": "a good answer", "rejected": "a bad one", "prompt": "a question"}
+
+# name -> words after the file; the file is SMALL, changed by them and by the lines of ADDED
+FAULTY: dict[str, list[str]] = {
+    # paths
+    "dataset absent": ["--training.dataset_path=absent.jsonl"],
+    "pattern without a file": ["--training.dataset_path=absent/*.jsonl"],
+    "folder without files": ["--training.dataset_path=empty_folder"],
+    "validation absent": [
+        "--validation.enable", "--validation.dataset=jsonl", "--validation.dataset_path=absent.jsonl",
+    ],
+    "first weights absent": ["--checkpoint.enable", "--checkpoint.initial_load_path=absent"],
+    "first weights of nothing": ["--checkpoint.enable", "--checkpoint.initial_load_path=empty_folder"],
+    "hub folder of nothing": [
+        "--checkpoint.enable", "--checkpoint.initial_load_path=empty_folder", "--checkpoint.initial_load_in_hf",
+    ],
+    "no such step": ["--checkpoint.enable", "--checkpoint.load_step=7"],
+    "run folder is a file": ["--job.dump_folder=rows.jsonl"],
+    "run folder below a file": ["--job.dump_folder=rows.jsonl/run"],
+    "template absent": ["--data.format=chat", "--data.chat_template=absent.jinja"],
+    "model file absent": ["--model.name=absent.py"],
+    "task file absent": ["--task.name=absent.py"],
+    "dataset file absent": ["--training.dataset=absent.py"],
+    # tokenizers
+    "tokenizer absent": ["--model.hf_assets_path=absent"],
+    "folder without a tokenizer": ["--model.hf_assets_path=empty_folder"],
+    "tokenizer is no JSON": ["--model.hf_assets_path=broken.json"],
+    "tokenizer is empty": ["--model.hf_assets_path=empty.json"],
+    "sentencepiece of nothing": ["--model.tokenizer_path=broken.model"],
+    "tokenizer is too large": ["--model.overrides.vocab_size=256"],
+    "no token ends a text": ["--data.separator="],
+    # data
+    "empty file": ["--training.dataset_path=empty.jsonl"],
+    "empty rows": ["--training.dataset_path=blank.jsonl"],
+    "wrong format": ["--data.format=chat"],
+    "wrong column": ["--data.text_field=body"],
+    "rows of another kind": ["--data.format=prompt_completion"],
+    "no JSON": ["--training.dataset_path=broken.jsonl"],
+    "a bad row late": ["--training.dataset_path=late.jsonl"],
+    "fewer than one step": ["--training.seq_len=4096", "--training.local_batch_size=8", "--training.steps=2"],
+    "too few for the steps": ["--training.steps=100000"],
+    "too few rows of pairs": [
+        "--task.name=preference", "--training.dataset_path=pairs.jsonl", "--training.steps=1000",
+        "--checkpoint.enable", "--checkpoint.create_seed_checkpoint",
+    ],
+    "rows without pairs": ["--task.name=orpo"],
+    "labels absent": ["--task.name=classification", "--task.num_labels=2"],
+    "not tokens": ["--training.dataset=tokens"],
+    "damaged shards": ["--training.dataset=tokens", "--training.dataset_path=empty_folder"],
+    "parquet of text": ["--training.dataset=parquet", "--training.dataset_path=rows.jsonl"],
+    "no column of a table": ["--training.dataset=tsv", "--training.dataset_path=rows.tsv"],
+    "bad rows beyond the share": ["--training.dataset_path=broken.jsonl", "--data.bad_rows=skip"],
+    "a template that makes nothing": ["--data.template.text={{ nothing.at.all }}"],
+    # what is not available here
+    "float8": ["--model.converters=quantize.linear.float8"],
+    "replica groups": ["--fault_tolerance.enable"],
+    "memory estimation": ["--memory_estimation.enable"],
+    "custom import": ["--experimental.custom_import=mine"],
+    "update in backward": ["--optimizer.early_step_in_backward"],
+    "DeepEP": ["--parallelism.expert_parallel_comm_backend=deepep"],
+    "no CUDA": ["--training.device=cuda"],
+    "memory snapshot": ["--profiling.enable_memory_snapshot"],
+    "async tensor parallel": ["--parallelism.enable_async_tensor_parallel"],
+    # tasks and models
+    "not a task": ["--task.name=text_task"],
+    "the task's base": ["--task.name=task"],
+    "misspelt task": ["--task.name=preferense"],
+    "task file without a task": ["--task.name=no_task.py"],
+    "model file without a model": ["--model.name=no_model.py"],
+    "model file that fails": ["--model.name=failing_model.py"],
+    "flavor": ["--model.flavor=8b"],
+    "heads": ["--model.overrides.num_heads=3"],
+    "no module for adapters": ["--lora.enable", "--lora.random_base", "--lora.target_modules=layers.*.nothing"],
+    "pattern of nothing": ["--optimizer.no_weight_decay=nothing.*"],
+    "too large for this machine": ["--model.overrides.dim=65536", "--model.overrides.ffn_dim=65536"],
+    # several at once
+    "unknown key and others": ["--training.stepz=3", "--training.dataset_path=absent.jsonl", "--task.name=text_task"],
+    "wrong type and others": ["--optimizer.lr=fast", "--model.hf_assets_path=absent", "--fault_tolerance.enable"],
+    "four at once": [
+        "--training.dataset_path=absent.jsonl", "--model.hf_assets_path=absent", "--training.device=cuda",
+        "--checkpoint.enable", "--checkpoint.initial_load_path=absent",
+    ],
+    "wrong mesh": ["--parallelism.data_parallel_shard_degree=3"],
+    "batch": ["--training.global_batch_size=3"],
+    # found by trying
+    "mlm": ["--task.name=masked_language_model", "--model.name=encoder", "--model.flavor=debugmodel"],
+    "mlm on llama": ["--task.name=masked_language_model"],
+    "cls no labels": ["--task.name=classification"],
+    "seq2seq": ["--task.name=sequence_to_sequence"],
+    "add_bos": ["--data.add_bos", "--model.hf_assets_path=nobos"],
+    "transformers absent": [
+        "--model.name=transformers", "--model.hf_assets_path=empty_folder", "--model.tokenizer_path=bytes",
+    ],
+    "lora init": [
+        "--lora.enable", "--lora.random_base", "--checkpoint.enable", "--lora.initial_load_path=empty_folder",
+    ],
+    "lora rank": ["--lora.enable", "--lora.random_base", "--lora.rank=4096"],
+    "muon": ["--optimizer.name=Muon", "--optimizer.muon_adamw_patterns=nothing*"],
+    "scale": ["--training.mixed_precision_param=float16", "--training.initial_loss_scale=-1"],
+    "scale2": ["--training.mixed_precision_param=float16", "--training.loss_scale_growth_interval=0"],
+    "prof": ["--profiling.enable_profiling", "--profiling.profile_freq=1"],
+    "val empty": ["--validation.enable", "--validation.dataset=jsonl", "--validation.dataset_path=empty.jsonl"],
+    "val wrong": ["--validation.enable", "--validation.dataset=jsonl", "--validation.dataset_path=broken.jsonl"],
+    "ckpt folder": ["--checkpoint.enable", "--checkpoint.folder=../rows.jsonl"],
+    "ckpt abs": ["--checkpoint.enable", "--checkpoint.folder=/proc/nothing"],
+    "kto": ["--task.name=kto", "--training.dataset_path=pairs.jsonl"],
+    "dist": ["--task.name=distillation", "--task.teacher_path=absent"],
+    "dist2": ["--task.name=distillation", "--task.teacher_path=empty_folder"],
+    "hf absent": ["--training.dataset=huggingface", "--training.dataset_path=./absent"],
+    "hf folder": ["--training.dataset=huggingface", "--training.dataset_path=empty_folder"],
+    "tb": ["--metrics.enable_tensorboard", "--metrics.save_tb_folder=/proc/x"],
+    "logfile": ["--metrics.save_log_file=/proc/x/{rank}"],
+    "wandb": ["--metrics.enable_wandb"],
+    "per epoch": [
+        "--validation.enable", "--validation.per_epoch", "--validation.dataset=jsonl",
+        "--validation.dataset_path=rows.jsonl",
+    ],
+    "last batch": [
+        "--task.name=orpo", "--training.dataset_path=pairs.jsonl", "--training.last_batch=discard",
+        "--training.local_batch_size=16",
+    ],
+    "keep best": ["--checkpoint.enable", "--checkpoint.keep_best=validation.nothing"],
+    "chat none": ["--data.format=chat", "--data.messages_field=text"],
+    "long drop": ["--data.packing=first_fit", "--data.long_documents=drop", "--training.seq_len=8"],
+    "two sources": [
+        "--data.sources.a.dataset=jsonl", "--data.sources.a.dataset_path=absent", "--data.sources.b.dataset=jsonl",
+        "--data.sources.b.dataset_path=empty.jsonl", "--training.dataset=python_stdlib",
+    ],
+    "own dataset fails": ["--training.dataset=failing_model.py"],
+    "own dataset none": ["--training.dataset=no_task.py"],
+    "own task fails": ["--task.name=failing_task.py"],
+    "compile": ["--compile.enable", "--compile.backend=nothing"],
+    "threads": ["--comm.init_timeout_seconds=0"],
+    "ac": ["--activation_checkpoint.mode=memory_budget"],
+    "stream bad": ["--data.mode=stream", "--training.dataset_path=broken.jsonl"],
+    "stream blank": ["--data.mode=stream", "--training.dataset_path=blank.jsonl"],
+    "stream column": ["--data.mode=stream", "--data.text_field=body"],
+}  # fmt: skip
+SOUND: dict[str, list[str]] = {
+    "as it is": [],
+    "repeats": ["--training.steps=100000", "--training.on_data_end=repeat"],
+    "stops": ["--training.steps=100000", "--training.on_data_end=stop"],
+    "accumulates": ["--training.global_batch_size=8"],
+    "bad rows skipped": [
+        "--training.dataset_path=late.jsonl", "--data.bad_rows=skip", "--data.bad_rows_max_fraction=0.5",
+    ],
+    "pairs": ["--task.name=orpo", "--training.dataset_path=pairs.jsonl"],
+    "adapters": ["--lora.enable", "--lora.random_base", "--lora.target_modules=layers.*.attn.wq"],
+    "validates": ["--validation.enable", "--validation.dataset=jsonl", "--validation.dataset_path=rows.jsonl"],
+    "streams": ["--data.mode=stream", "--data.readers=4"],
+    "checkpoints": ["--checkpoint.enable"],
+    "table": ["--training.dataset=tsv", "--training.dataset_path=rows.tsv", "--data.text_field=words"],
+}  # fmt: skip
+CHEAP = ("dataset absent", "wrong column", "too few for the steps", "not a task", "unknown key and others",
+         "run folder is a file", "too large for this machine")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("verdict")
+    rows = [json.dumps({"text": f"row {number} " + "of some words " * 20}) for number in range(40)]
+    files = {
+        "run.toml": SMALL,
+        "rows.jsonl": "\n".join(rows) + "\n",
+        "late.jsonl": "\n".join([*rows, "{"]) + "\n",
+        "blank.jsonl": '{"text": ""}\n' * 4,
+        "empty.jsonl": "",
+        "broken.jsonl": "{\n" * 4,
+        "rows.tsv": "words\tother\n" + "a row of words\tb\n" * 60,
+        "pairs.jsonl": (json.dumps(PAIR) + "\n") * 8,
+        "broken.json": "{",
+        "empty.json": "",
+        "broken.model": "this is no model",
+        "no_task.py": TASK,
+        "no_model.py": MODEL,
+        "failing_task.py": FAILING_TASK,
+        "failing_model.py": MODEL + "class Model:\n    pass\n\n\nabsent_name\n",
+    }
+    for name, text in files.items():
+        (made / name).write_text(text)
+    (made / "empty_folder").mkdir()
+    tiny_tokenizers.bpe_folder(made / "nobos", special=())
+    return made
+
+
+def checked(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, list[str]]:
+    """Status and errors of the check."""
+    status = cli.main(["config", "check", "run.toml", "--nproc=1", *words])
+    captured = capsys.readouterr()
+    assert not captured.err, captured.err
+    return status, [line[7:] for line in captured.out.splitlines() if line.startswith("error: ")]
+
+
+def started(words: list[str]) -> tuple[int, list[str]]:
+    """Status and errors of a training that has no steps."""
+    command = [sys.executable, "-m", "shardtrain", "train", "run.toml", "--nproc=1", *words]
+    done = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(120))
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert "Traceback" not in done.stderr
+    return done.returncode, [line.partition("]: ")[2] for line in errors]
+
+
+@pytest.fixture
+def no_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``train`` ends before its first step."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(train, "_steps", lambda *_: None)
+
+
+@pytest.mark.parametrize("name", cases(CHEAP, nightly=[name for name in FAULTY if name not in CHEAP]))
+@pytest.mark.usefixtures("no_steps")
+def test_the_check_refuses_what_train_refuses_in_the_same_lines(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines = checked(capsys, FAULTY[name])
+    assert status in (2, 3, 5) and lines and len(set(lines)) == len(lines)
+    assert started(FAULTY[name]) == (status, lines)
+
+
+@pytest.mark.parametrize("name", cases(["as it is"], nightly=[*SOUND][1:]))
+@pytest.mark.usefixtures("no_steps")
+def test_what_the_check_passes_begins(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(capsys, SOUND[name]) == (0, [])
+    assert started(SOUND[name]) == (0, [])
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc, and ranks are forked on Linux alone")
+@pytest.mark.parametrize(
+    "words", [[], ["--training.steps=100000"], ["--training.seq_len=0", "--job.dump_folder=rows.jsonl"]]
+)
+@pytest.mark.usefixtures("no_steps")
+def test_a_process_that_will_fork_opens_nothing_itself(folder: Path, words: list[str]) -> None:
+    """Tokenizers and Arrow start threads, and a lock that one of them holds is never free in a rank forked then."""
+    tiny_tokenizers.bpe_folder(folder / "bpe")
+    loaded = configs.load("run.toml", ["--model.tokenizer_path=bpe", *words], keep_problems=True)
+    before = threads()
+    in_child: ShardtrainError | None = None
+    try:
+        require_in_child(loaded, machine.here(loaded, 1))
+    except ShardtrainError as error:
+        in_child = error
+    assert threads() == before
+    try:
+        require(loaded, machine.here(loaded, 1))
+    except ShardtrainError as error:
+        assert in_child is not None and (type(in_child), str(in_child)) == (type(error), str(error))
+    else:
+        assert in_child is None and not words
+
+
+@pytest.mark.usefixtures("no_steps")
+def test_the_machine_that_is_named_decides_what_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["config", "check", "run.toml", "--training.dataset_path=absent", "--model.hf_assets_path=absent"]
+    large = ["--model.overrides.dim=8192", "--model.overrides.ffn_dim=32768", "--model.overrides.num_layers=32"]
+    # the file alone: neither paths nor memory, but rules
+    assert cli.main([*words, *large, "--for-machine", "none"]) == 0
+    assert cli.main([*words, "--for-machine=none", "--training.seq_len=0"]) == 2
+    capsys.readouterr()
+    # another machine: memory and types, no paths
+    large += ["--training.device=cuda"]
+    assert cli.main([*words, *large, "--for-machine", "h100"]) == 2
+    assert "NVIDIA H100 80GB HBM3 has 74.51 GiB" in capsys.readouterr().out
+    assert cli.main([*words, *large, "--for-machine", "H100", "--nproc=64"]) == 0
+    assert cli.main([*words, "--training.device=cuda", "--for-machine", "v100"]) == 0
+    assert "no bfloat16 units" in capsys.readouterr().out
+    assert cli.main([*words, "--for-machine", "h1000"]) == 2
+    assert "did you mean h100?" in capsys.readouterr().err
+    assert cli.main([*words, "--for-machine"]) == 2
+
+
+def test_each_machine_has_a_peak_that_is_known() -> None:
+    assert all(peak_flops(name, "float16") for name, _ in GPUS.values())
+
+
+@pytest.mark.usefixtures("no_steps")
+def test_the_bytes_of_a_rank_follow_from_shapes_layout_and_mesh() -> None:
+    def needed(nproc: int, *words: str) -> int:
+        loaded = configs.load("run.toml", words)
+        errors, parameters = model.build(loaded.config)
+        assert not errors and parameters is not None
+        return memory.state_bytes(loaded.config, nproc, parameters)
+
+    whole = needed(1)
+    errors, parameters = model.build(configs.load("run.toml").config)
+    assert not errors and parameters is not None
+    assert whole == 4 * 4 * sum(one.num_elements for one in parameters)  # weights, gradients and two of AdamW
+    assert needed(4) == whole // 4
+    replicas = ["--parallelism.data_parallel_replicate_degree=2"]
+    assert needed(2, *replicas) == whole
+    assert needed(2, *replicas, "--parallelism.shard_optimizer_states") == whole * 3 // 4
+    split = needed(2, "--parallelism.tensor_parallel_degree=2")
+    assert whole // 2 < split < whole  # norms are whole on each rank
+    assert needed(1, "--training.dtype=bfloat16") == whole // 2
+    assert needed(1, "--lora.enable", "--lora.random_base", "--lora.target_modules=layers.*.attn.wq") < whole // 2
+
+
+@pytest.mark.usefixtures("no_steps")
+def test_a_model_that_rules_pass_without_torch_surely_fits() -> None:
+    for flavor in ("debugmodel", "8B", "70B"):
+        loaded = configs.load("run.toml", [f"--model.flavor={flavor}", "--model.overrides.vocab_size=128256"])
+        errors, parameters = model.build(loaded.config)
+        assert not errors and parameters is not None
+        needed = memory.state_bytes(loaded.config, 1, parameters)
+        for share in (0.9, 1.1, 2.0, 8.0):
+            there = machine.Machine(1, 1, "cuda", 1, "a device", int(needed * share), is_here=False)
+            if memory.surely_fits(loaded, there):
+                assert share > 1
+            assert bool(judge(loaded, there).errors) == (share < 1)
+
+
+def test_nearest_names_are_offered_for_sections_and_platforms(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "typo.toml").write_text("[trainning]\nsteps = 3\nseq_len = 0\n[optimiser]\nlr = 1\n")
+    assert cli.main(["config", "check", str(folder / "typo.toml")]) == 2
+    errors = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
+    assert len(errors) == 2 and "did you mean [training]?" in errors[0] and "did you mean [optimizer]?" in errors[1]
+    for words, name in (
+        (["launch", "slrum"], "slurm"),
+        (["launch", "kubernets"], "kubernetes"),
+        (["config", "chek"], "check"),
+    ):
+        assert cli.main(words) == 2
+        assert f"did you mean {name}?" in capsys.readouterr().err

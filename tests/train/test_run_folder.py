@@ -1,0 +1,85 @@
+"""What a run says of itself at its start."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shardtrain import __version__
+from shardtrain import config as configs
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Config, Job, Training
+from shardtrain.distributed.mesh import AXES, Mesh
+from shardtrain.train import run_folder
+from shardtrain.utils.errors import StorageError
+
+
+def mesh(**sizes: int) -> Mesh:
+    """Sizes alone: nothing is said of the ranks themselves."""
+    product = 1
+    for size in sizes.values():
+        product *= size
+    return Mesh(SimpleNamespace(size=lambda: product), {**dict.fromkeys(AXES, 1), **sizes}, None)  # type: ignore[arg-type]
+
+
+def test_the_resolved_configuration_names_its_origin_and_loads_to_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[training]\nsteps = 7\n[model.overrides]\ndim = 128\n[job]\nsave_config_file = "copy.toml"\n')
+    loaded = configs.load(file, ["--optimizer.lr", "3e-5", "--job.description", "tab\there"])
+    folder = tmp_path / "new/outputs"
+    run_folder.write_resolved_config(loaded, folder, 4)
+    text = (folder / "config.resolved.toml").read_text()
+    assert text == (folder / "copy.toml").read_text()
+    assert text.startswith(f"# {run_folder.versions()}, 4 ranks, started from {file}\n")
+    assert configs.load(folder / "config.resolved.toml").config == loaded.config
+    assert sorted(path.name for path in folder.iterdir()) == ["config.resolved.toml", "copy.toml"]
+
+
+def test_a_second_start_replaces_the_file(tmp_path: Path) -> None:
+    for steps in (3, 5):
+        run_folder.write_resolved_config(Loaded(Config(training=Training(steps=steps))), tmp_path, 1)
+    assert configs.load(tmp_path / run_folder.RESOLVED_CONFIG).config.training.steps == 5
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"^cannot write .*file.*; check job\.dump_folder$") as caught:
+        run_folder.write_resolved_config(Loaded(Config()), tmp_path / "file" / "outputs", 1)
+    assert caught.value.exit_code == 8
+
+
+def test_the_header_does_the_arithmetic_of_the_batch() -> None:
+    config = Config(training=Training(local_batch_size=2, global_batch_size=32, seq_len=64, steps=10))
+    grid = mesh(dp_replicate=2, dp_shard=4, tp=2)
+    config = dataclasses.replace(
+        config,
+        parallelism=dataclasses.replace(config.parallelism, data_parallel_replicate_degree=2, tensor_parallel_degree=2),
+    )
+    lines = run_folder.describe(Loaded(config), grid, 1_500_000, 10, 160)
+    assert "on dp_replicate 2 x dp_shard 4 x tp 2" in lines[1] and "1.5" in lines[1]
+    assert lines[2] == "batch: 2 sequences x 2 accumulation x 8 data ranks = 32 sequences x 64 = 2048 tokens per step"
+    assert lines[3] == "data: python_stdlib, packed by concat, 10 steps are 2.00 epochs of 160 rows"
+    assert lines[4] == "precision: stored float32, computed bfloat16, reduced float32; seed 42"
+    assert len(lines) == 5
+
+
+def test_one_process_is_called_so_and_the_config_is_printed_when_asked() -> None:
+    config = Config(job=Job(print_config=True))
+    lines = run_folder.describe(Loaded(config), mesh(), 10, 10, 10)
+    assert lines[1].endswith("on one process")
+    assert lines[5:] == configs.resolved_toml(config).splitlines()
+
+
+def test_versions_are_one_line() -> None:
+    assert re.fullmatch(
+        rf"shardtrain {re.escape(__version__)}( \([0-9a-f]+\))?, torch \S+, Python \S+", run_folder.versions()
+    )
+
+
+def test_a_package_without_a_checkout_or_git_has_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+    assert run_folder.versions().startswith(f"shardtrain {__version__}, torch")

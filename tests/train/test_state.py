@@ -1,0 +1,52 @@
+"""The counters of a run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardtrain.train.state import TrainState
+from shardtrain.utils.errors import CheckpointError
+
+
+def test_a_step_counts_what_it_read_and_whether_it_was_applied() -> None:
+    state = TrainState()
+    for step, applied in enumerate((True, False, False, True, False)):
+        state.advance(samples_consumed=8 * (step + 1), tokens=500, row_hashes=2**62, applied=applied)
+    assert state == TrainState(
+        step=5, updates=2, samples_consumed=40, tokens_seen=2500, nonfinite_skips=1, order_hash=2**62
+    )
+
+
+def test_skips_are_counted_in_a_row() -> None:
+    state = TrainState()
+    rows = []
+    for applied in (False, False, True, False):
+        state.advance(1, 1, 0, applied)
+        rows.append(state.nonfinite_skips)
+    assert rows == [1, 2, 0, 1]
+
+
+def test_counters_survive_json() -> None:
+    state = TrainState(10**12, 7, 2**62, 10**18, 3, 2**64 - 1)
+    other = TrainState()
+    other.load(json.loads(json.dumps(state.to_dict())))
+    assert other == state
+
+
+@pytest.mark.parametrize("bad", [None, "5", 5.0, True, -1, [5]])
+def test_a_counter_that_is_no_count_is_refused_by_name(bad: object) -> None:
+    values = {**TrainState().to_dict(), "updates": bad}
+    with pytest.raises(CheckpointError, match=r"^train state: updates=.* is no count; use another checkpoint$"):
+        TrainState().load(values)
+
+
+def test_a_missing_counter_is_refused_and_others_may_be_there() -> None:
+    values = TrainState(3, 3, 3, 3, 0).to_dict()
+    state = TrainState()
+    state.load({**values, "of a later version": 1})
+    assert state.step == 3
+    del values["tokens_seen"]
+    with pytest.raises(CheckpointError, match="tokens_seen=None"):
+        state.load(values)
