@@ -29,9 +29,9 @@ from torch.nn import functional as F
 
 from shardtrain import data, models
 from shardtrain.config.schema import Comm, Config
-from shardtrain.distributed import process_group as world
+from shardtrain.distributed import process_group
 from shardtrain.metrics import Metrics
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.train.run_facts import ReduceOverMesh, run_facts
 
 SHAPE = {
@@ -84,13 +84,13 @@ def bare_step(config: Config) -> Callable[[], None]:
     return step
 
 
-def trainer_step(config: Config, here: world.World) -> Callable[[], None]:
+def trainer_step(config: Config, here: process_group.World) -> Callable[[], None]:
     """The trainer's step, with its metrics."""
-    run = train.build(config, here)
+    run = trainer.build(config, here)
     metrics = Metrics(config, Path(config.job.dump_folder), run_facts(run, here), ReduceOverMesh(run.mesh))
 
     def step() -> None:
-        outcome = train.step(run)
+        outcome = trainer.step(run)
         metrics.update(run.state.step, **outcome.measures())
 
     return step
@@ -98,7 +98,7 @@ def trainer_step(config: Config, here: world.World) -> Callable[[], None]:
 
 def measure(dtype: str, rounds: int) -> dict[str, object]:
     """Median CPU seconds per step of both loops, taken in turns."""
-    with tempfile.TemporaryDirectory() as folder, world.join(Comm(), "cpu") as here:
+    with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
         config = make_config(dtype, folder)
         steps = {"bare": bare_step(config), "shardtrain": trainer_step(config, here)}
         for step in steps.values():  # the first step allocates and builds

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.config.schema import Comm, Config
-from shardtrain.distributed import process_group as world
-from shardtrain.train import trainer as train
+from shardtrain.distributed import process_group
+from shardtrain.train import trainer
 
 COMMON = {"vocab_size": 2048, "dim": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
 MODELS = {
@@ -56,15 +56,15 @@ def make_config(model: str, dtype: str, folder: str) -> Config:
     )
 
 
-def trainer_step(config: Config, here: world.World) -> Callable[[], None]:
+def trainer_step(config: Config, here: process_group.World) -> Callable[[], None]:
     """The trainer's step."""
-    run = train.build(config, here)
-    return lambda: train.step(run) and None
+    run = trainer.build(config, here)
+    return lambda: trainer.step(run) and None
 
 
 def measure(dtype: str, rounds: int) -> dict[str, object]:
     """Median CPU seconds per step of all models, taken in turns."""
-    with tempfile.TemporaryDirectory() as folder, world.join(Comm(), "cpu") as here:
+    with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
         steps = {name: trainer_step(make_config(name, dtype, folder), here) for name in MODELS}
         for step in steps.values():  # the first step allocates and builds
             step()

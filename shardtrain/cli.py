@@ -179,10 +179,10 @@ def _train(words: list[str]) -> int:
         _train_rank(loaded)
     several = nodes.find(arguments, os.environ)
     if several:
-        from shardtrain.train import preflight as verdict
+        from shardtrain.train import preflight
 
         def require(world_size: int | None, local_ranks: int) -> None:
-            verdict.require(loaded, verdict.here(loaded, None, world_size, local_ranks))
+            preflight.require(loaded, preflight.here(loaded, None, world_size, local_ranks))
 
         return agent.train(loaded, arguments, several, require)
     return _train_here(loaded, arguments, words)
@@ -191,7 +191,7 @@ def _train(words: list[str]) -> int:
 def _train_rank(loaded: Loaded) -> NoReturn:
     """One rank of several, started by torchrun, by srun, or by ``_train_here`` as a fresh process."""
     from shardtrain.launch import environment, local
-    from shardtrain.train import preflight as verdict
+    from shardtrain.train import preflight
 
     if "SHARDTRAIN_PARENT" in os.environ:
         local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
@@ -202,14 +202,14 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
     if "SHARDTRAIN_PARENT" in os.environ:
         local.leave(local.run_child(loaded, _trainer()))
-    verdict.require(loaded, verdict.here(loaded, None, world_size, local_ranks))
+    preflight.require(loaded, preflight.here(loaded, None, world_size, local_ranks))
     local.leave(local.run_rank(loaded, _trainer(), world_size))
 
 
 def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int:
     """Check the configuration, choose the number of ranks, and run them from this process."""
     from shardtrain.launch import environment, local
-    from shardtrain.train import preflight as verdict
+    from shardtrain.train import preflight
 
     environment.set_allocator_default(os.environ)
     accelerators = environment.count_accelerators(loaded.config.training.device)
@@ -219,16 +219,16 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves
     # each rank the import of torch: measured in docs/launch.md.
     forks = accelerators == 0 and sys.platform == "linux" and (choice.count > 1 or restarts > 0)
-    machine = verdict.here(loaded, None, choice.count, choice.count)
+    machine = preflight.here(loaded, None, choice.count, choice.count)
     # what it has to tell without stopping is in the rank's log
     if forks:
         from shardtrain import config
 
         if not config.problems_of(loaded, choice.count, machine.device, accelerators):
             _trainer()  # the import of torch is needed, and the child need not pay for it again
-        verdict.require_in_child(loaded, machine)
+        preflight.require_in_child(loaded, machine)
     else:
-        verdict.require(loaded, machine)
+        preflight.require(loaded, machine)
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
@@ -250,15 +250,15 @@ def _go_on(code: int) -> int:
 
 
 def _trainer() -> Callable[[Loaded], object]:
-    from shardtrain.train.trainer import main as train
+    from shardtrain.train.trainer import main
 
-    return train
+    return main
 
 
 def _train_module() -> Any:
-    from shardtrain.train import trainer as train
+    from shardtrain.train import trainer
 
-    return train
+    return trainer
 
 
 def _module(name: str, function: str = "main") -> Callable[..., int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.tools import migrate
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.train.resume import resume
 
 VOCABULARY = 512
@@ -66,7 +66,7 @@ def steps_of_flags(
     run.stream = Recorded()  # type: ignore[assignment]
     losses, rates = [], []
     for _ in range(steps):
-        outcome = train.step(run)
+        outcome = trainer.step(run)
         assert outcome is not None
         total = run.mesh.sum(outcome.loss_sum.double(), over=("pp",)).item()
         losses.append(total / outcome.global_tokens)

@@ -14,8 +14,7 @@ from launched import HELD, TIMEOUT, fork
 from ports import free_port
 from tiny import text_file, tiny_config
 
-from shardtrain.checkpoint import collectives as agree
-from shardtrain.checkpoint import tensors
+from shardtrain.checkpoint import collectives, tensors
 from shardtrain.config import Loaded
 from shardtrain.config.schema import DataLoader
 from shardtrain.data import Stream
@@ -131,7 +130,7 @@ def patch(folder: Path, place: str) -> None:
 
         PlainRunner.forward_backward = five_times  # type: ignore[method-assign]
     elif place == "mismatch":
-        before(train.clip, "gradient_norm", HELD, lambda: agree.exchange("lost"))
+        before(train.clip, "gradient_norm", HELD, lambda: collectives.exchange("lost"))
 
 
 def trainer(folder: Path, place: str, culprits: tuple[int, ...]):

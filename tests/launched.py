@@ -9,7 +9,7 @@ from pathlib import Path
 import patience
 from tiny import text_file, tiny_config
 
-from shardtrain.resilience import signals as stopping
+from shardtrain.resilience import signals
 
 STEPS, HELD = 6, 3
 """Steps of the run, and the one in which it is held."""
@@ -63,7 +63,7 @@ def record(folder: Path) -> dict:
 
 
 def newest(folder: Path) -> int:
-    found = stopping.newest_checkpoint(folder / "checkpoint")
+    found = signals.newest_checkpoint(folder / "checkpoint")
     return int(found.name[5:]) if found else 0
 
 

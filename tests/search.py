@@ -62,13 +62,12 @@ from search_space import (
 )
 from torch import Tensor
 
-from shardtrain import config as configs
-from shardtrain import models
+from shardtrain import config, models
 from shardtrain.config import Loaded
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.distributed.process_group import World
 from shardtrain.ops.dtensor import to_full
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.utils import log
 from shardtrain.utils.errors import ConfigError, PeerError, ShardtrainError
 
@@ -150,9 +149,9 @@ def steps_of(rank: int, job: Job) -> Numbers:
     """Run a job as one rank whose process group exists."""
     found = Numbers()
     world = World(rank, dist.get_world_size(), rank, torch.device("cpu"))
-    original_build, original_step = train.build, train.step
+    original_build, original_step = trainer.build, trainer.step
 
-    def step(run: train.Run) -> train.Outcome | None:
+    def step(run: trainer.Run) -> trainer.Outcome | None:
         if run.state.step == job.stop_after:
             raise _Stopped
         if not found.initial:
@@ -174,22 +173,22 @@ def steps_of(rank: int, job: Job) -> Numbers:
         return found
     folder = Path(job.loaded.config.job.dump_folder)
     log.setup(rank, world.size, folder, job.loaded.config.metrics.save_log_file, console=False)
-    train.step = step
+    trainer.step = step
     try:
-        train.train(job.loaded, world)
+        trainer.train(job.loaded, world)
     except _Stopped:
         pass
     finally:
-        train.step = original_step
+        trainer.step = original_step
         log.reset()
     return found
 
 
-def _whole(run: train.Run) -> dict[str, Tensor]:
+def _whole(run: trainer.Run) -> dict[str, Tensor]:
     return {name: to_full(p.detach()).float().clone() for name, p in run.runner.parameters().items()}
 
 
-def _keep_gradients(run: train.Run, kept: dict[str, Tensor]) -> None:
+def _keep_gradients(run: trainer.Run, kept: dict[str, Tensor]) -> None:
     update = run.runner.update
 
     def first(optimizer: torch.optim.Optimizer) -> None:
@@ -428,8 +427,8 @@ def _key(case: Case) -> tuple[str, ...]:
 
 def load(case: Case, more: Sequence[str] = ()) -> Loaded:
     """The configuration as the command line gives it, refused as ``shardtrain train`` refuses it."""
-    loaded = configs.load(None, [*case.words(), *more])
-    configs.require(loaded, case.num_ranks, "cpu", 0)
+    loaded = config.load(None, [*case.words(), *more])
+    config.require(loaded, case.num_ranks, "cpu", 0)
     return loaded
 
 

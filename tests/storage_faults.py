@@ -27,7 +27,7 @@ from shardtrain.checkpoint import lease
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.launch import local
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.utils.errors import ShardtrainError
 
 BY_PATH = ("open", "rename", "replace", "link", "mkdir", "stat", "unlink", "scandir", "listdir", "statvfs", "utime")
@@ -118,7 +118,7 @@ def run(
     ranks: int,
     fault: Fault | None,
     counts: bool = False,
-    main: Callable[[Loaded], object] = train.main,
+    main: Callable[[Loaded], object] = trainer.main,
 ) -> tuple[int, str]:
     """Train in forked ranks with a fault, or with none; gives the exit status and what stood on the terminal.
 

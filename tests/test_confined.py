@@ -14,7 +14,7 @@ from shardtrain.data.chat_template import ChatTemplate
 from shardtrain.data.columns import Unusable
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.hf.config_json import read_json
-from shardtrain.utils import sandbox as confined
+from shardtrain.utils import sandbox
 from shardtrain.utils.errors import CheckpointError, ConfigError, DataError
 
 REPEATED = "([('a' * 1000000)] * 60000)"
@@ -82,12 +82,12 @@ def test_a_parquet_bomb_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bomb.parquet"
     # one page of 320 MB, which is above the limit that is set here
     pq.write_table(pa.table({"text": ["a" * 40_000_000] * 8}), path, compression="zstd")
-    confined.set_limits(confined.Limits(memory_bytes=2**28))
+    sandbox.set_limits(sandbox.Limits(memory_bytes=2**28))
     try:
         with pytest.raises(DataError, match="needs more than data.artefact_memory_bytes=268435456"):
             sources.find("parquet").open_source(sources.Request(path=str(path)))
     finally:
-        confined.set_limits(confined.Limits())
+        sandbox.set_limits(sandbox.Limits())
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_local_experts", "n_routed_experts"])
@@ -99,7 +99,7 @@ def test_a_config_of_more_parts_than_any_model_has_is_refused(key: str, tmp_path
 
 def test_what_was_proved_once_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(confined, "_ask", lambda request: asked.append(request) or "")
+    monkeypatch.setattr(sandbox, "_ask", lambda request: asked.append(request) or "")
     for _ in range(2):
-        confined.prove("tokenizer", {}, f"key of {tmp_path}")
+        sandbox.prove("tokenizer", {}, f"key of {tmp_path}")
     assert len(asked) == 1

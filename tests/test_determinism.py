@@ -13,7 +13,7 @@ from tiny import Ended, assert_bitwise, assert_same_numbers, make_run, tiny_conf
 
 from shardtrain import config as configs
 from shardtrain.config.schema import Config
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 
 LARGE_SEEDS = (17982163893102248868, 2**64 - 1)
 """Seeds above 2**63 have overflowed the generators of other trainers."""
@@ -38,7 +38,7 @@ def drawn_by_each_step(rank: int, config: Config) -> list[tuple[float, float, fl
 
     run.runner.forward_backward = draw  # type: ignore[method-assign]
     for _ in range(3):
-        train.step(run)
+        trainer.step(run)
     return numbers
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardtrain.models
 from shardtrain.config.schema import Config
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
 
 MODEL_FILE = '''
@@ -206,7 +206,7 @@ def masks_of_a_step(rank: int, model: str, parallelism: dict[str, Any]) -> dict[
             if isinstance(module, nn.Dropout) and module.p:
                 kept = masks.setdefault(name, [])
                 module.register_forward_hook(lambda _m, _i, out, kept=kept: kept.append(out.detach() != 0))
-    train.step(run)
+    trainer.step(run)
     return {name: list(map(local, kept)) for name, kept in masks.items()}
 
 

@@ -19,7 +19,7 @@ from shardtrain import config as configs
 from shardtrain import data
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.distributed import process_group as world
+from shardtrain.distributed import process_group
 from shardtrain.metrics import profiling
 from shardtrain.optim.lr_scheduler import learning_rate
 from shardtrain.resilience.goodput.account import BINS
@@ -51,13 +51,13 @@ def full_run(rank: int, folder: Path) -> tuple[Ended, list[int], list[tuple[int,
     profiling.gc = SimpleNamespace(  # type: ignore[assignment]
         isenabled=lambda: True, enable=lambda: None, disable=lambda: None, collect=collected.append
     )
-    set_timeout = world.set_timeout
+    set_timeout = process_group.set_timeout
 
     def limit(seconds: int) -> None:
         limits.append((len(list((folder / "checkpoint").glob("step-*"))), seconds))
         set_timeout(seconds)
 
-    world.set_timeout = limit
+    process_group.set_timeout = limit
     return train_whole(rank, full_config(folder)), collected, limits
 
 

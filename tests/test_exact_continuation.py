@@ -26,8 +26,7 @@ from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
 from shardtrain.config.schema import Config
 from shardtrain.ops.dtensor import to_full
-from shardtrain.train import resume
-from shardtrain.train import trainer as train
+from shardtrain.train import resume, trainer
 
 STEPS, SAVED = 20, 10
 LOSS_RELATIVE = 1e-6
@@ -96,9 +95,9 @@ def generators() -> str:
 
 def run(rank: int, one: Config) -> tuple[Ended, list[str], dict[str, torch.Tensor]]:
     """A run, the state of the generators after each of its steps, and all tensors as a continued one begins."""
-    states, tensors, step = [], {}, train.step
+    states, tensors, step = [], {}, trainer.step
 
-    def noted(run: train.Run) -> Any:
+    def noted(run: trainer.Run) -> Any:
         if not states and run.state.step == SAVED:
             begun = {**resume.weights(run), **resume.optimizer_state(run)}
             tensors.update({name: to_full(tensor.detach()).clone() for name, tensor in begun.items()})
@@ -106,11 +105,11 @@ def run(rank: int, one: Config) -> tuple[Ended, list[str], dict[str, torch.Tenso
         states.append(generators())
         return outcome
 
-    train.step = noted
+    trainer.step = noted
     try:
         return train_whole(rank, one), states, tensors
     finally:
-        train.step = step
+        trainer.step = step
 
 
 def spoil_generators(rank: int) -> None:

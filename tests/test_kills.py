@@ -21,7 +21,7 @@ from shardtrain import data
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.distributed.process_group import World
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 
 STEPS = 60
 TEXT = "".join(random.Random(1).choices("abcdefghij \n", k=STEPS * 4 * 16 - 9))
@@ -53,14 +53,14 @@ def live(config: Config) -> None:
     store = torch.distributed.FileStore(str(folder / f"store-{os.getpid()}"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     pulled: list[int] = []
-    pull, step = data.Stream.__next__, train.step
+    pull, step = data.Stream.__next__, trainer.step
 
     def noted_pull(stream: data.Stream) -> data.Batch:
         batch = pull(stream)
         pulled.extend(batch.sample_ids_B.tolist())
         return batch
 
-    def noted_step(run: train.Run) -> Any:
+    def noted_step(run: trainer.Run) -> Any:
         pulled.clear()
         outcome = step(run)
         if outcome is not None:
@@ -69,8 +69,8 @@ def live(config: Config) -> None:
                 file.write(line + "\n")
         return outcome
 
-    data.Stream.__next__, train.step = noted_pull, noted_step  # type: ignore[method-assign]
-    train.train(Loaded(config), World(0, 1, 0, torch.device("cpu")))
+    data.Stream.__next__, trainer.step = noted_pull, noted_step  # type: ignore[method-assign]
+    trainer.train(Loaded(config), World(0, 1, 0, torch.device("cpu")))
 
 
 def steps_taken(folder: Path) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ def is_program(tree: ast.Module) -> bool:
 
 
 def test_each_module_run_by_python_does_something_or_fails(capsys):
-    """Without the refusal `python -m shardtrain.train.validation --from RUN` would define functions and end with status 0."""
+    """Else `python -m shardtrain.train.validation --from RUN` would define functions and end with status 0."""
     modules = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES}
     refused = 0
     for path, name in modules.items():

@@ -41,8 +41,7 @@ from search_space import (
 from tiers import cases
 
 from shardtrain import config as configs
-from shardtrain.distributed import fsdp as shard
-from shardtrain.distributed import pipeline_parallel as pipeline
+from shardtrain.distributed import fsdp, pipeline_parallel
 from shardtrain.utils.errors import ConfigError, Problem
 
 SEED = int(os.environ.get("SHARDTRAIN_SEARCH_SEED", "0"))
@@ -159,8 +158,8 @@ SPLIT = Case(
 
 @pytest.mark.timeout(600)
 def test_a_silent_difference_is_found_and_shrunk(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "gather", lambda model: None)  # what the schedule needs of a resharded stage
-    assert pipeline.shard is shard
+    monkeypatch.setattr(fsdp, "gather", lambda model: None)  # what the schedule needs of a resharded stage
+    assert pipeline_parallel.shard is fsdp
     assert searcher.judge([SPLIT])[0].kind == "differs"
     small = shrink(SPLIT, lambda case: searcher.judge([case])[0].kind == "differs")
     assert set(small.options) <= {*SPLIT.options} - {"debug.seed"}

@@ -19,7 +19,7 @@ from tiny import tiny_config
 
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 
 KILLS = int(os.environ.get("SHARDTRAIN_RUN_KILLS", "2"))
 """Kills of each case; 50 are 300 in all."""
@@ -160,17 +160,17 @@ def test_storage_that_does_not_answer_for_a_while_costs_no_more_than_a_retry(
 
 def deletes_its_folder(loaded: Loaded) -> object:
     """Train, and lose all of the run's folder before the fourth step."""
-    step = train.step
+    step = trainer.step
 
-    def noted(run: train.Run) -> Any:
+    def noted(run: trainer.Run) -> Any:
         if run.state.step == 3 and os.environ["RANK"] == "0":
             # moved away at once: a file that a thread writes meanwhile would let rmtree fail
             folder = Path(loaded.config.job.dump_folder)
             shutil.rmtree(folder.rename(folder.with_name("lost")))
         return step(run)
 
-    train.step = noted
-    return train.main(loaded)
+    trainer.step = noted
+    return trainer.main(loaded)
 
 
 @pytest.mark.parametrize(

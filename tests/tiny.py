@@ -25,7 +25,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.distributed.process_group import World
 from shardtrain.ops.dtensor import to_full
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.utils import log
 from shardtrain.utils.errors import PeerError, ShardtrainError
 
@@ -108,12 +108,12 @@ class Result:
     """Of the first step, whole and clipped."""
 
 
-def make_run(rank: int, config: Config) -> train.Run:
+def make_run(rank: int, config: Config) -> trainer.Run:
     """Build the run of one rank, whose process group exists."""
-    return train.build(config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
+    return trainer.build(config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
 
 
-def whole(run: train.Run) -> dict[str, Tensor]:
+def whole(run: trainer.Run) -> dict[str, Tensor]:
     """All weights of the run, whole, on every rank."""
     return {name: to_full(p.detach()).clone() for name, p in run.runner.parameters().items()}
 
@@ -149,7 +149,7 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
     run.runner.update = keep_gradients  # type: ignore[method-assign]
     for _ in range(steps):
         ids.append([])
-        outcome = train.step(run)
+        outcome = trainer.step(run)
         loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / outcome.global_tokens
         losses.append(loss)
         norms.append(outcome.grad_norm)
@@ -210,15 +210,15 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
     ``stop_after`` ends the run when that many steps of the run are done, as a kill would: nothing is saved for it. A
     ShardtrainError is given back; all others are raised. Patches what it watches, for the length of the call.
     """
-    runs: list[train.Run] = []
+    runs: list[trainer.Run] = []
     losses, norms, lrs, ids = [], [], [], []
     size = torch.distributed.get_world_size()
 
-    def build(*arguments: Any) -> train.Run:
+    def build(*arguments: Any) -> trainer.Run:
         runs.append(originals["build"](*arguments))
         return runs[0]
 
-    def step(run: train.Run) -> train.Outcome | None:
+    def step(run: trainer.Run) -> trainer.Outcome | None:
         if run.state.step == stop_after:
             raise _Killed
         ids.append([])
@@ -237,18 +237,18 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
         ids[-1].extend(batch.sample_ids_B.tolist())
         return batch
 
-    originals: dict[str, Any] = {"build": train.build, "step": train.step, "pull": data.Stream.__next__}
-    train.build, train.step, data.Stream.__next__ = build, step, pull  # type: ignore[method-assign]
+    originals: dict[str, Any] = {"build": trainer.build, "step": trainer.step, "pull": data.Stream.__next__}
+    trainer.build, trainer.step, data.Stream.__next__ = build, step, pull  # type: ignore[method-assign]
     log.setup(rank, size, Path(config.job.dump_folder), config.metrics.save_log_file, console=False)
     error = None
     try:
-        train.train(Loaded(config), World(rank, size, rank, torch.device("cpu")))
+        trainer.train(Loaded(config), World(rank, size, rank, torch.device("cpu")))
     except ShardtrainError as raised:
         error = raised
     except _Killed:
         pass
     finally:
-        train.build, train.step, data.Stream.__next__ = originals.values()  # type: ignore[method-assign]
+        trainer.build, trainer.step, data.Stream.__next__ = originals.values()  # type: ignore[method-assign]
         log.reset()
     if not runs or isinstance(error, PeerError):  # nothing can be gathered without the other ranks
         return Ended(losses, norms, lrs, ids, {}, {}, {}, {}, error)

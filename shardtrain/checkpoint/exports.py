@@ -12,8 +12,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from shardtrain.checkpoint import async_save as background
-from shardtrain.checkpoint import files, retention
+from shardtrain.checkpoint import async_save, files, retention
 from shardtrain.checkpoint.async_save import Writing
 from shardtrain.checkpoint.collectives import together
 from shardtrain.checkpoint.lease import Lease
@@ -54,10 +53,10 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
             exporter.write_share(checkpoint, draft, rank, size, go_on)
         if rank:
             if rank < size:
-                background.leave_word(draft, rank, token, StoredFile("share", 0, ""))
+                async_save.leave_word(draft, rank, token, StoredFile("share", 0, ""))
             return
         for other in range(1, size):
-            background.await_word(draft, other, token, go_on)
+            async_save.await_word(draft, other, token, go_on)
         exporter.write_rest(checkpoint, draft)
         files.sync_folder(draft)
         lease.check()

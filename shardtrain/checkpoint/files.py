@@ -18,8 +18,8 @@ from typing import Protocol
 
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.resilience import progress as moving
-from shardtrain.utils import atomic_io as whole_file
+from shardtrain.resilience import progress
+from shardtrain.utils import atomic_io
 
 PIECE_BYTES = 2**23
 """Written and hashed at a time: while one thread writes a piece another hashes it."""
@@ -59,7 +59,7 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
                     finally:
                         hashed.result()
                     size += len(piece)
-                    moving.tick()
+                    progress.tick()
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -155,7 +155,7 @@ class FileReader:
     """A regular file; a pipe or device raises OSError instead of waiting for ever."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = whole_file.without_waiting(str(path), os.O_RDONLY)
+        self._descriptor = atomic_io.without_waiting(str(path), os.O_RDONLY)
         self.size = os.fstat(self._descriptor).st_size
 
     def read_into(self, view: memoryview, position: int) -> int:
@@ -209,7 +209,7 @@ def find_damage(folder: Path | ObjectPath, file: StoredFile) -> str:
             while count := reader.read_into(piece, size):
                 digest.update(piece[:count])
                 size += count
-                moving.tick()
+                progress.tick()
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror or error}"
     if size != file.bytes or digest.hexdigest() != file.sha256:

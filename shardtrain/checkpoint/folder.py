@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardtrain.checkpoint import manifest, retention
-from shardtrain.checkpoint import rank0_storage as relay
+from shardtrain.checkpoint import manifest, rank0_storage, retention
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.collectives import exchange, together
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
@@ -45,7 +44,7 @@ class Checkpoints(Saver):
         if not self._options.load_only:
             together(self._begin_to_write, only_first=True)
             if not self._relays:
-                relay.check_seen_by_all(self._folder, self._lease.nonce)
+                rank0_storage.check_seen_by_all(self._folder, self._lease.nonce)
         self._check_writers(self._folder)
         # the first rank decides: where a shared folder lags, ranks would start from different steps
         found, without = exchange([self.steps(), self._without_manifest()])[0]
@@ -87,7 +86,7 @@ class Checkpoints(Saver):
 
         def read() -> None:
             try:
-                (relay if self._relays else tensor_files).read(tensors, stored, path)
+                (rank0_storage if self._relays else tensor_files).read(tensors, stored, path)
             except OSError as error:
                 raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 
@@ -180,7 +179,7 @@ class Checkpoints(Saver):
             return str(error)  # the same bytes on every rank: the same refusal
         if retention.step_of(path) not in (None, stored.step):
             return f"checkpoint {path}: {MANIFEST} is of step {stored.step}"
-        damages = exchange((relay if self._relays else tensor_files).find_damaged_file(stored, path))
+        damages = exchange((rank0_storage if self._relays else tensor_files).find_damaged_file(stored, path))
         damage = next((f"checkpoint {path}: {found}" for found in damages if found), "")
         if not damage:
             self._verified = path, stored

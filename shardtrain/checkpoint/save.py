@@ -18,10 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import __version__
-from shardtrain.checkpoint import async_save as background
-from shardtrain.checkpoint import exports, manifest, retention
-from shardtrain.checkpoint import rank0_storage as relay
-from shardtrain.checkpoint import replica_comparison as alike
+from shardtrain.checkpoint import async_save, exports, manifest, rank0_storage, replica_comparison, retention
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.async_save import Saving, Staging, Writing
 from shardtrain.checkpoint.best import Best
@@ -166,7 +163,7 @@ class Saver:
     def _finish_one(self, limit_seconds: float | None = None) -> bool:
         writing = self.saving.writing
         assert writing is not None
-        if not background.ended_everywhere(writing, limit_seconds):
+        if not async_save.ended_everywhere(writing, limit_seconds):
             return False
         self.saving.writing = None
         try:
@@ -225,7 +222,7 @@ class Saver:
         nonce, _ = together(lambda: self._prepare(step, sum(shares.bytes_of)), only_first=True)[0]
         draft = self._draft(step, nonce)
         if self._relays:
-            written = together(lambda: [*map(_fields, relay.write(tensors, shares, draft))])[0]
+            written = together(lambda: [*map(_fields, rank0_storage.write(tensors, shares, draft))])[0]
         else:
             written = together(lambda: _fields(tensor_files.write(tensors, shares, draft)))
         found = [StoredFile(*fields) for fields in written if fields]
@@ -249,14 +246,14 @@ class Saver:
         others = [rank for rank in range(1, size) if shares.bytes_of[rank]]
 
         def write(go_on: Callable[[], None]) -> None:
-            file, blocks = None, background.pieces(staged[0], go_on)
+            file, blocks = None, async_save.pieces(staged[0], go_on)
             if shares.bytes_of[rank]:
                 file = tensor_files.write_blocks(blocks, rank, size, draft)
             if not self._is_first:
                 if file:
-                    background.leave_word(draft, rank, token, file)
+                    async_save.leave_word(draft, rank, token, file)
                 return
-            found = [*([file] if file else []), *(background.await_word(draft, r, token, go_on) for r in others)]
+            found = [*([file] if file else []), *(async_save.await_word(draft, r, token, go_on) for r in others)]
             self._commit(draft, self._manifest(step, found, shares, facts))
             self._tidy(step, facts)
 
@@ -266,7 +263,7 @@ class Saver:
         self, step: int, tensors: Mapping[str, Tensor], shares: tensor_files.Plan, facts: Mapping[str, Any]
     ) -> int:
         """Refuse to save what ranks do not hold alike; gives how many parts were compared."""
-        if odd := alike.find_odd(tensors, shares.holders, facts.get("state") or {}):
+        if odd := replica_comparison.find_odd(tensors, shares.holders, facts.get("state") or {}):
             self.refuse(step, odd)
         return sum(len(ranks) > 1 for ranks in shares.holders.values())
 

@@ -21,7 +21,7 @@ from shardtrain.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, StoredFi
 from shardtrain.checkpoint.resharding import Box, overlap
 from shardtrain.checkpoint.storage import Place
 from shardtrain.ops.dtensor import local_slices, local_tensor
-from shardtrain.resilience import progress as moving
+from shardtrain.resilience import progress
 from shardtrain.utils.errors import CheckpointError
 
 
@@ -153,7 +153,7 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
                     readers[chunk.file] = files.open_stored(folder / manifest.files[chunk.file].name)
                 found = read_box(readers[chunk.file], chunk, stored.dtype, shared)
                 part(into, shared, offsets).copy_(found)
-                moving.tick()
+                progress.tick()
     finally:
         for reader in readers.values():
             reader.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shardtrain.ops import document_mask as documents
+from shardtrain.ops import document_mask
 from shardtrain.ops.targets import FILLER_DOCUMENT, IGNORE
 
 
@@ -44,7 +44,7 @@ class Batch:
         """The same batch on a device; ``non_blocking`` overlaps the copy when the batch is in pinned memory."""
         moved = self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
         if self.documents_BT is not None and moved.documents_BT is not None:
-            documents.remember(moved.documents_BT, self.documents_BT)
+            document_mask.remember(moved.documents_BT, self.documents_BT)
         return moved
 
     def pin_memory(self) -> Batch:

@@ -28,7 +28,7 @@ from shardtrain.data.sources import BadRow, Request, Shards, Table, every_row
 from shardtrain.data.stream import StreamFeed
 from shardtrain.data.token_buffer import Line, MemoryLine
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
-from shardtrain.utils import sandbox as confined
+from shardtrain.utils import sandbox
 from shardtrain.utils.errors import ConfigError, Problem
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Named:
 
 
 def _bound(config: Config) -> None:
-    confined.set_limits(confined.Limits(config.data.artefact_memory_bytes, config.data.artefact_seconds))
+    sandbox.set_limits(sandbox.Limits(config.data.artefact_memory_bytes, config.data.artefact_seconds))
 
 
 def tokenizer_of(config: Config) -> Tokenizer:

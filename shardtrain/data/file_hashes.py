@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, Problem
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Contents:
         """Hash a file, unless it cannot be read or changes meanwhile: the run's own reading says so."""
         digest = hashlib.sha256()
         with contextlib.suppress(OSError):
-            descriptor = whole_file.without_waiting(file.path, os.O_RDONLY)
+            descriptor = atomic_io.without_waiting(file.path, os.O_RDONLY)
             try:
                 before = _stamp(os.fstat(descriptor))
                 while not self._ended.is_set():
@@ -174,7 +174,7 @@ class Contents:
         if self._notes is None:
             return {}
         try:
-            with open(self._notes, "rb", opener=whole_file.without_waiting) as file:
+            with open(self._notes, "rb", opener=atomic_io.without_waiting) as file:
                 mark, _, text = file.read(_MAX_NOTES_BYTES).partition(b"\n")
             found = json.loads(text) if mark == _mark(text) else {}  # damaged notes would blame the data
         except (OSError, ValueError, RecursionError):
@@ -193,7 +193,7 @@ class Contents:
                 if time.time() - max(stamp[1], stamp[2]) / 1e9 > _SETTLED_SECONDS:
                     notes[path] = [*stamp, mark]
             text = json.dumps(notes).encode()
-            whole_file.write(self._notes, _mark(text) + b"\n" + text)
+            atomic_io.write(self._notes, _mark(text) + b"\n" + text)
 
 
 def _mark(text: bytes) -> bytes:

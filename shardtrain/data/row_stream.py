@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.config.schema import DataLoader
-from shardtrain.data import checksum as order_hash
+from shardtrain.data import checksum
 from shardtrain.data.feed import digest
 from shardtrain.data.loader import Made, Share, Stream
 from shardtrain.data.mix import Mixture, Stage
@@ -173,7 +173,7 @@ class RowStream(Stream):
 
     def hash_rows(self, batch: RowBatch, first_position: int) -> int:  # type: ignore[override]
         """What the order hash is told of a batch: rows by number, as the fingerprint holds what they are."""
-        return order_hash.hash_numbers(batch.sample_ids_B.tolist(), first_position)
+        return checksum.hash_numbers(batch.sample_ids_B.tolist(), first_position)
 
     def _epochs_after(self, rows: list[int]) -> list[int]:
         return [self.feed.epoch_after(-(-count * self.feed.num_rows // self.places_per_epoch)) for count in rows]

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, Problem
 
 VERSION = 1
@@ -119,7 +119,7 @@ def dtype_for(vocab_size: int) -> str:
 
 def ends_sha256(path: Path) -> str:
     """SHA-256 in hex of the first and last 4 KiB of a file."""
-    with open(path, "rb", opener=whole_file.without_waiting) as file:
+    with open(path, "rb", opener=atomic_io.without_waiting) as file:
         digest = hashlib.sha256(file.read(_ENDS_BYTES))
         file.seek(max(0, os.fstat(file.fileno()).st_size - _ENDS_BYTES))
         digest.update(file.read(_ENDS_BYTES))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shardtrain.data.tokenizers import json_file, sentencepiece_model, tiktoken_model
 from shardtrain.data.tokenizers.byte import ByteTokenizer
-from shardtrain.utils import sandbox as confined
+from shardtrain.utils import sandbox
 from shardtrain.utils.errors import ConfigError, Problem
 
 __all__ = ["ByteTokenizer", "Ids", "Spans", "Tokenizer", "open_tokenizer"]
@@ -111,8 +111,8 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
     digest = hashlib.sha256(content).hexdigest()
     request = {"path": str(file.absolute()), "sha256": digest, "option": option, "spec": path}
     try:
-        confined.prove("tokenizer", request, digest)
-    except confined.Refused as refused:
+        sandbox.prove("tokenizer", request, digest)
+    except sandbox.Refused as refused:
         raise ConfigError(Problem(option, str(file), str(refused), "use another tokenizer's files")) from None
     return open_content(file, content, option, path)
 

@@ -8,13 +8,16 @@ import torch
 from torch import nn
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import activation_checkpoint as recompute
-from shardtrain.distributed import compile, reading
-from shardtrain.distributed import context_parallel as context
-from shardtrain.distributed import expert_parallel as expert
-from shardtrain.distributed import fsdp as shard
-from shardtrain.distributed import pipeline_parallel as pipeline
-from shardtrain.distributed import tensor_parallel as tensor
+from shardtrain.distributed import (
+    activation_checkpoint,
+    compile,
+    context_parallel,
+    expert_parallel,
+    fsdp,
+    pipeline_parallel,
+    reading,
+    tensor_parallel,
+)
 from shardtrain.distributed.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
 from shardtrain.distributed.runner import Parts, PlainRunner, Runner
 from shardtrain.layout import Layout
@@ -24,12 +27,12 @@ __all__ = ["BATCH_AXES", "LOSS_AXES", "STEPS", "Mesh", "Runner", "build", "paral
 
 STEPS: tuple[Callable[[nn.Module, Layout, Mesh, Config], None], ...] = (
     reading.apply,
-    tensor.apply,
-    context.apply,
-    expert.apply,
-    recompute.apply,
+    tensor_parallel.apply,
+    context_parallel.apply,
+    expert_parallel.apply,
+    activation_checkpoint.apply,
     compile.apply,
-    shard.apply,  # last: it must see final parameters
+    fsdp.apply,  # last: it must see final parameters
 )
 """What happens to each part of a model, in order; cutting it into pipeline stages comes before."""
 
@@ -39,18 +42,18 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     if config.training.dtype != "float32":
         model.to(getattr(torch, config.training.dtype))
     if layout.expert:
-        expert.mesh_of_experts(mesh, config)  # by all ranks together, also those of a stage without experts
-    context.check_cores(model, layout, mesh, config)
+        expert_parallel.mesh_of_experts(mesh, config)  # by all ranks together, also those of a stage without experts
+    context_parallel.check_cores(model, layout, mesh, config)
     piped = mesh.size("pp") > 1
-    modules = pipeline.cut(model, layout, mesh, config) if piped else [model]
+    modules = pipeline_parallel.cut(model, layout, mesh, config) if piped else [model]
     for module in modules:
         for step in STEPS:
             step(module, layout, mesh, config)
     parts = Parts(modules, mesh, config, _chunk_loss(mesh, config, vocab_size))
-    return pipeline.PipelineRunner(parts, model, layout, vocab_size) if piped else PlainRunner(parts)
+    return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size) if piped else PlainRunner(parts)
 
 
 def _chunk_loss(mesh: Mesh, config: Config, vocab_size: int) -> ChunkFunction | None:
     if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
-        return split_vocabulary_chunk_loss(tensor.SplitVocabulary(mesh, vocab_size))
+        return split_vocabulary_chunk_loss(tensor_parallel.SplitVocabulary(mesh, vocab_size))
     return compile.compiled_chunk_loss(config)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardtrain.ops import document_mask as documents
+from shardtrain.ops import document_mask
 from shardtrain.ops.document_mask import shifted
 from shardtrain.ops.sliding_window import Band, blocks
 
@@ -86,7 +86,7 @@ def _by_document(
         if queries_Bl is None or keys_Bs is None:
             yield Piece(slice(None), rows, columns, causal)
             continue
-        for row, queries, keys in documents.shared(queries_Bl[:, rows], keys_Bs[:, columns]):
+        for row, queries, keys in document_mask.shared(queries_Bl[:, rows], keys_Bs[:, columns]):
             yield Piece(row, shifted(queries, rows.start), shifted(keys, columns.start), causal)
 
 
@@ -115,12 +115,12 @@ def _within_window(
                 yield Piece(batch, seeing, seen, False, block.band)
 
 
-def _met(rows: slice, columns: slice, queries_Bl: Tensor | None, keys_Bs: Tensor | None) -> list[documents.Shared]:
+def _met(rows: slice, columns: slice, queries_Bl: Tensor | None, keys_Bs: Tensor | None) -> list[document_mask.Shared]:
     """The documents of a stretch, whose places count from its beginning; all of it without their numbers."""
     if queries_Bl is None or keys_Bs is None:
         whole = (slice(0, places.stop - places.start) for places in (rows, columns))
-        return [documents.Shared(slice(None), *whole)]
-    return documents.shared(queries_Bl[:, rows], keys_Bs[:, columns])
+        return [document_mask.Shared(slice(None), *whole)]
+    return document_mask.shared(queries_Bl[:, rows], keys_Bs[:, columns])
 
 
 def _causal_parts(tokens: int, source: int, rank: int, balanced: bool) -> list[tuple[slice, slice, bool]]:

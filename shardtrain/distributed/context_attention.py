@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardtrain.distributed.attention_blocks import Piece, Window, prefix_pieces, ring_pieces
-from shardtrain.ops import document_mask as documents
+from shardtrain.ops import document_mask
 from shardtrain.ops.attention_scores import PLAIN, QUERIES_AT_ONCE, Scores, sinks_gradient, with_sinks
 from shardtrain.ops.flash_attention import attend, attend_backward
 from shardtrain.ops.sliding_window import queries_at_once
@@ -45,7 +45,7 @@ def gathered_attention(
     k_BTKH, v_BTKH = (_natural_order(_GatherSequence.apply(x, group), size, balanced) for x in (k_BtKH, v_BtKH))
     mine = (rank, 2 * size - 1 - rank) if balanced else (rank,)
     length = q_BtNH.size(1) // len(mine)
-    documents_BT = None if documents_BT is None else documents.on_host(documents_BT)
+    documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
     outputs = []
     for index, chunk in enumerate(mine):
         q_BlNH = q_BtNH[:, index * length : (index + 1) * length]
@@ -69,7 +69,7 @@ def ring_attention(
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Pass keys and values round the ring and merge what each part contributes; memory stays that of one part."""
-    documents_BT = None if documents_BT is None else documents.on_host(documents_BT)
+    documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
     inputs = (q_BtNH, k_BtKH, v_BtKH, group, balanced, documents_BT, window, scores, sinks_N)
     return _Ring.apply(*inputs)  # type: ignore[no-any-return]
 
@@ -92,11 +92,11 @@ def ulysses_attention(
         scores = scores._replace(slopes=scores.slopes[heads])
     sinks_n = None if sinks_N is None else sinks_N[heads]
     if not scores.has_kernel:
-        documents_BT = None if documents_BT is None else documents.on_host(documents_BT)
+        documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
         out_BTnH = _PrefixAttention.apply(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     if documents_BT is not None or 0 < window < q_BTnH.size(1) or sinks_n is not None:
-        out_BTnH = documents.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores.scale, sinks_n)
+        out_BTnH = document_mask.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores.scale, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     q_BnTH, k_BkTH, v_BkTH = (x.transpose(1, 2) for x in (q_BTnH, k_BTkH, v_BTkH))
     grouped = q_BnTH.size(1) != k_BkTH.size(1)

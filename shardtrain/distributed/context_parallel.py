@@ -21,9 +21,7 @@ from shardtrain.distributed.attention_blocks import sequence_part
 from shardtrain.distributed.context_attention import gathered_attention, ring_attention, ulysses_attention
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches
-from shardtrain.ops import attention_core as core_contract
-from shardtrain.ops import document_mask as documents
-from shardtrain.ops import token_mixing as mixing
+from shardtrain.ops import attention_core, document_mask, token_mixing
 from shardtrain.ops.attention_scores import Scores, scores_of
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -50,7 +48,7 @@ class SplitAttentionCore(nn.Module):
     """The attention core of a rank that holds a part of the sequence; causal over the whole sequence.
 
     It computes what the attributes of the core whose place it takes say: ``window``, ``scale``, ``softcap``,
-    ``chunk``, ``alibi_slopes`` (those of this rank's heads) and ``heads_first`` (see ``attention/core.py``).
+    ``chunk``, ``alibi_slopes`` (those of this rank's heads) and ``heads_first`` (see ``ops/attention_core.py``).
     """
 
     def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, core: nn.Module) -> None:
@@ -77,7 +75,7 @@ class SplitAttentionCore(nn.Module):
         if self.heads_first:
             q_BtNH, k_BtKH, v_BtKH = (x.transpose(1, 2) for x in (q_BtNH, k_BtKH, v_BtKH))
         rows, tokens = q_BtNH.size(0), q_BtNH.size(1) * self._group.size()
-        documents_BT = documents.chunked(documents_BT, self.chunk, (rows, tokens), q_BtNH.device)
+        documents_BT = document_mask.chunked(documents_BT, self.chunk, (rows, tokens), q_BtNH.device)
         window = self.window if self.window < tokens else 0
         inputs = (q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced, documents_BT, window, self._scores, sinks_N)
         out_BtNH = self._function(*inputs)
@@ -116,9 +114,13 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
         _check_each_core(model, layout, mesh, config)
     broken, axis, option = None, AXIS, "parallelism.context_parallel_degree"
     if split and layout.context:
-        broken = mixing.outside_of_cores(model, layout)
+        broken = token_mixing.outside_of_cores(model, layout)
     if broken is None and dealt and config.task.name in OF_NEXT_TOKENS:  # other tasks may take the first token
-        broken, axis, option = mixing.outside_of_gathered(model, layout), "tp", "parallelism.tensor_parallel_degree"
+        broken, axis, option = (
+            token_mixing.outside_of_gathered(model, layout),
+            "tp",
+            "parallelism.tensor_parallel_degree",
+        )
     if broken:
         rule = f"splits sequences, and the model {broken.rule}"
         raise ConfigError(Problem(option, mesh.size(axis), rule, f"{broken.fix}, or set the degree to 1"))
@@ -126,7 +128,7 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
 
 def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     split, dealt = mesh.size(AXIS) > 1, mesh.size("tp") > 1
-    given, tried = core_contract.trace(model, layout), set()
+    given, tried = attention_core.trace(model, layout), set()
     for path, core in model.named_modules():
         if not matches(path, layout.context):
             continue
@@ -135,14 +137,14 @@ def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
             continue
         tried.add(kind)
         call, option = given.get(path), "parallelism.context_parallel_degree"
-        broken = core_contract.broken_when_split(core, call, config.training.seq_len) if split else None
+        broken = attention_core.broken_when_split(core, call, config.training.seq_len) if split else None
         ranks = mesh.size(AXIS, "tp") if split and config.parallelism.context_parallel_method == "ulysses" else 1
         if broken is None:
-            broken = core_contract.broken_number_of_heads(core, call, ranks)
+            broken = attention_core.broken_number_of_heads(core, call, ranks)
         if broken is None and dealt:
             option = "parallelism.tensor_parallel_degree"
-            broken = core_contract.broken_number_of_heads(core, call, mesh.size("tp"))
-            broken = broken or core_contract.broken_when_heads_are_dealt(core, call)
+            broken = attention_core.broken_number_of_heads(core, call, mesh.size("tp"))
+            broken = broken or attention_core.broken_when_heads_are_dealt(core, call)
         if broken:
             degree = mesh.size(AXIS if option.endswith("context_parallel_degree") else "tp")
             rule = f"needs an attention core that can be split, and {path} {broken.rule}"

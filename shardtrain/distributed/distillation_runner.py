@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shardtrain.distributed import context_parallel as context
+from shardtrain.distributed import context_parallel
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.mesh import LOSS_AXES
@@ -46,8 +46,8 @@ class DistillationRunner(PlainRunner):
 
     def _loss(self, batch: Batch, weight: Tensor) -> Tensor:
         assert self.teacher is not None, "the teacher is opened before the first step"
-        tokens_Bt, targets_Bt, positions_Bt = context.cut(batch, self._mesh, self._config)
-        documents = context.document_argument([batch])
+        tokens_Bt, targets_Bt, positions_Bt = context_parallel.cut(batch, self._mesh, self._config)
+        documents = context_parallel.document_argument([batch])
         with torch.no_grad():
             teacher_BtV = self.teacher(tokens_Bt, positions_Bt, **documents)
             free_gathered(self.teacher)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import context_parallel as context
+from shardtrain.distributed import context_parallel
 from shardtrain.distributed.attention_blocks import sequence_part
 from shardtrain.distributed.local_weights import use_local_weights
 from shardtrain.distributed.mesh import LOSS_AXES, Mesh
@@ -58,7 +58,7 @@ def mesh_of_experts(mesh: Mesh, config: Config) -> DeviceMesh:
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Split the experts over ep and replace each dispatch by one that exchanges tokens, in place."""
     split_sequence = mesh.size("cp", "tp") > 1
-    balanced = context.is_balanced(config)
+    balanced = context_parallel.is_balanced(config)
     for moe in _blocks(model, layout):
         moe.router.force_balance = config.debug.moe_force_load_balance
         if moe.router.expert_bias is not None:  # steps of 1e-3 would be lost in a bfloat16 model
@@ -208,7 +208,7 @@ def _places(mesh: Mesh, config: Config, length: int) -> Tensor:
     cp, tp = mesh.size("cp"), mesh.size("tp")
     whole_1T = torch.arange(length * cp * tp).unsqueeze(0)
     if cp > 1:
-        whole_1T = sequence_part(whole_1T, mesh.rank("cp"), cp, context.is_balanced(config))
+        whole_1T = sequence_part(whole_1T, mesh.rank("cp"), cp, context_parallel.is_balanced(config))
     return whole_1T[0].chunk(tp)[mesh.rank("tp")]
 
 

@@ -22,9 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import context_parallel as context
-from shardtrain.distributed import expert_parallel as expert
-from shardtrain.distributed import pipeline_parallel as pipeline
+from shardtrain.distributed import context_parallel, expert_parallel, pipeline_parallel
 from shardtrain.distributed.activation_memory import LiveMemory
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.mesh import Mesh
@@ -141,7 +139,7 @@ def trace(runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: Bat
     data, as with experts, nothing can be traced, and the answer says so.
     """
     try:
-        if isinstance(runner, pipeline.PipelineRunner):
+        if isinstance(runner, pipeline_parallel.PipelineRunner):
             return _trace_stages(runner, layout, mesh, config, batch, hidden)
         with _watched(runner.parts[0], layout) as (_, done):
             runner.forward_backward([batch], torch.ones(()))
@@ -153,7 +151,7 @@ def trace(runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: Bat
 def trace_frozen(part: nn.Module, layout: Layout, mesh: Mesh, config: Config, batch: Batch) -> Traced:
     """The forward pass alone of a whole model that learns nothing: as ``trace``, without gradients."""
     try:
-        tokens_Bt, _, positions_Bt = context.cut(batch, mesh, config)
+        tokens_Bt, _, positions_Bt = context_parallel.cut(batch, mesh, config)
         with _watched(part, layout) as (_, done), torch.no_grad():
             part(tokens_Bt, positions_Bt)
         return Traced(done.most, done.gathered, done.layers_traced, done.layers)
@@ -162,13 +160,13 @@ def trace_frozen(part: nn.Module, layout: Layout, mesh: Mesh, config: Config, ba
 
 
 def _trace_stages(
-    runner: pipeline.PipelineRunner, layout: Layout, mesh: Mesh, config: Config, batch: Batch, hidden: int
+    runner: pipeline_parallel.PipelineRunner, layout: Layout, mesh: Mesh, config: Config, batch: Batch, hidden: int
 ) -> Traced:
     passes: dict[int, _Pass] = {}
-    expert.before_step(runner.parts, torch.ones(()))
-    tokens_Bt, targets_Bt, positions_Bt = context.cut(batch, mesh, config)
+    expert_parallel.before_step(runner.parts, torch.ones(()))
+    tokens_Bt, targets_Bt, positions_Bt = context_parallel.cut(batch, mesh, config)
     for part, index in zip(runner.parts, runner._indices, strict=True):
-        template = pipeline._input(index, hidden, mesh, config)
+        template = pipeline_parallel._input(index, hidden, mesh, config)
         inputs = tokens_Bt if index == 0 else torch.empty_like(template, device=mesh.device, requires_grad=True)
         with _watched(part, layout) as (memory, done):
             output = part(inputs, **{runner._positions_name: positions_Bt})
@@ -178,7 +176,7 @@ def _trace_stages(
             output.backward(torch.empty_like(output))
             del output
         passes[index] = done
-    order = _actions(runner._schedule, mesh.rank(pipeline.AXIS))
+    order = _actions(runner._schedule, mesh.rank(pipeline_parallel.AXIS))
     kept, in_flight = _most_kept({index: done.kept for index, done in passes.items()}, order)
     return Traced(
         kept + max(done.most - done.kept for done in passes.values()),
@@ -208,14 +206,14 @@ def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pas
             del layers[name]
     done.layers_traced = len(layers)
     for module in part.modules():
-        if isinstance(module, expert.AllToAllDispatch):
+        if isinstance(module, expert_parallel.AllToAllDispatch):
             _deal_evenly(module, memory)
     with memory:
         yield memory, done
     done.most, done.gathered = memory.most_activations, memory.most_gathered
 
 
-def _deal_evenly(dispatch: expert.AllToAllDispatch, memory: LiveMemory) -> None:
+def _deal_evenly(dispatch: expert_parallel.AllToAllDispatch, memory: LiveMemory) -> None:
     """Let every rank send as many tokens to each other one: how many it would be is in data, and there are none."""
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.distributed import expert_parallel as expert
+from shardtrain.distributed import expert_parallel
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout
 from shardtrain.ops.tied import tied_names
@@ -50,7 +50,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     keep_last = config.parallelism.fsdp_reshard_after_forward == "default"
     for layer in layers:
         policy = {**options, "reshard_after_forward": reshard and not (keep_last and layer is layers[-1])}
-        expert.shard(layer, mesh, config, policy)  # before the layer, whose unit then leaves them out
+        expert_parallel.shard(layer, mesh, config, policy)  # before the layer, whose unit then leaves them out
         fully_shard(layer, **policy)
     first = [getattr(model, name) for name in layout.first]
     last = [getattr(model, name) for name in layout.last]

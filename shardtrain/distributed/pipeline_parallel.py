@@ -24,10 +24,7 @@ from torch.distributed.pipelining.schedules import (
 
 from shardtrain.config import derived, stages
 from shardtrain.config.schema import Config
-from shardtrain.distributed import chain
-from shardtrain.distributed import context_parallel as context
-from shardtrain.distributed import expert_parallel as expert
-from shardtrain.distributed import fsdp as shard
+from shardtrain.distributed import chain, context_parallel, expert_parallel, fsdp
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.runner import Parts, Runner
@@ -101,7 +98,7 @@ class _Stage(PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         if backward_type != "full":
-            shard.gather(self.submod)
+            fsdp.gather(self.submod)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -146,7 +143,7 @@ class PipelineRunner(Runner):
 
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """See Runner; all batches are micro-batches of one pass through the schedule."""
-        expert.before_step(self.parts, weight)
+        expert_parallel.before_step(self.parts, weight)
         self._weight = weight
         return self._run(self._schedule.step, batches)
 
@@ -157,10 +154,10 @@ class PipelineRunner(Runner):
             return self._run(self._schedule.eval, [batch])
 
     def _run(self, method: Any, batches: Sequence[Batch]) -> Tensor:
-        pieces = [context.cut(batch, self._mesh, self._config) for batch in batches]
+        pieces = [context_parallel.cut(batch, self._mesh, self._config) for batch in batches]
         tokens_Bt, targets_Bt, positions_Bt = (torch.cat(column) for column in zip(*pieces, strict=True))
         losses: list[Tensor] = []
-        keywords: dict[str, Any] = {self._positions_name: positions_Bt, **context.document_argument(batches)}
+        keywords: dict[str, Any] = {self._positions_name: positions_Bt, **context_parallel.document_argument(batches)}
         if self.has_loss:
             keywords |= {"target": targets_Bt, "losses": losses}
         if "return_outputs" in inspect.signature(method).parameters:

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import context_parallel as context
-from shardtrain.distributed import expert_parallel as expert
-from shardtrain.distributed import fsdp as shard
+from shardtrain.distributed import context_parallel, expert_parallel, fsdp
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.zero1 import SplitStates
 from shardtrain.layout import Draw
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.ops.cross_entropy import ChunkFunction, cross_entropy_sum
 from shardtrain.ops.targets import IGNORE
 from shardtrain.ops.tied import tie, tied_names
@@ -64,13 +62,13 @@ class Runner(ABC):
     @property
     def counts_filler(self) -> bool:
         """Whether it matters which tokens of a batch are filler: to experts it does (``data.mark_filler``)."""
-        return expert.has_experts(self.parts)
+        return expert_parallel.has_experts(self.parts)
 
     def own_targets(self, batches: Sequence[Batch]) -> int:
         """Target tokens whose loss this rank computes: with context parallelism those of its part of each sequence."""
         if not self.has_loss:
             return 0
-        targets = (context.cut(batch, self._mesh, self._config)[1] for batch in batches)
+        targets = (context_parallel.cut(batch, self._mesh, self._config)[1] for batch in batches)
         return sum(int((targets_Bt != IGNORE).sum()) for targets_Bt in targets)
 
     def materialize(self, draws: Mapping[str, Draw], seed: int) -> None:
@@ -84,7 +82,7 @@ class Runner(ABC):
                 for name, buffer in module.named_buffers(recurse=False):
                     module._buffers[name] = torch.zeros_like(buffer, device=self._mesh.device)  # see LAYOUT.buffers
         for name, parameter in self.parameters().items():
-            init.draw_(parameter, name, draws[name], seed)
+            init_weights.draw_(parameter, name, draws[name], seed)
         if self._config.parallelism.shard_optimizer_states:
             trained = {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
             self._split_states = SplitStates(trained, self._mesh)
@@ -99,7 +97,7 @@ class Runner(ABC):
 
     def measures(self) -> dict[str, float]:
         """What a model of this kind reports of the last ``forward_backward``, equal on all ranks (a collective)."""
-        return expert.measure(self.parts, self._mesh)
+        return expert_parallel.measure(self.parts, self._mesh)
 
     def optimizer_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimizer updates: the parameters, or this replica's slices of them."""
@@ -112,7 +110,7 @@ class Runner(ABC):
         optimizer.step()
         if self._split_states is not None:
             self._split_states.after_update()
-        expert.update_biases(self.parts, self._mesh)
+        expert_parallel.update_biases(self.parts, self._mesh)
 
     def forget_gradients(self) -> None:
         """Free all gradients."""
@@ -125,11 +123,11 @@ class PlainRunner(Runner):
 
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """See Runner; the last batch's backward communicates the gradients of all."""
-        expert.before_step(self.parts, weight)
+        expert_parallel.before_step(self.parts, weight)
         # float64: hundreds of micro-batches, and then ranks, are added one by one
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for index, batch in enumerate(batches):
-            shard.set_gradient_sync(self.parts[0], index == len(batches) - 1)
+            fsdp.set_gradient_sync(self.parts[0], index == len(batches) - 1)
             loss = self._loss(batch, weight)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
@@ -141,6 +139,6 @@ class PlainRunner(Runner):
             return self._loss(batch, torch.ones((), device=self._mesh.device))
 
     def _loss(self, batch: Batch, weight: Tensor) -> Tensor:
-        tokens_Bt, targets_Bt, positions_Bt = context.cut(batch, self._mesh, self._config)
-        logits_BtV = self.parts[0](tokens_Bt, positions_Bt, **context.document_argument([batch]))
+        tokens_Bt, targets_Bt, positions_Bt = context_parallel.cut(batch, self._mesh, self._config)
+        logits_BtV = self.parts[0](tokens_Bt, positions_Bt, **context_parallel.document_argument([batch]))
         return cross_entropy_sum(logits_BtV, targets_Bt, weight, chunk=self._chunk_loss)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardtrain.distributed import expert_parallel as expert
+from shardtrain.distributed import expert_parallel
 from shardtrain.distributed.runner import Parts, PlainRunner, Runner
 
 
@@ -62,7 +62,7 @@ class TaskRunner(PlainRunner):
             return loss.float(), self.task.predictions(outputs, batch)
 
     def _loss(self, batch: Any, weight: Tensor) -> Tensor:
-        expert.count(self.parts, bool(batch.num_rows))
+        expert_parallel.count(self.parts, bool(batch.num_rows))
         outputs = self.task.forward(self.parts[0], batch)
         return self.task.loss_sum(outputs, batch, _weight(batch, weight)).float()
 

@@ -23,8 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import adapters
-from shardtrain.distributed import hf_tensor_parallel as foreign_tensor
+from shardtrain.distributed import adapters, hf_tensor_parallel
 from shardtrain.distributed.local_weights import use_local_weights
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import TENSOR_WORDS, Layout, matches, word_of
@@ -39,7 +38,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if mesh.size(AXIS) == 1:
         return
     if hasattr(model, "tensor_plan"):  # a network of transformers, whose plan has other words
-        return foreign_tensor.apply(model, mesh, config)
+        return hf_tensor_parallel.apply(model, mesh, config)
     # FSDP warns of in-place operations on the views that sequence parallelism returns; models here have none
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     loss_parallel = not config.parallelism.disable_loss_parallel

@@ -154,14 +154,13 @@ def _hosts(options: dict[str, str]) -> list[str]:
 
 def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -> int:
     """Write the configuration that the flags ask for where all hosts see it, and start it on them by ssh."""
-    from shardtrain.launch import command
-    from shardtrain.launch import hostfile as hosts
+    from shardtrain.launch import command, hostfile
 
     named: dict[str, str] = {"hostfile": words[1]}
     named.update({name: options[name] for name in ("include", "exclude") if name in options})
     launch = config.load(None, [f"--launch.ssh.{name}={text}" for name, text in named.items()]).config.launch
     count = int(options["num_nodes"]) if "num_nodes" in options else None
-    chosen = hosts.chosen(launch, count)
+    chosen = hostfile.chosen(launch, count)
     each = int(options.get("num_gpus", chosen[0].slots or 1))
     if len(chosen) == 1:  # taken for this machine, and reached by no ssh, as there
         if chosen[0].devices is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtrain.hf import architecture as architectures
+from shardtrain.hf import architecture
 from shardtrain.hf.format import Hub
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.weights import HubWeights
@@ -36,7 +36,7 @@ def translation(model: Any, config: Any) -> Translation:
     """Where the tensors of a model lie: under their names in ``transformers``."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    hub = Hub(config.class_name, architectures.read(config.path).model_type, {}, lambda _: {}, lambda _: {}, _IGNORED)
+    hub = Hub(config.class_name, architecture.read(config.path).model_type, {}, lambda _: {}, lambda _: {}, _IGNORED)
     return Translation(hub, shapes, config, {name: name.partition(".")[2] for name in shapes})
 
 
@@ -85,7 +85,7 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
 
 def check_same(config: Any, folder: Path) -> None:
     """Refuse weights of another model than the configured one; raises ConfigError naming the keys that differ."""
-    ours, theirs = (dict(architectures.read(path).to_dict()) for path in (config.path, str(folder)))
+    ours, theirs = (dict(architecture.read(path).to_dict()) for path in (config.path, str(folder)))
     differ = [
         f"{key}={theirs.get(key)!r} in place of {ours.get(key)!r}"
         for key in sorted((ours.keys() | theirs.keys()) - _SAID_OF_FILES)
@@ -137,4 +137,4 @@ def _same(weights: HubWeights, one: str, other: str) -> bool:
 
 
 def _is_another(config: Any) -> bool:
-    return config.class_name not in (architectures.read(config.path).architectures or [])
+    return config.class_name not in (architecture.read(config.path).architectures or [])

@@ -1,4 +1,4 @@
-"""``pytorch_model.bin`` of a Hugging Face folder, read as data: no pickle is loaded, see ``dcp/torch_file.py``.
+"""``pytorch_model.bin`` of a Hugging Face folder, read as data: no pickle is loaded, see ``checkpoint/torch_file.py``.
 
 It is opened where ``checkpoint.initial_load_legacy_bin`` asks for it, and never found by itself.
 """

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import models
-from shardtrain.checkpoint import files, manifest
-from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint import files, manifest, tensors
 from shardtrain.checkpoint.async_save import pieces
 from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest, StoredFile
 from shardtrain.checkpoint.safetensors_header import header
@@ -129,7 +128,7 @@ class Writer:
 
     def read_part(self, name: str, box: Sequence[slice]) -> Tensor:
         """A box of one of our tensors, rounded to the exported type."""
-        found = tensor_files.read_part(self.stored, self.wanted.checkpoint, WEIGHTS_PREFIX + name, box)
+        found = tensors.read_part(self.stored, self.wanted.checkpoint, WEIGHTS_PREFIX + name, box)
         return found.to(self.dtype_of(name))
 
     def dtype_of(self, name: str) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import models
-from shardtrain.checkpoint import single_process_writer as whole
+from shardtrain.checkpoint import single_process_writer
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.hf import as_is, mapping, source
 from shardtrain.hf.bin_weights import BinWeights
@@ -72,7 +72,7 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
             facts[source.NAMES] = {name: str(theirs) for name, theirs in translation.sources.items()}
         prefixed = {WEIGHTS_PREFIX + name: shape for name, shape in shapes.items()}
         kinds = {WEIGHTS_PREFIX + name: types[name] for name in shapes}
-        whole.write(output, prefixed, kinds, read, facts, {source.FILE: beside})
+        single_process_writer.write(output, prefixed, kinds, read, facts, {source.FILE: beside})
     return found
 
 

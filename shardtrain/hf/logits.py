@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shardtrain.checkpoint import manifest
-from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint import manifest, tensors
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.hf import architecture as architectures
 from shardtrain.hf import as_is
@@ -75,7 +74,7 @@ def _reader(wanted: Export) -> Callable[[str], Tensor]:
     writer = Writer(wanted)
 
     def read(name: str) -> Tensor:
-        found = tensor_files.read_whole(writer.stored, wanted.checkpoint, WEIGHTS_PREFIX + name)
+        found = tensors.read_whole(writer.stored, wanted.checkpoint, WEIGHTS_PREFIX + name)
         return found.to(writer.dtype_of(name))
 
     return read

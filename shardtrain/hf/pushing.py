@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardtrain import __version__
-from shardtrain.hf import card as cards
+from shardtrain.hf import card
 from shardtrain.hf.card import CARD
 from shardtrain.tools.data.download import Hub, _expected, _hash, _one_line
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError, StorageError
@@ -99,7 +99,7 @@ class Push:
     @property
     def keeps_card(self) -> bool:
         """Whether the repository's card stays: somebody wrote or changed it, and nobody asked to replace it."""
-        return self.card is not None and not cards.is_own(self.card) and not self._overwrite_card
+        return self.card is not None and not card.is_own(self.card) and not self._overwrite_card
 
     def send(self, folder: Path, tell: Callable[[str], None] = print) -> str:
         """Send the files of a folder as one commit, and read it back; gives its address.

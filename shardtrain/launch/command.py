@@ -15,11 +15,9 @@ from shardtrain.config import presets
 from shardtrain.config.command_line import split
 from shardtrain.config.machine import mesh_notes
 from shardtrain.config.schema.launch import Launch
-from shardtrain.launch import hostfile as hosts
-from shardtrain.launch import job_status as jobs
+from shardtrain.launch import hostfile, job_status
 from shardtrain.launch.job import Job, to_job, to_mount, without
-from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, slurm_queue, ssh
-from shardtrain.launch.platforms import ssh_connections as connections
+from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, slurm_queue, ssh, ssh_connections
 from shardtrain.utils.errors import ConfigError, Problem
 
 HELP = """\
@@ -59,7 +57,7 @@ SHORT = {
 }
 
 Follow = Callable[[str], int]
-FOLLOW: dict[str, Follow] = {"status": jobs.status, "logs": jobs.logs, "stop": jobs.stop}
+FOLLOW: dict[str, Follow] = {"status": job_status.status, "logs": job_status.logs, "stop": job_status.stop}
 
 
 _DRY_RUN = frozenset({"--dry-run", "--dry_run"})
@@ -236,16 +234,16 @@ def _local(asked: Asked) -> int:
 
 def _ssh(asked: Asked) -> int:
     job, launch = asked.job(), asked.launch
-    chosen = hosts.chosen(launch, launch.nodes if asked.loaded.is_set("launch.nodes") else None)
+    chosen = hostfile.chosen(launch, launch.nodes if asked.loaded.is_set("launch.nodes") else None)
     _forwarded(job)
     meeting = launch.ssh.rendezvous_host or ssh.address_of(chosen[0], launch)
     plans = ssh.render(job, launch, chosen, meeting, ssh.new_run_id())
     if asked.dry_run:
         print(ssh.text(plans), end="")
         return 0
-    folder = jobs.open_folder(os.getpid())
+    folder = job_status.open_folder(os.getpid())
     print(f"ssh/{os.getpid()}", flush=True)
-    return jobs.ended(folder, connections.Run(plans, launch.ssh, folder))
+    return job_status.ended(folder, ssh_connections.Run(plans, launch.ssh, folder))
 
 
 def _slurm(asked: Asked) -> int:
@@ -270,7 +268,7 @@ def _kubernetes(asked: Asked) -> int:
         print(text, end="")
         return 0
     kubectl.create(text)
-    print(jobs.kubernetes_id(job, launch))
+    print(job_status.kubernetes_id(job, launch))
     return 0
 
 
@@ -282,7 +280,7 @@ def _runai(asked: Asked) -> int:
         print(shlex.join(words))
         return 0
     runai.submit(words)
-    print(jobs.runai_id(job, launch))
+    print(job_status.runai_id(job, launch))
     return 0
 
 

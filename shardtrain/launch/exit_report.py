@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from shardtrain.launch import failure
 from shardtrain.launch.failure import Failure
-from shardtrain.resilience import signals as stopping
+from shardtrain.resilience import signals
 
 _parent_speaks = False
 
@@ -31,5 +31,5 @@ def record(told: Failure, log_path: Path, run_folder: Path, world_size: int, is_
 
 def end(code: int) -> NoReturn:
     """Leave at once, from any thread: the main thread waits for what will not come."""
-    stopping.end_children()
+    signals.end_children()
     os._exit(code)

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from shardtrain.checkpoint.storage import Place
-from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, FolderTaken, ShardtrainError
 from shardtrain.utils.redact import redact, visible
 
@@ -210,7 +210,7 @@ def write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
 
 def reserve_exit(run_folder: Path) -> None:
     """Take the room of ``exit.json`` while there is some: a full disk is when it is needed. Raises OSError."""
-    whole_file.write(run_folder / RESERVED, b" " * _RESERVED_BYTES, durable=True)
+    atomic_io.write(run_folder / RESERVED, b" " * _RESERVED_BYTES, durable=True)
 
 
 def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: OSError) -> None:
@@ -240,7 +240,7 @@ def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: O
 def last_step(metrics: Path) -> int | None:
     """The step of the last whole line of ``metrics.jsonl``, or None; reads the end of the file alone."""
     try:
-        with open(metrics, "rb", opener=whole_file.without_waiting) as file:
+        with open(metrics, "rb", opener=atomic_io.without_waiting) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 65_536))
             tail: Sequence[bytes] = file.read().splitlines()
     except OSError:
@@ -276,4 +276,4 @@ def _shorten(text: str) -> str:
 def _replace_file(path: Path, record: dict[str, Any]) -> None:
     """Write JSON so that a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole_file.write(path, json.dumps(record, indent=2) + "\n")
+    atomic_io.write(path, json.dumps(record, indent=2) + "\n")

@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain.checkpoint.storage import Place, folder_of
-from shardtrain.launch import environment, failure
-from shardtrain.launch import exit_report as last_words
+from shardtrain.launch import environment, exit_report, failure
 from shardtrain.launch.output import logs_specs
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
-from shardtrain.resilience import signals as stopping
+from shardtrain.resilience import signals
 from shardtrain.resilience.goodput import ledger
-from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import StorageError
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def prepare(run_folder: Path) -> None:
     try:
         (run_folder / "logs").mkdir(parents=True, exist_ok=True)
         (run_folder / "exit.json").unlink(missing_ok=True)
-        whole_file.sweep(run_folder)
+        atomic_io.sweep(run_folder)
         failure.reserve_exit(run_folder)
     except OSError as error:
         text = f'job.dump_folder="{run_folder}" cannot be written: {error.strerror}; choose another folder'
@@ -80,10 +79,10 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         told = failure.stopped(rank, reason, _newest_checkpoint(loaded))
         print(*failure.lines(told, "", world_size), sep="\n", file=sys.stderr, flush=True)
         failure.write_exit(run_folder, told, told.exit_code)
-        last_words.end(told.exit_code)
+        exit_report.end(told.exit_code)
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        stopping.die_with_parent(signal.SIGTERM)  # SIGUSR1, which Slurm sends, ends torchrun and not its processes
+        signals.die_with_parent(signal.SIGTERM)  # SIGUSR1, which Slurm sends, ends torchrun and not its processes
     stop = _listen(loaded, hurry)
     try:
         main(loaded)
@@ -120,10 +119,10 @@ def _of_storage(error: BaseException, run_folder: Path) -> BaseException:
     return told.with_traceback(error.__traceback__)
 
 
-def _listen(loaded: Loaded, hurry: Callable[[str], None], parent: int = 0) -> stopping.Stop:
+def _listen(loaded: Loaded, hurry: Callable[[str], None], parent: int = 0) -> signals.Stop:
     options = loaded.config.checkpoint
-    end_time = stopping.end_time_of(os.environ)
-    return stopping.listen(options.grace_seconds, _saves(loaded), hurry, parent, end_time)
+    end_time = signals.end_time_of(os.environ)
+    return signals.listen(options.grace_seconds, _saves(loaded), hurry, parent, end_time)
 
 
 def _saves(loaded: Loaded) -> bool:
@@ -132,7 +131,7 @@ def _saves(loaded: Loaded) -> bool:
 
 def _newest_checkpoint(loaded: Loaded) -> Place | None:
     config = loaded.config
-    return stopping.newest_checkpoint(folder_of(config.job.dump_folder, config.checkpoint.folder))
+    return signals.newest_checkpoint(folder_of(config.job.dump_folder, config.checkpoint.folder))
 
 
 def launch(
@@ -151,7 +150,7 @@ def launch(
     """
     watch = Watch(loaded.config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS)
     job, folder = ledger.new_job(), Path(loaded.config.job.dump_folder)
-    restarts = Restarts(max_restarts, lambda: stopping.step_of(_newest_checkpoint(loaded)))
+    restarts = Restarts(max_restarts, lambda: signals.step_of(_newest_checkpoint(loaded)))
     with watch.signals():
         while True:
             code, first = _attempt(loaded, num_processes, main, command, watch, restarts.used, job)
@@ -218,9 +217,9 @@ def _start(
     sys.stderr.flush()
     # PContext.start replaces the handlers of four signals for good; Watch sets its own, the rest go back
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGQUIT)}
-    before |= {number: signal.getsignal(number) for number in stopping.GRACEFUL}
+    before |= {number: signal.getsignal(number) for number in signals.GRACEFUL}
     # ranks inherit the mask, and take requests to stop once they listen: none is lost, and none ends them before
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, stopping.GRACEFUL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.GRACEFUL)
     try:
         return start_processes("shardtrain", entrypoint, arguments, envs, specs, start_method="fork")
     finally:
@@ -280,9 +279,9 @@ def run_child(loaded: Loaded, main: Main) -> int:
     def hurry(reason: str) -> None:
         told = failure.stopped(rank, reason, _newest_checkpoint(loaded))
         failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
-        last_words.end(told.exit_code)
+        exit_report.end(told.exit_code)
 
-    last_words.leave_to_parent()
+    exit_report.leave_to_parent()
     stop = _listen(loaded, hurry, parent=os.getppid())
     try:
         main(loaded)
@@ -309,7 +308,7 @@ def detach(parent: int) -> None:
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
-    stopping.die_with_parent(signal.SIGKILL)
+    signals.die_with_parent(signal.SIGKILL)
     if sys.platform == "linux":
         if os.getppid() != parent:
             os._exit(failure.PEER)

@@ -3,5 +3,5 @@
 ``linear.py`` is an adapted module, ``targets.py`` says which modules are, ``spec.py`` what a checkpoint says of them,
 ``base.py`` loads the frozen weights, ``peft.py`` reads and writes the format of PEFT, ``merging.py`` adds adapters to
 the weights, ``lowbit.py`` holds frozen weights in 4 or 8 bits. How an adapted module is split over tensor-parallel
-ranks is in ``parallel/adapters.py``.
+ranks is in ``distributed/adapters.py``.
 """

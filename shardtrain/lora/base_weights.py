@@ -19,8 +19,7 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.hf import importing
 from shardtrain.hf.as_is import is_as_is
-from shardtrain.lora import quantize as lowbit
-from shardtrain.lora import spec
+from shardtrain.lora import quantize, spec
 from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import is_adapter
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
@@ -48,8 +47,8 @@ def load(
     tensors = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in held.items() if not is_adapter(name)}
     if config.checkpoint.initial_load_in_hf:
         tensors = _without_new_head(config, tensors)
-    if config.lora.base_dtype != lowbit.WHOLE:
-        lowbit.load(config, runner, device, tensors)
+    if config.lora.base_dtype != quantize.WHOLE:
+        quantize.load(config, runner, device, tensors)
         tensors = {}
     if config.lora.random_base:
         mark: dict[str, Any] = {"path": None, "fingerprint": random_fingerprint(config, device.type)}

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import models
-from shardtrain.checkpoint import collectives as agree
-from shardtrain.checkpoint import files, manifest
+from shardtrain.checkpoint import collectives, files, manifest
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.config import derived
@@ -22,12 +21,10 @@ from shardtrain.hf import as_is, importing, mapping
 from shardtrain.hf.block_fp8 import open_weights
 from shardtrain.hf.model import check_same, recognise, translation_of
 from shardtrain.hf.source import dtypes_of
-from shardtrain.lora import base_weights as base
-from shardtrain.lora import quantize as lowbit
-from shardtrain.lora import spec, stacks
+from shardtrain.lora import base_weights, quantize, spec, stacks
 from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import is_transposed
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
@@ -41,7 +38,7 @@ class Frozen:
         module: ModuleType,
         shape: Any,
         config: Config | None = None,
-        kind: str = lowbit.WHOLE,
+        kind: str = quantize.WHOLE,
         held: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """Open ``path``, all bytes of a checkpoint read; without one, ``config`` says how weights start.
@@ -64,15 +61,15 @@ class Frozen:
         self.stacks = stacks.find(model)
         self._kind, self._rounded = kind, set()
         self._packed_from = getattr(torch, config.training.dtype if config is not None else "float32")
-        if kind != lowbit.WHOLE:
-            self._rounded = {f"{path}.weight" for path in lowbit.names(model, module.LAYOUT)}
+        if kind != quantize.WHOLE:
+            self._rounded = {f"{path}.weight" for path in quantize.names(model, module.LAYOUT)}
         self._stored, self._weights = None, None
         self.dtype: str
         self._draws, self._seed = {}, 0
         if path is None:
             assert config is not None
             layers = len(getattr(model, module.LAYOUT.layers))
-            self._draws = init.plan(self.shapes, module.initial(shape), module.LAYOUT, layers)
+            self._draws = init_weights.plan(self.shapes, module.initial(shape), module.LAYOUT, layers)
             self._seed, self.dtype = config.debug.seed, config.training.dtype
         elif (path / manifest.MANIFEST).exists():
             self._stored = manifest.read(path)
@@ -124,7 +121,7 @@ class Frozen:
             importing.fill_rows(there, self._translation, self._weights)
         else:
             for name, tensor in tensors.items():
-                init.draw_(tensor, name, self._draws[name], self._seed)
+                init_weights.draw_(tensor, name, self._draws[name], self._seed)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """One tensor, whole, in the type of the file, or in float32 what its low bits stand for."""
@@ -133,8 +130,10 @@ class Frozen:
         if name not in self._rounded:
             return tensor
         if name in self.transposed:
-            return lowbit.Packed(tensor.to(self._packed_from).t().contiguous(), self._kind).restored(torch.float32).t()
-        return lowbit.Packed(tensor.to(self._packed_from), self._kind).restored(torch.float32)
+            return (
+                quantize.Packed(tensor.to(self._packed_from).t().contiguous(), self._kind).restored(torch.float32).t()
+            )
+        return quantize.Packed(tensor.to(self._packed_from), self._kind).restored(torch.float32)
 
     def __enter__(self) -> Frozen:
         return self
@@ -161,7 +160,7 @@ def find(
     mark = facts[spec.FACT].get("base")
     said = mark.get("fingerprint") if isinstance(mark, dict) else None
     path = named or (Path(str(derived.initial_weights(config))) if not config.lora.random_base else None)
-    option = "--base" if named else base.PATH
+    option = "--base" if named else base_weights.PATH
     if path is None:
         found = random_fingerprint(config, "cpu")
     elif not path.is_dir():
@@ -180,7 +179,7 @@ def fingerprint_of(path: Path) -> str:
     in_hub = not (path / manifest.MANIFEST).exists()
     rank, size = _place() if in_hub else (0, 1)
     hashes: dict[str, str] = {}
-    for share in agree.exchange(fingerprint(path, in_hub, rank, size)):
+    for share in collectives.exchange(fingerprint(path, in_hub, rank, size)):
         hashes |= share
     return joined(hashes)
 
@@ -188,7 +187,7 @@ def fingerprint_of(path: Path) -> str:
 def _refuse_damage(path: Path, stored: manifest.Manifest) -> None:
     rank, size = _place()
     damages = (files.find_damage(path, file) for file in stored.files[rank::size])
-    said = agree.exchange(next((damage for damage in damages if damage), ""))
+    said = collectives.exchange(next((damage for damage in damages if damage), ""))
     if damage := next((text for text in said if text), ""):
         raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
 

@@ -12,9 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardtrain.checkpoint import files, manifest
-from shardtrain.checkpoint import single_process_writer as whole
-from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint import files, manifest, single_process_writer, tensors
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.hf import source as sources
 from shardtrain.hf.source import Source
@@ -59,7 +57,7 @@ class Adapters:
 
     def read(self, name: str) -> Tensor:
         """One factor, whole, on the CPU."""
-        return tensor_files.read_whole(self.stored, self._folder, WEIGHTS_PREFIX + name)
+        return tensors.read_whole(self.stored, self._folder, WEIGHTS_PREFIX + name)
 
 
 def merge(
@@ -129,4 +127,4 @@ def merge(
         beside[sources.FILE], facts[sources.FACT] = sources.packed(source)
     kinds = {WEIGHTS_PREFIX + name: dtype or frozen.dtypes[name] for name in frozen.shapes}
     shapes = {WEIGHTS_PREFIX + name: shape for name, shape in frozen.shapes.items()}
-    whole.write(output, shapes, kinds, read, facts, beside)
+    single_process_writer.write(output, shapes, kinds, read, facts, beside)

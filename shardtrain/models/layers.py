@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.ops import attention_scores as scores
-from shardtrain.ops import document_mask as documents
+from shardtrain.ops import attention_scores, document_mask
 
 
 def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:
@@ -176,12 +175,12 @@ class AttentionCore(nn.Module):
     def _attend(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, sinks_N: Tensor | None
     ) -> Tensor:
-        scoring = scores.scores_of(self)
-        documents_BT = documents.chunked(documents_BT, self.chunk, (q_BTNH.size(0), q_BTNH.size(1)), q_BTNH.device)
+        scoring = attention_scores.scores_of(self)
+        documents_BT = document_mask.chunked(documents_BT, self.chunk, (q_BTNH.size(0), q_BTNH.size(1)), q_BTNH.device)
         if not scoring.has_kernel:
-            return scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scoring, sinks_N)
+            return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scoring, sinks_N)
         if documents_BT is not None or 0 < self.window < q_BTNH.size(1) or sinks_N is not None:
-            return documents.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale, sinks_N)
+            return document_mask.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale, sinks_N)
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         grouped = q_BNTH.size(1) != k_BKTH.size(1)
         out_BNTH = F.scaled_dot_product_attention(

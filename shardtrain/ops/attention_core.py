@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.layout import Layout, matches
-from shardtrain.ops import attention_scores as scores
+from shardtrain.ops import attention_scores
 from shardtrain.ops import document_mask as documents
 
 CLOSE = 1e-4
@@ -105,7 +105,7 @@ def broken_when_split(core: nn.Module, given: Given | None, seq_len: int) -> Bro
     heads, key_heads, width = _sizes(core, given)
     heads_first = bool(getattr(core, "heads_first", False))
     window = int(getattr(core, "window", 0) or 0)
-    scoring = scores.scores_of(core)
+    scoring = attention_scores.scores_of(core)
     if scoring.slopes and len(scoring.slopes) != heads:
         return Broken(f"has {len(scoring.slopes)} alibi_slopes for {heads} query heads", "give one per query head")
     core = copy.deepcopy(core)
@@ -114,7 +114,7 @@ def broken_when_split(core: nn.Module, given: Given | None, seq_len: int) -> Bro
         rows = 2 if tokens == _TOKENS else 1
         q, k, v = _random(rows, tokens, heads, key_heads, width)
         seen_BT = documents.chunked(documents_BT, int(getattr(core, "chunk", 0) or 0), (rows, tokens), q.device)
-        expected = scores.attention(q, k, v, seen_BT, window, scoring, _sinks(core, heads))
+        expected = attention_scores.attention(q, k, v, seen_BT, window, scoring, _sinks(core, heads))
         got = run(core, q, k, v, documents_BT, heads_first)
         if isinstance(got, Broken):
             return got
@@ -264,7 +264,7 @@ def _diagnose(
     k: Tensor,
     v: Tensor,
     documents_BT: Tensor | None,
-    scoring: scores.Scores,
+    scoring: attention_scores.Scores,
     heads_first: bool,
 ) -> Broken | None:
     """Name what a core does that its attributes do not say, by experiments on it."""
@@ -287,13 +287,13 @@ def _diagnose(
         rule = "has weights that do not sum to one, as with an attention sink or dropout"
         return Broken(rule, "leave it out of the core; it can be given sinks as its fifth argument (has_sinks = True)")
     if documents_BT is not None and _error(got(documents_BT=None), run(core, q, k, v, None, heads_first)) == 0:
-        plain = scores.attention(q, k, v, None, int(getattr(core, "window", 0) or 0), scoring)
+        plain = attention_scores.attention(q, k, v, None, int(getattr(core, "window", 0) or 0), scoring)
         if _error(got(documents_BT=None), plain) <= CLOSE:
             return Broken("lets documents see each other", "use documents_BT, or leave that argument out")
     return _fit(core, got, q, k, scoring)
 
 
-def _fit(core: nn.Module, got: Any, q: Tensor, k: Tensor, scoring: scores.Scores) -> Broken | None:
+def _fit(core: nn.Module, got: Any, q: Tensor, k: Tensor, scoring: attention_scores.Scores) -> Broken | None:
     """Scores are logarithms of weights up to a number per query: fit a scale and a slope of the distance to them.
 
     Token 1 sees two tokens: log(p_0 / p_1) = scale q (k_0 - k_1) - slope, and values of one and zero show p_0.

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardtrain.ops import attention_scores as scores
-from shardtrain.ops import flash_attention as flash
+from shardtrain.ops import attention_scores, flash_attention
 from shardtrain.ops.attention_scores import Scores
 from shardtrain.ops.sliding_window import blocks, queries_at_once
 
@@ -52,10 +51,10 @@ def attention(
     Raises:
         ValueError: when the numbers of a row do not ascend.
     """
-    if q_BTNH.device.type in ("cpu", "meta") or (q_BTNH.is_cuda and flash.has_flash(q_BTNH)):
+    if q_BTNH.device.type in ("cpu", "meta") or (q_BTNH.is_cuda and flash_attention.has_flash(q_BTNH)):
         return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N, window, scale)[0]  # type: ignore[no-any-return]
     if sinks_N is not None:
-        return scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, Scores(scale), sinks_N)
+        return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, Scores(scale), sinks_N)
     return masked_attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
 
 
@@ -69,7 +68,7 @@ def masked_attention(
 ) -> Tensor:
     """The same by boolean masks: works on any device and type, and does the work of all that it masks."""
     # heads are repeated: with grouped heads and a mask PyTorch falls back to (B, N, T, T) numbers
-    k_BTNH, v_BTNH = flash.repeat_heads(q_BTNH, k_BTKH, v_BTKH)
+    k_BTNH, v_BTNH = flash_attention.repeat_heads(q_BTNH, k_BTKH, v_BTKH)
     q_BNTH, k_BNTH, v_BNTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTNH, v_BTNH))
     tokens, outputs = q_BTNH.size(1), []
     for start in range(0, tokens, _QUERIES_AT_ONCE):
@@ -239,7 +238,7 @@ def _attention(
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     out_BTNH, lse_BNT = _without_sinks(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
-    return (out_BTNH, lse_BNT) if sinks_N is None else scores.with_sinks(out_BTNH, lse_BNT, sinks_N)
+    return (out_BTNH, lse_BNT) if sinks_N is None else attention_scores.with_sinks(out_BTNH, lse_BNT, sinks_N)
 
 
 def _without_sinks(
@@ -248,12 +247,14 @@ def _without_sinks(
     if q_BTNH.is_cuda:
         starts, longest = _ragged_rows(q_BTNH, documents_BT)
         q_SNH, k_SKH, v_SKH = (x.flatten(0, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
-        out_SNH, lse_NS = flash.attend_ragged(q_SNH, k_SKH, v_SKH, starts, longest, window, scale)
+        out_SNH, lse_NS = flash_attention.attend_ragged(q_SNH, k_SKH, v_SKH, starts, longest, window, scale)
         return out_SNH.view_as(q_BTNH), lse_NS.unflatten(1, q_BTNH.shape[:2]).transpose(0, 1).contiguous()
     out_BTNH, lse_BNT = _like_attention(q_BTNH)
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
         q, k, v = q_BTNH[row, queries], k_BTKH[row, keys], v_BTKH[row, keys]
-        out_BTNH[row, queries], lse_BNT[row, :, queries] = flash.attend(q, k, v, **sight, scores=Scores(scale))
+        out_BTNH[row, queries], lse_BNT[row, :, queries] = flash_attention.attend(
+            q, k, v, **sight, scores=Scores(scale)
+        )
     return out_BTNH, lse_BNT
 
 
@@ -293,7 +294,7 @@ def _attention_backward(
         starts, longest = _ragged_rows(q_BTNH, documents_BT)
         gradient, q, k, v, out = (x.flatten(0, 1) for x in (gradient_BTNH, *inputs, out_BTNH))
         lse_NS = lse_BNT.transpose(0, 1).flatten(1)
-        grads = flash.attend_ragged_backward(gradient, q, k, v, out, lse_NS, starts, longest, window, scale)
+        grads = flash_attention.attend_ragged_backward(gradient, q, k, v, out, lse_NS, starts, longest, window, scale)
         dq, dk, dv = (grad.view_as(x) for grad, x in zip(grads, inputs, strict=True))
         return dq, dk, dv
     # blocks of queries share keys, whose gradients are then summed in float32
@@ -302,7 +303,7 @@ def _attention_backward(
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
         gradient, q, out = (x[row, queries] for x in (gradient_BTNH, q_BTNH, out_BTNH))
         k, v, lse = k_BTKH[row, keys], v_BTKH[row, keys], lse_BNT[row, :, queries]
-        part = flash.attend_backward(gradient, q, k, v, out, lse, **sight, scores=Scores(scale))
+        part = flash_attention.attend_backward(gradient, q, k, v, out, lse, **sight, scores=Scores(scale))
         dq[row, queries] = part[0]
         dk[row, keys] += part[1]
         dv[row, keys] += part[2]
@@ -326,7 +327,7 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None, None, None]:
     *saved, sinks_N = ctx.saved_tensors
     out_BTNH, lse_BNT = saved[3:5]
-    dsinks_N = None if sinks_N is None else scores.sinks_gradient(gradient_BTNH, out_BTNH, lse_BNT, sinks_N)
+    dsinks_N = None if sinks_N is None else attention_scores.sinks_gradient(gradient_BTNH, out_BTNH, lse_BNT, sinks_N)
     return *_attention_backward(gradient_BTNH, *saved, ctx.window, ctx.scale), None, dsinks_N, None, None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardtrain.ops import attention_scores as scored
+from shardtrain.ops import attention_scores
 from shardtrain.ops.attention_scores import PLAIN, Scores
 from shardtrain.ops.sliding_window import Band, mask
 from shardtrain.utils.errors import ConfigError, Problem
@@ -30,7 +30,7 @@ def attend(
     """
     if not scores.has_kernel:
         assert band is not None
-        return scored.attend(q_BlNH, k_BsKH, v_BsKH, band, scores)
+        return attention_scores.attend(q_BlNH, k_BsKH, v_BsKH, band, scores)
     if band is not None and q_BlNH.device.type != "cpu":
         _check_flash(q_BlNH)
         (q, k, v), rows = _end_to_end(q_BlNH, k_BsKH, v_BsKH), _Rows(q_BlNH, k_BsKH, band)
@@ -63,7 +63,7 @@ def attend_backward(
     """Gradients of queries, keys and values from one part of the keys, given the output and log-sum-exp over all."""
     if not scores.has_kernel:
         assert band is not None
-        return scored.attend_backward(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, band, scores)
+        return attention_scores.attend_backward(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, band, scores)
     if band is not None and q_BlNH.device.type != "cpu":
         (gradient, q, k, v, out), rows = (
             _end_to_end(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH),

@@ -30,7 +30,7 @@ from shardtrain.data.feed import digest
 from shardtrain.data.loader import Stream
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
-from shardtrain.hf import initial_weights as first_weights
+from shardtrain.hf import initial_weights
 from shardtrain.models.moe import has_experts
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
@@ -104,7 +104,7 @@ class AnswerTask(TextTask):
 
     def start(self) -> dict[str, str]:
         """The weights that a run begins with, as what its rows are known by, where a task compares with them."""
-        return {"reference weights": first_weights.identity(self.config)} if self.needs_reference else {}
+        return {"reference weights": initial_weights.identity(self.config)} if self.needs_reference else {}
 
 
 class PairTask(AnswerTask):

@@ -16,7 +16,7 @@ from shardtrain import data, models
 from shardtrain.config.schema import Config
 from shardtrain.config.teacher import OPTION, teacher_config
 from shardtrain.data.feed import digest
-from shardtrain.hf import initial_weights as first_weights
+from shardtrain.hf import initial_weights
 from shardtrain.ops.distillation_loss import Mix
 from shardtrain.tasks.language_model import LanguageModel
 from shardtrain.utils.errors import ConfigError, Problem
@@ -44,7 +44,7 @@ class Distillation(LanguageModel):
     def open_stream(self, **options: Any) -> data.Stream:
         """See ``data.open_stream``; a run continues with no other teacher than its own."""
         stream = super().open_stream(**options)
-        known = first_weights.of_folder(Path(self.config.task.teacher_path))
+        known = initial_weights.of_folder(Path(self.config.task.teacher_path))
         stream.files = {**stream.files, "teacher": known}
         stream.fingerprint = digest(stream.fingerprint, known)
         return stream

@@ -1,6 +1,6 @@
 """The next token of each token: rows of documents, as [data] makes them, and cross-entropy, on every mesh.
 
-The loss is the runner's own (``parallel/runner.py``), which knows how sequences and vocabulary are split.
+The loss is the runner's own (``distributed/runner.py``), which knows how sequences and vocabulary are split.
 """
 
 from __future__ import annotations

@@ -6,21 +6,19 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from shardtrain import distributed as parallel
-from shardtrain import models, optim, tasks
+from shardtrain import distributed, models, optim, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.distributed import BATCH_AXES, Mesh, Runner
-from shardtrain.distributed import process_group as world
+from shardtrain.distributed import BATCH_AXES, Mesh, Runner, process_group
 from shardtrain.distributed.distillation_runner import DistillationRunner
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.task_runner import with_loss
-from shardtrain.lora import quantize as lowbit
+from shardtrain.lora import quantize
 from shardtrain.lora import spec as adapters
 from shardtrain.metrics.flops import count_model
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.tasks.distillation import Distillation
-from shardtrain.train import reference_models as reference
+from shardtrain.train import reference_models
 from shardtrain.train.run import Run
 from shardtrain.train.state import TrainState
 
@@ -48,9 +46,11 @@ def build_model(config: Config, mesh: Mesh) -> Built:
     num_params, flops = count_model(model, module.LAYOUT, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
     own = [name for name in names if name not in added]
-    draws = init.plan(own, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers))) | added
-    lowbit.take_out(model, module.LAYOUT, config.lora.base_dtype)
-    runner = parallel.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
+    draws = (
+        init_weights.plan(own, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers))) | added
+    )
+    quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
+    runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
     if isinstance(task, Distillation):
         runner = DistillationRunner(runner, task.mix, task.num_outputs(shape))
     else:
@@ -61,7 +61,7 @@ def build_model(config: Config, mesh: Mesh) -> Built:
 
 def build(config: Config, here: World) -> Run:
     """Everything for the first step: mesh, model on it with its initial weights, optimizer, data."""
-    mesh = parallel.build(config, here)
+    mesh = distributed.build(config, here)
     built = build_model(config, mesh)
     task, runner, training = built.task, built.runner, config.training
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, built.names)
@@ -74,8 +74,8 @@ def build(config: Config, here: World) -> Run:
         accumulation=derived.accumulation_steps(config, here.size),
     )
     task.check(stream, built.module, built.shape)
-    reference.hold(task, runner, config, mesh)
-    world.check_agreement(stream.fingerprint, "the training data differ between ranks", mesh.device)
+    reference_models.hold(task, runner, config, mesh)
+    process_group.check_agreement(stream.fingerprint, "the training data differ between ranks", mesh.device)
     total_steps = training.steps
     if training.epochs is not None and stream.steps_left is not None:
         total_steps = stream.steps_left

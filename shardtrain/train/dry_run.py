@@ -15,17 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain import data, models, optim, tasks
-from shardtrain import distributed as parallel
+from shardtrain import data, distributed, models, optim, tasks
 from shardtrain.config import Loaded, derived, stages
 from shardtrain.config.schema import Config
-from shardtrain.distributed import fake_backend as fake
-from shardtrain.distributed import process_group
-from shardtrain.lora import spec as adapters
+from shardtrain.distributed import fake_backend, pipeline_parallel, process_group
+from shardtrain.lora import spec
 from shardtrain.metrics.flops import count_model
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.train import reference_models as reference
+from shardtrain.train import reference_models
 from shardtrain.train.run_folder import describe_model, describe_precision, versions
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_count, format_seconds
@@ -38,7 +36,7 @@ class Frozen:
     name: str
     dtype: str
     weight_bytes: int
-    traced: fake.Traced
+    traced: fake_backend.Traced
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class DryRun:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    traced: fake.Traced
+    traced: fake_backend.Traced
     frozen: tuple[Frozen, ...] = ()
 
     @property
@@ -79,7 +77,7 @@ def main(loaded: Loaded, rank: int, size: int, notices: Sequence[str] = ()) -> I
     )
     for notice in (*notices, *_left_out(loaded.config)):
         yield f"note: {notice}"
-    with fake.join(rank, size) as here:
+    with fake_backend.join(rank, size) as here:
         yield from report(build(loaded.config, here), loaded.config)
     yield f"checked in {format_seconds(time.perf_counter() - started)}; nothing was trained"
 
@@ -93,29 +91,29 @@ def build(config: Config, here: process_group.World) -> DryRun:
         rule = "makes batches that are known when it reads its rows, and a dry run reads none"
         raise ConfigError(Problem("task.name", config.task.name, rule, "start the run on one machine instead"))
     config, task = _without_compiler(config), tasks.open_task(config)
-    mesh = parallel.build(config, here)
+    mesh = distributed.build(config, here)
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     model, layout = task.adapt(models.build(module, shape), module.LAYOUT), module.LAYOUT
-    _, added = adapters.adapt(model, module, shape, config.lora, bool(task.num_labels))
+    _, added = spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     num_params, flops = count_model(model, layout, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
     own = [name for name in names if name not in added]
-    init.plan(own, module.initial(shape), layout, len(getattr(model, layout.layers)))
-    hidden = parallel.pipeline._hidden_size(model, layout) if mesh.size("pp") > 1 else 0
-    runner = parallel.parallelize(model, layout, mesh, config, task.num_outputs(shape))
+    init_weights.plan(own, module.initial(shape), layout, len(getattr(model, layout.layers)))
+    hidden = pipeline_parallel._hidden_size(model, layout) if mesh.size("pp") > 1 else 0
+    runner = distributed.parallelize(model, layout, mesh, config, task.num_outputs(shape))
     held = tuple(_modules_of(part, layout) for part in runner.parts)
-    with fake.materialized(runner):
+    with fake_backend.materialized(runner):
         parameters = list(runner.parameters().values())
         optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
         states = optim.state_tensors(optimizer, runner.optimizer_parameters().items())
         bytes_of_parameters, bytes_of_states = _local_bytes(parameters), _local_bytes(states.values())
         bytes_of_gradients = _local_bytes(p for p in parameters if p.requires_grad)
         del optimizer, states
-        traced = fake.trace(runner, layout, mesh, config, _micro_batch(config, task.sequences_per_row), hidden)
+        traced = fake_backend.trace(runner, layout, mesh, config, _micro_batch(config, task.sequences_per_row), hidden)
     frozen = tuple(
         _frozen(name, one, mesh, _micro_batch(config, task.sequences_per_row))
-        for name, one in reference.frozen_configs(task, config).items()
+        for name, one in reference_models.frozen_configs(task, config).items()
     )
     place = {axis: mesh.rank(axis) for axis in mesh.sizes}
     batch = tuple(describe_model(config, mesh, num_params))
@@ -123,17 +121,20 @@ def build(config: Config, here: process_group.World) -> DryRun:
     return DryRun(mesh.sizes, place, batch, num_params, flops, held, *states_bytes, traced, frozen)
 
 
-def _frozen(name: str, config: Config, mesh: parallel.Mesh, batch: data.Batch) -> Frozen:
+def _frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch) -> Frozen:
     task, module = tasks.open_task(config), models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
-    runner = parallel.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
-    with fake.materialized(runner):
+    runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
+    with fake_backend.materialized(runner):
         weight_bytes = _local_bytes(runner.parameters().values())
         (part,) = runner.parts
         part.eval().requires_grad_(False)
         return Frozen(
-            name, config.training.dtype, weight_bytes, fake.trace_frozen(part, module.LAYOUT, mesh, config, batch)
+            name,
+            config.training.dtype,
+            weight_bytes,
+            fake_backend.trace_frozen(part, module.LAYOUT, mesh, config, batch),
         )
 
 
@@ -205,7 +206,7 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
     return ["  memory of this rank", *table, *end]
 
 
-def _how_traced(traced: fake.Traced) -> str:
+def _how_traced(traced: fake_backend.Traced) -> str:
     if traced.layers_traced == traced.layers:
         return f"all {traced.layers} layers traced, with the kernels of the CPU"
     return (

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardtrain.checkpoint import manifest
-from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint import manifest, tensors
 from shardtrain.checkpoint.collectives import together
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place
@@ -89,10 +88,10 @@ def _fill(built: Built, config: Config, start: Place) -> None:
         return
 
     def verify() -> None:
-        if damage := tensor_files.find_damaged_file(manifest.read(start), start):
+        if damage := tensors.find_damaged_file(manifest.read(start), start):
             raise CheckpointError(f"checkpoint {start} cannot be used: {damage}; use another one")
 
     together(verify)
     stored = manifest.read(start)
-    tensor_files.check_names(weights, stored, start)
-    together(lambda: tensor_files.read(weights, stored, start))
+    tensors.check_names(weights, stored, start)
+    together(lambda: tensors.read(weights, stored, start))

@@ -18,11 +18,9 @@ from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config import derived
 from shardtrain.distributed import BATCH_AXES, Runner
 from shardtrain.hf import importing
-from shardtrain.lora import base_weights as base
-from shardtrain.lora import peft
+from shardtrain.lora import base_weights, peft
 from shardtrain.lora.spec import FACT, Spec
-from shardtrain.train import compatibility as continuing
-from shardtrain.train import saved_file
+from shardtrain.train import compatibility, saved_file
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.log import logger
 
@@ -40,7 +38,7 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
         "data_contents": run.contents.record(),
         "data_cursors": _cursors(run),
         "best": checkpoints.best.to_dict(),
-        **continuing.record(run),
+        **compatibility.record(run),
     }
     if run.lora:
         facts[FACT] = run.lora
@@ -62,7 +60,7 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     path, start, lora = checkpoints.to_continue(), derived.initial_weights(run.config), run.config.lora
     if lora.enable:
         assert run.adapters is not None
-        run.lora = base.load(run.config, run.runner, run.adapters, run.mesh.device, checkpoints)
+        run.lora = base_weights.load(run.config, run.runner, run.adapters, run.mesh.device, checkpoints)
         start = lora.initial_load_path
     initial = path is None and options.enable and start is not None
     if initial:
@@ -94,14 +92,14 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
     rest = {} if "optimizer" in excluded else optimizer_state(run)
     facts = checkpoints.facts(path)
     if run.config.lora.enable:
-        base.check_same(run, path, facts)
+        base_weights.check_same(run, path, facts)
     is_new_run = not own and run.config.checkpoint.initial_load_model_only
-    changes = [] if is_new_run else continuing.find_changes(run, facts, sorted(excluded))
+    changes = [] if is_new_run else compatibility.find_changes(run, facts, sorted(excluded))
     other_data = _find_other_data(run, facts) if not excluded & {"dataloader", "train_state"} else ""
     if not any(change.option.startswith("model.") for change in changes):  # the load names a tensor that does not fit
-        continuing.refuse(run, path, changes, other_data)
+        compatibility.refuse(run, path, changes, other_data)
     checkpoints.load(path, weights(run), rest)
-    continuing.refuse(run, path, changes, other_data)
+    compatibility.refuse(run, path, changes, other_data)
     if "train_state" not in excluded:
         run.state.load(facts.get("state", {}))
         checkpoints.best.load(facts.get("best"), path.parent if own else None)
@@ -119,7 +117,7 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
         cursors = _saved_cursors(path, facts)
     run.stream.seek(run.state.samples_consumed, cursors)
     if not is_new_run:
-        continuing.keep_history(run, facts, changes)
+        compatibility.keep_history(run, facts, changes)
 
 
 def _load_hub(run: Run, folder: Place) -> None:

@@ -14,7 +14,7 @@ from shardtrain.config.schema import Config
 from shardtrain.data.file_hashes import Contents
 from shardtrain.distributed import Mesh, Runner
 from shardtrain.lora.spec import Spec
-from shardtrain.resilience import signals as stopping
+from shardtrain.resilience import signals
 from shardtrain.resilience.goodput.ledger import Ledger
 from shardtrain.resilience.guards.history import Guard
 from shardtrain.resilience.phases import Phases
@@ -35,7 +35,7 @@ class Run:
     total_steps: int
     num_params: int
     flops_per_token: float
-    stop: stopping.Stop = field(default_factory=stopping.current)
+    stop: signals.Stop = field(default_factory=signals.current)
     phases: Phases = field(default_factory=Phases)
     saving: Saving = field(default_factory=Saving)
     ledger: Ledger = field(default_factory=Ledger)
@@ -43,7 +43,7 @@ class Run:
     names: tuple[str, ...] = ()
     """Of all parameters of the whole model, in its order."""
     adapters: Spec | None = None
-    lora: dict[str, Any] = field(default_factory=dict)  # what checkpoints say of adapters, see lora/base.py
+    lora: dict[str, Any] = field(default_factory=dict)  # what checkpoints say of adapters, see lora/base_weights.py
     stop_word: float = 0.0
     """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
     compares_norms: bool = True

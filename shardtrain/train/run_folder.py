@@ -15,7 +15,7 @@ from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.distributed.mesh import BATCH_AXES, Mesh
-from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import StorageError
 from shardtrain.utils.redact import redact
 from shardtrain.utils.units import format_count
@@ -33,7 +33,7 @@ def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None
     try:
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            whole_file.write(path, text)
+            atomic_io.write(path, text)
     except OSError as error:
         raise StorageError(f"cannot write {error.filename}: {error.strerror}; check job.dump_folder") from error
 

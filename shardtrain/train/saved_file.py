@@ -1,7 +1,7 @@
 """A checkpoint that is one file of ``torch.save``, as PyTorch's tutorials and pytorch_universal_trainer write it.
 
 The file is a table with ``model_state_dict`` and, where training is to go on, ``optimizer_state_dict``,
-``scheduler_state_dict``, ``scaler_state_dict`` and ``global_step``. It is read as data (``dcp/torch_file.py``): nothing
+``scheduler_state_dict``, ``scaler_state_dict`` and ``global_step``. It is read as data (``checkpoint/torch_file.py``): nothing
 in it is run, and one tensor at a time is in memory. Everything is compared before the first number of the run changes.
 """
 

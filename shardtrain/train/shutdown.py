@@ -17,7 +17,7 @@ from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.data.data_budget import check_enough
 from shardtrain.hf.saving import HubSaves
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.resilience import signals as stopping
+from shardtrain.resilience import signals
 from shardtrain.train.resume import optimizer_state, save, weights
 from shardtrain.utils.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem
 from shardtrain.utils.log import logger
@@ -138,12 +138,12 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
     with run.phases.within("checkpoint"):
         checkpoints.give_up_export()
         seconds = 0.9 * run.stop.remaining_seconds()
-        in_time = checkpoints.finish(None if seconds == math.inf else seconds) and run.stop_word < stopping.NOT_IN_TIME
+        in_time = checkpoints.finish(None if seconds == math.inf else seconds) and run.stop_word < signals.NOT_IN_TIME
         if step > checkpoints.saved_step:
             # waiting for the save in flight has taken of the time
             late = (run.stop.saves.p95() or 0.0) > run.stop.remaining_seconds()
             if any(exchange(late)) or not in_time:
-                newest = stopping.newest_checkpoint(folder)
+                newest = signals.newest_checkpoint(folder)
                 raise NotSaved(
                     f"stopped by {reason} after step {step}; a save would have taken longer than the time left of "
                     f"checkpoint.grace_seconds={run.config.checkpoint.grace_seconds}; "

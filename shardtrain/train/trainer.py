@@ -20,28 +20,20 @@ from shardtrain import data, models, optim
 from shardtrain.checkpoint.collectives import together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
-from shardtrain.data import checksum as order_hash
+from shardtrain.data import checksum
 from shardtrain.data.file_hashes import Contents
-from shardtrain.distributed import BATCH_AXES
-from shardtrain.distributed import config_consistency as agreement
-from shardtrain.distributed import grad_clip as clip
-from shardtrain.distributed import process_group as world
+from shardtrain.distributed import BATCH_AXES, config_consistency, grad_clip, process_group
 from shardtrain.distributed.process_group import World
 from shardtrain.metrics import Metrics, profiling
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
 from shardtrain.ops.seeding import seed_step, set_determinism
-from shardtrain.optim import lr_scheduler as schedule
-from shardtrain.resilience import progress as moving
-from shardtrain.resilience import watchdog as heartbeat
+from shardtrain.optim import lr_scheduler
+from shardtrain.resilience import progress, watchdog
 from shardtrain.resilience.goodput.ledger import Ledger
-from shardtrain.resilience.guards import loss_spikes as spikes
-from shardtrain.resilience.guards import nan_guard as nonfinite
-from shardtrain.resilience.guards import replica_check as replicas
+from shardtrain.resilience.guards import loss_spikes, nan_guard, replica_check
 from shardtrain.resilience.guards.replica_check import Replicas
 from shardtrain.resilience.phases import Phases
-from shardtrain.train import document_isolation as documents_apart
-from shardtrain.train import model_check
-from shardtrain.train import shutdown as ending
+from shardtrain.train import document_isolation, model_check, shutdown
 from shardtrain.train.build import build
 from shardtrain.train.resume import resume
 from shardtrain.train.run import Outcome, Run
@@ -67,10 +59,13 @@ def main(loaded: Loaded) -> TrainState:
     compared: list[str] = []
 
     def check_ranks(store: Store, rank: int, size: int) -> None:
-        agreement.check(config, store, rank, size)
+        config_consistency.check(config, store, rank, size)
         compared.extend(model_check.check(config, store, rank, size))
 
-    with world.join(config.comm, config.training.device, check_ranks) as here, heartbeat.beating(config, here, phases):
+    with (
+        process_group.join(config.comm, config.training.device, check_ranks) as here,
+        watchdog.beating(config, here, phases),
+    ):
         notices = configs.require(
             loaded, here.size, here.device.type, here.size if here.device.type == "cuda" else None
         )
@@ -100,14 +95,14 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
         resume(run, checkpoints)
         contents.start(run.state.step)
         if run.stream.masks_documents:
-            documents_apart.check(run.runner.parts[0], models.find(config.model.name), run.mesh)
+            document_isolation.check(run.runner.parts[0], models.find(config.model.name), run.mesh)
             teacher = getattr(run.runner, "teacher", None)
             if teacher is not None and hasattr(teacher, "hf"):
-                documents_apart.check(teacher, models.find("transformers"), run.mesh)
+                document_isolation.check(teacher, models.find("transformers"), run.mesh)
         run.ledger = Ledger(None if here.rank else folder, phases, run.state.step, here.size)
-        ending.expect(run, checkpoints)
+        shutdown.expect(run, checkpoints)
         if config.checkpoint.create_seed_checkpoint:
-            ending.save_seed(run, checkpoints)
+            shutdown.save_seed(run, checkpoints)
             return run.state
         if here.rank == 0:
             write_resolved_config(loaded, folder, here.size)
@@ -124,9 +119,9 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
                         _steps(run, here, checkpoints, validator, metrics)
                     run.stop.close()  # the last step is done and saved
                     return run.state
-                except spikes.GoBack as why:
-                    spikes.go_back(run, checkpoints, why, started_at)
-                    ending.expect(run, checkpoints, may_end_early=True)
+                except loss_spikes.GoBack as why:
+                    loss_spikes.go_back(run, checkpoints, why, started_at)
+                    shutdown.expect(run, checkpoints, may_end_early=True)
     finally:
         contents.close()
         checkpoints.close()  # another run may write the folder, however this one has ended
@@ -143,11 +138,11 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
         while state.step < run.total_steps:
             started = time.perf_counter()
             run.contents.check()
-            moving.begin_step(state.step + 1, state.to_dict())
+            progress.begin_step(state.step + 1, state.to_dict())
             try:
                 outcome = step(run)
             except Exception as error:
-                raise ending.explain(error, run) from error
+                raise shutdown.explain(error, run) from error
             if outcome is None:
                 if state.step >= first_step and not run.stop_word and validator.is_due(state.step, state.step):
                     _validate(run, validator, metrics, checkpoints)
@@ -159,19 +154,19 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
             copies.check(state.step)
             if validator.is_due(state.step, run.total_steps):
                 _validate(run, validator, metrics, checkpoints)
-            ending.save_when_due(run, checkpoints, metrics.pause)  # what the validation found is part of it
+            shutdown.save_when_due(run, checkpoints, metrics.pause)  # what the validation found is part of it
             collector.step(state.step)
             trace.step()
             if state.step > first_step:
                 run.stop.steps.add(step_seconds)
             else:
-                world.set_timeout(config.comm.train_timeout_seconds)
+                process_group.set_timeout(config.comm.train_timeout_seconds)
                 run.phases.begin("step")
     run.phases.begin("end")
     if run.stop_word:
-        ending.leave(run, checkpoints)
+        shutdown.leave(run, checkpoints)
     if state.step < run.total_steps:
-        ending.data_ended(run, checkpoints)
+        shutdown.data_ended(run, checkpoints)
 
 
 def _check_that_something_is_learned(run: Run) -> None:
@@ -191,7 +186,7 @@ def _check_that_something_is_learned(run: Run) -> None:
 
 def _measures(run: Run) -> dict[str, float]:
     """What a logged step reports beside its numbers: of experts, and of slow ranks."""
-    return {**run.runner.measures(), **run.measures(), **moving.now().measures}
+    return {**run.runner.measures(), **run.measures(), **progress.now().measures}
 
 
 def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Checkpoints) -> None:
@@ -201,7 +196,7 @@ def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Che
         logger.warning(f"validation after step {run.state.step} was given up: the run was asked to stop")
         return
     metrics.validation(run.state.step, found.values)
-    ending.note_validation(run, checkpoints, found.values)
+    shutdown.note_validation(run, checkpoints, found.values)
 
 
 def step(run: Run) -> Outcome | None:
@@ -221,25 +216,25 @@ def step(run: Run) -> Outcome | None:
     scale = run.scaler.scale if run.scaler else 1.0
     weight = (scale / num_tokens.clamp_min(1.0)).float()
     loss = run.runner.forward_backward(batches, weight)
-    norm = clip.gradient_norm(run.runner.parameters().values(), mesh) / scale
-    agreed = clip.agree(loss / scale, norm, sums, mesh)
+    norm = grad_clip.gradient_norm(run.runner.parameters().values(), mesh) / scale
+    agreed = grad_clip.agree(loss / scale, norm, sums, mesh)
     global_loss, grad_norm, (tokens, _, *hash_parts) = agreed.loss, agreed.norm, agreed.sums
 
-    lr = schedule.learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates)
+    lr = lr_scheduler.learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates)
     finite = math.isfinite(grad_norm) and math.isfinite(global_loss)
     if not finite:
-        nonfinite.stop_or_skip(run, loss, local)
+        nan_guard.stop_or_skip(run, loss, local)
     elif not agreed.same_norm:
-        replicas.refuse_norms(run, norm)
+        replica_check.refuse_norms(run, norm)
     apply = run.scaler.update(finite) if run.scaler else finite
-    apply = apply and spikes.may_apply(run, global_loss, grad_norm)
+    apply = apply and loss_spikes.may_apply(run, global_loss, grad_norm)
     if apply:
         max_norm = config.training.max_norm
-        clip.scale_gradients(run.runner.parameters().values(), min(1.0, max_norm / (grad_norm + 1e-6)) / scale)
+        grad_clip.scale_gradients(run.runner.parameters().values(), min(1.0, max_norm / (grad_norm + 1e-6)) / scale)
         optim.set_learning_rate(run.optimizer, lr)
         run.runner.update(run.optimizer)
     run.runner.forget_gradients()
-    state.advance(run.stream.samples_consumed, int(tokens), order_hash.join(hash_parts), apply, finite)
+    state.advance(run.stream.samples_consumed, int(tokens), checksum.join(hash_parts), apply, finite)
     local_tokens = run.runner.own_targets(local)
     return Outcome(loss / weight, local_tokens, int(tokens), grad_norm, norm, lr, data_seconds)
 
@@ -264,7 +259,7 @@ def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
         counts = [sum(batch.num_targets for batch in local), sum(batch.num_rows for batch in local)]
         # all ranks in one sum, so that they stop together; of those that hold the same rows the first one counts them
         is_first = run.mesh.rank("pp", "cp", "tp") == 0
-        own = [*counts, *order_hash.split(run.stream.step_hash)] if is_first else [0.0] * 6
+        own = [*counts, *checksum.split(run.stream.step_hash)] if is_first else [0.0] * 6
         whole = torch.tensor([*own, run.stop.word(), *run.saving.tell()], dtype=torch.float64)
         *_, run.stop_word, ended, failed, due = (sums := run.mesh.sum_of_all(whole.to(run.mesh.device))).tolist()
         run.saving.hear([ended, failed, due])

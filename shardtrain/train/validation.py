@@ -20,11 +20,10 @@ from shardtrain import data, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, Validation
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
-from shardtrain.distributed import BATCH_AXES, LOSS_AXES, Mesh, Runner
-from shardtrain.distributed import process_group as world
+from shardtrain.distributed import BATCH_AXES, LOSS_AXES, Mesh, Runner, process_group
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.task_runner import TaskRunner
-from shardtrain.resilience import progress as moving
+from shardtrain.resilience import progress
 from shardtrain.resilience.signals import Interrupted, Stop
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 from shardtrain.utils.log import logger
@@ -161,7 +160,7 @@ def _batches(stream: data.Stream, limit: int, mesh: Mesh, stop: Stop) -> Iterato
             raise Interrupted
         assert batch is not None
         yield batch
-        moving.tick()
+        progress.tick()
         count += 1
 
 
@@ -213,7 +212,7 @@ def open_stream(config: Config, mesh: Mesh) -> data.Stream:
         shuffle=False,
         loop=False,
     )
-    world.check_agreement(stream.fingerprint, "the validation data differ between ranks", mesh.device)
+    process_group.check_agreement(stream.fingerprint, "the validation data differ between ranks", mesh.device)
     v = config.validation
     when = f"{v.per_epoch} times an epoch" if v.per_epoch else f"every {v.freq} steps"
     of = f"of {v.seq_len} tokens" if config.task.name in OF_NEXT_TOKENS else f"of up to {v.seq_len} tokens"

@@ -20,14 +20,13 @@ from ranks import run_ranks
 from small_checkpoint import assert_is_of_its_step, checkpoints, facts, rest, save, weights, world_of_one
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
-from shardtrain.checkpoint import async_save as background
-from shardtrain.checkpoint import files, manifest
+from shardtrain.checkpoint import async_save, files, manifest
 from shardtrain.checkpoint import save as saves
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config
 from shardtrain.resilience.phases import Phases
 from shardtrain.resilience.signals import Stop
-from shardtrain.train import shutdown as ending
+from shardtrain.train import shutdown
 from shardtrain.utils.errors import ConfigError, NotSaved, Preempted, StorageError
 
 WAIT_SECONDS = 60.0
@@ -333,13 +332,13 @@ def test_who_is_asked_to_stop_waits_for_the_save_in_flight_and_saves_the_newest_
     kept: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        ending, "save", lambda run, kept, last, wait: kept.save(2, weights(2), rest(2), facts(2), last, wait)
+        shutdown, "save", lambda run, kept, last, wait: kept.save(2, weights(2), rest(2), facts(2), last, wait)
     )
     with held() as go:
         save(kept, 1)
         threading.Timer(0.2, go.set).start()
         with pytest.raises(Preempted, match="everything is saved in .*step-2"):
-            ending.leave(leaving(tmp_path, kept, 60.0), kept)
+            shutdown.leave(leaving(tmp_path, kept, 60.0), kept)
     assert kept.steps() == [1, 2]
 
 
@@ -348,11 +347,11 @@ def test_where_the_save_in_flight_takes_all_the_time_nothing_else_is_begun(
 ) -> None:
     monkeypatch.setattr(saves, "CRASH_SECONDS", 0.05)
     monkeypatch.setattr(saves, "GIVE_UP_SECONDS", 0.05)
-    monkeypatch.setattr(ending, "save", lambda *_, **__: pytest.fail("no time"))
+    monkeypatch.setattr(shutdown, "save", lambda *_, **__: pytest.fail("no time"))
     with held():
         save(kept, 1)
         with pytest.raises(NotSaved, match="the last checkpoint is none"):
-            ending.leave(leaving(tmp_path, kept, 0.5), kept)
+            shutdown.leave(leaving(tmp_path, kept, 0.5), kept)
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -360,21 +359,21 @@ def test_where_the_save_in_flight_takes_all_the_time_nothing_else_is_begun(
 
 def test_a_word_of_another_save_is_not_taken_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
     file = files.StoredFile("rank-00001.bin", 4, "ab")
-    background.leave_word(tmp_path, 1, "old", file)
-    background.leave_word(tmp_path, 2, "new", file)
+    async_save.leave_word(tmp_path, 1, "old", file)
+    async_save.leave_word(tmp_path, 2, "new", file)
     looks = 0
 
     def go_on() -> None:
         nonlocal looks
         looks += 1
         if looks == 3:
-            raise background.GivenUp
+            raise async_save.GivenUp
 
-    with pytest.raises(background.GivenUp):
-        background.await_word(tmp_path, 1, "new", go_on)
-    assert background.await_word(tmp_path, 2, "new", lambda: None) == file
+    with pytest.raises(async_save.GivenUp):
+        async_save.await_word(tmp_path, 1, "new", go_on)
+    assert async_save.await_word(tmp_path, 2, "new", lambda: None) == file
     assert not (tmp_path / "rank-00002.done").exists(), "it is no part of the checkpoint"
     for text in ("", "[]", "{", "3", '["new"]', '["new", "a", "b", "c"]', "[" * 4000):
         (tmp_path / "rank-00003.done").write_text(text)
         with pytest.raises(StorageError, match=r"rank-00003\.done: it holds no word"):
-            background.await_word(tmp_path, 3, "new", lambda: None)
+            async_save.await_word(tmp_path, 3, "new", lambda: None)

@@ -11,8 +11,7 @@ import pytest
 from ranks import run_ranks
 from tiny import tiny_config, train_whole
 
-from shardtrain.checkpoint import command, retention
-from shardtrain.checkpoint import save as saves
+from shardtrain.checkpoint import command, retention, save
 from shardtrain.checkpoint.interval import (
     LONGEST_SECONDS,
     SHORTEST_SECONDS,
@@ -49,7 +48,7 @@ def test_seconds_count_from_the_end_of_the_save_before() -> None:
 
 def run(rank: int, root: Path, kind: str, ticks: Iterator[float]) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saves, "Interval", partial(Interval, clock=lambda: next(ticks)))
+        patch.setattr(save, "Interval", partial(Interval, clock=lambda: next(ticks)))
         training = {"steps": 12, "local_batch_size": 4}
         checkpoint = {"enable": True, "interval_type": kind, "interval": 4, "keep_latest_k": 0}
         config = tiny_config(job={"dump_folder": str(root)}, training=training, checkpoint=checkpoint)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
-from shardtrain.checkpoint import files
-from shardtrain.checkpoint import rank0_storage as relay
+from shardtrain.checkpoint import files, rank0_storage
 from shardtrain.config.schema import Config
 from shardtrain.utils.errors import CheckpointError, StorageError
 
@@ -62,7 +61,7 @@ def runs(rank: int, root: Path) -> dict[str, Ended]:
             raise OSError(28, "No space left on device", str(path))
         return write_whole(path, *arguments)
 
-    relay.files.write_hashed = full_disk  # type: ignore[assignment]
+    rank0_storage.files.write_hashed = full_disk  # type: ignore[assignment]
     found["full"] = train_whole(rank, config(own / "full", **first))
     return found
 

@@ -26,7 +26,7 @@ from shardtrain.checkpoint.storage import place
 from shardtrain.config import Loaded
 from shardtrain.config.rules import check
 from shardtrain.config.schema import Checkpoint, Config
-from shardtrain.resilience import signals as stopping
+from shardtrain.resilience import signals
 from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
 
 FOLDER = "memory://bucket/run"
@@ -65,7 +65,7 @@ def test_what_was_saved_is_found_and_loaded() -> None:
         save(kept, step)
     assert kept.steps() == [10, 100]
     assert str(kept.to_continue()) == f"{FOLDER}/step-100"
-    assert str(stopping.newest_checkpoint(place(FOLDER))) == f"{FOLDER}/step-100"
+    assert str(signals.newest_checkpoint(place(FOLDER))) == f"{FOLDER}/step-100"
     step_loaded(10)
     step_loaded(100)
     kept.close()

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config import load
-from shardtrain.config import rules as check
+from shardtrain.config import load, rules
 
 
 def problems(tmp_path: Path, text: str) -> list[str]:
     file = tmp_path / "run.toml"
     file.write_text(text)
-    return [str(problem) for problem in check(load(file, []))]
+    return [str(problem) for problem in rules(load(file, []))]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain import config as configs
+from shardtrain import config
 from shardtrain.config import task_file
 from shardtrain.config.rules import check
 from shardtrain.tools import verify
@@ -21,7 +21,7 @@ HELD_OUT = '[validation]\nenable = true\ndataset = "tsv"\ndataset_path = "x"\n'
 def problems(tmp_path: Path, text: str) -> list[str]:
     path = tmp_path / "run.toml"
     path.write_text(text)
-    return [str(problem) for problem in check(configs.load(path))]
+    return [str(problem) for problem in check(config.load(path))]
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_a_metric_says_which_way_is_better(tmp_path: Path) -> None:
     checkpoint = '[checkpoint]\nenable = true\nkeep_best = "validation.{}"\n'
     for metric, mode in (("accuracy", "max"), ("loss", "min")):
         path.write_text(CLASSIFICATION + HELD_OUT + checkpoint.format(metric))
-        assert task_file.best_mode(configs.load(path).config) == mode
+        assert task_file.best_mode(config.load(path).config) == mode
     path.write_text(CLASSIFICATION + HELD_OUT + checkpoint.format("accuracy") + 'best_mode = "min"')
-    assert task_file.best_mode(configs.load(path).config) == "min"
+    assert task_file.best_mode(config.load(path).config) == "min"
 
 
 def test_a_file_that_builds_on_a_task_has_its_metrics_and_is_never_run(tmp_path: Path) -> None:

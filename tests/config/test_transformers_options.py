@@ -10,7 +10,7 @@ from pathlib import Path
 import patience
 import pytest
 
-from shardtrain import config as configs
+from shardtrain import config
 
 
 @pytest.fixture
@@ -23,14 +23,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def problems(folder: Path | str, *words: str) -> str:
-    loaded = configs.load(None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder), *words])
-    return "\n".join(map(str, configs.check(loaded)))
+    loaded = config.load(None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder), *words])
+    return "\n".join(map(str, config.check(loaded)))
 
 
 def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
-    loaded = configs.load(None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder)])
+    loaded = config.load(None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder)])
     assert loaded.config.model.overrides == {"path": str(folder)}
-    assert configs.load(None, []).config.model.overrides == {}
+    assert config.load(None, []).config.model.overrides == {}
     assert problems(folder) == ""
 
 

@@ -15,10 +15,10 @@ from tiers import cases
 from tiny import tiny_config, train_whole
 
 from shardtrain.config.schema import Config
-from shardtrain.data import file_hashes as content
+from shardtrain.data import file_hashes
 from shardtrain.data.file_hashes import Contents, WholeFile
 from shardtrain.tools.data import prepare
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
 
 ROWS, LENGTH = 24_000, 100
@@ -51,25 +51,27 @@ def config_of(folder: Path, data: str, steps: int, **checkpoint: Any) -> Config:
     )
 
 
-def run(rank: int, config: Config, at_once_bytes: int = content.AT_ONCE_BYTES, waits: bool = True) -> tuple[str, int]:
+def run(
+    rank: int, config: Config, at_once_bytes: int = file_hashes.AT_ONCE_BYTES, waits: bool = True
+) -> tuple[str, int]:
     """What ended a run, and its last step; ``waits`` is for the hashing after its third step."""
-    content.AT_ONCE_BYTES, content._SETTLED_SECONDS = at_once_bytes, 0.0  # this process is a rank of its own
-    step, threads = train.step, []
+    file_hashes.AT_ONCE_BYTES, file_hashes._SETTLED_SECONDS = at_once_bytes, 0.0  # this process is a rank of its own
+    step, threads = trainer.step, []
 
-    def noted(one: train.Run) -> Any:
+    def noted(one: trainer.Run) -> Any:
         outcome = step(one)
         threads.append(one.contents._thread)
         if waits and len(threads) == 1 and threads[0] is not None:
             threads[0].join()
         return outcome
 
-    train.step = noted
+    trainer.step = noted
     ended = train_whole(rank, config)
     return str(ended.error or ""), len(ended.losses)
 
 
 @pytest.mark.parametrize("ranks", cases([1], nightly=[2]))
-@pytest.mark.parametrize("at_once_bytes", [content.AT_ONCE_BYTES, 0], ids=["small", "large"])
+@pytest.mark.parametrize("at_once_bytes", [file_hashes.AT_ONCE_BYTES, 0], ids=["small", "large"])
 def test_other_rows_at_equal_size_do_not_pass_as_the_same(ranks: int, at_once_bytes: int, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file)
@@ -103,7 +105,7 @@ def test_prepared_shards_that_are_not_what_their_index_says_stop_the_run(tmp_pat
 
 
 def test_a_file_is_hashed_once_and_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "_SETTLED_SECONDS", -1e9)
+    monkeypatch.setattr(file_hashes, "_SETTLED_SECONDS", -1e9)
     hashed: list[str] = []
     original = Contents._hash
 
@@ -130,7 +132,7 @@ def test_a_file_is_hashed_once_and_again_when_it_has_changed(tmp_path: Path, mon
     paths[0].write_bytes(data)
     os.utime(paths[0], ns=(before.st_atime_ns, before.st_mtime_ns))  # which hides it from the time of change alone
     assert look().expect(first.record()) == ["one"]
-    (tmp_path / content.NOTES).write_text("[1, {")  # notes are no more than saved time
+    (tmp_path / file_hashes.NOTES).write_text("[1, {")  # notes are no more than saved time
     assert look().expect(first.record()) == ["one"]
 
 
@@ -138,8 +140,8 @@ def test_the_thread_ends_with_the_run_and_says_what_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(content, "AT_ONCE_BYTES", 0)
-    monkeypatch.setattr(content, "SHARE", 1e-9)  # a pause without end after the first piece
+    monkeypatch.setattr(file_hashes, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(file_hashes, "SHARE", 1e-9)  # a pause without end after the first piece
     path = tmp_path / "large"
     path.write_bytes(bytes(10_000_000))
     contents = Contents([WholeFile("large", str(path), "training.dataset_path")])

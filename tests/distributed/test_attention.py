@@ -10,18 +10,17 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from shardtrain.distributed import attention_blocks as pieces
-from shardtrain.distributed import context_attention as attention
-from shardtrain.ops import sliding_window as windows
+from shardtrain.distributed import attention_blocks, context_attention
+from shardtrain.ops import sliding_window
 from shardtrain.ops.attention_scores import PLAIN, Scores
 
 B, T, N, K, H = 2, 48, 4, 2, 8
 KINDS = {
-    "gathered, balanced": (attention.gathered_attention, True),
-    "gathered, in order": (attention.gathered_attention, False),
-    "ring, balanced": (attention.ring_attention, True),
-    "ring, in order": (attention.ring_attention, False),
-    "ulysses": (attention.ulysses_attention, False),
+    "gathered, balanced": (context_attention.gathered_attention, True),
+    "gathered, in order": (context_attention.gathered_attention, False),
+    "ring, balanced": (context_attention.ring_attention, True),
+    "ring, in order": (context_attention.ring_attention, False),
+    "ulysses": (context_attention.ulysses_attention, False),
 }
 
 
@@ -124,7 +123,7 @@ def test_split_attention_within_documents_equals_attention_written_out(num_ranks
 def errors_of_many_windows(rank: int) -> dict[str, float]:
     worst: dict[str, float] = {}
     for window, at_once, cut in ((1, 5, 0), (2, 5, 2), (7, 128, 1), (12, 5, 0), (13, 5, 3), (25, 5, 1), (40, 128, 0)):
-        windows.QUERIES_AT_ONCE = at_once  # in a forked process of its own
+        sliding_window.QUERIES_AT_ONCE = at_once  # in a forked process of its own
         documents = random_documents(cut) if cut else None
         for name, values in largest_errors(rank, torch.float32, documents, window).items():
             assert not any(math.isnan(value) for value in values), name
@@ -150,7 +149,7 @@ SCORES = {
 
 def errors_of_scores(rank: int) -> dict[str, float]:
     worst: dict[str, float] = {}
-    attention.QUERIES_AT_ONCE = 5  # in a forked process of its own: blocks end within chunks
+    context_attention.QUERIES_AT_ONCE = 5  # in a forked process of its own: blocks end within chunks
     for scores in SCORES.values():
         for documents, window in ((None, 0), (None, 13), (random_documents(2), 0), (random_documents(3), 7)):
             for name, values in largest_errors(rank, torch.float32, documents, window, scores).items():
@@ -181,7 +180,7 @@ def test_parts_of_the_ring_meet_every_earlier_key_once() -> None:
             for rank in range(size):
                 seen = torch.zeros(tokens, size * tokens, dtype=torch.int64)
                 for source in range(size):
-                    for rows, columns, causal in pieces._causal_parts(tokens, source, rank, balanced):
+                    for rows, columns, causal in attention_blocks._causal_parts(tokens, source, rank, balanced):
                         mask = torch.ones(tokens, tokens)[rows, columns]
                         mask = mask.tril() if causal else mask
                         seen[rows, places[source][columns]] += mask.long()

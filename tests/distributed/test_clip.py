@@ -13,7 +13,7 @@ from tiny import make_run, tiny_config, whole
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.distributed.grad_clip import gradient_norm, scale_gradients
 from shardtrain.ops.dtensor import local_tensor, to_full
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.utils.errors import NumericalError
 
 REPLICATE, TENSOR = {"data_parallel_replicate_degree": 2}, {"tensor_parallel_degree": 2}
@@ -62,7 +62,7 @@ def _norms_of_a_wide_layer(rank: int, parallelism: dict, dim: int) -> list[float
     run = make_run(rank, config)
     found = []
     for _ in range(2):
-        outcome = train.step(run)
+        outcome = trainer.step(run)
         found += [outcome.grad_norm, run.mesh.sum(outcome.loss_sum.double(), over=LOSS_AXES).item()]
     return found
 
@@ -94,7 +94,7 @@ def _disagree(rank: int, parallelism: dict, damage: str) -> tuple[str, bool]:
     run.runner.forward_backward = damaged
     said = ""
     try:
-        train.step(run)
+        trainer.step(run)
     except NumericalError as error:
         said = str(error)
     after = run.runner.parameters()
@@ -125,7 +125,7 @@ def _changes(rank: int, parallelism: dict) -> list[tuple[float, float]]:
         run = make_run(rank, config)
         run.optimizer = torch.optim.SGD(run.runner.optimizer_parameters().values(), lr=1.0)
         before = whole(run)
-        outcome = train.step(run)
+        outcome = trainer.step(run)
         moved = sum((weight - before[name]).double().square().sum().item() for name, weight in whole(run).items())
         seen.append((outcome.grad_norm, math.sqrt(moved) / outcome.lr))
     return seen

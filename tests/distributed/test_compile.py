@@ -12,7 +12,7 @@ from tiny import SHAPE
 from torch import nn
 
 from shardtrain.config.schema import Compile, Config
-from shardtrain.distributed import compile as compiling
+from shardtrain.distributed import compile
 from shardtrain.models import build, find, shape_of
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 
@@ -32,7 +32,7 @@ def _apply(tensor_parallel: int = 1, **options: Any) -> tuple[nn.Module, list[st
     assert build(module, shape)
     torch.manual_seed(0)
     model = module.Model(shape)
-    compiling.apply(model, module.LAYOUT, _mesh(tensor_parallel), _config(**options))
+    compile.apply(model, module.LAYOUT, _mesh(tensor_parallel), _config(**options))
     return model, [path for path, part in model.named_modules() if part._compiled_call_impl is not None]
 
 
@@ -69,7 +69,7 @@ def test_names_never_change_and_numbers_are_those_of_eager_mode() -> None:
     ],
 )
 def test_the_loss_is_compiled_when_asked(options: dict[str, Any], given: bool) -> None:
-    chunk = compiling.compiled_chunk_loss(_config(**options))
+    chunk = compile.compiled_chunk_loss(_config(**options))
     assert (chunk is not None) is given
     if chunk is not None:
         torch.manual_seed(0)

@@ -13,8 +13,8 @@ from tiny import assert_same_numbers, make_run, reference, run_tiny, tiny_config
 
 from shardtrain import config as configs
 from shardtrain.config import Loaded
-from shardtrain.distributed import context_parallel as context
-from shardtrain.train import trainer as train
+from shardtrain.distributed import context_parallel
+from shardtrain.train import trainer
 
 WAYS = {
     "gather": {},
@@ -44,7 +44,7 @@ def test_each_token_goes_to_one_rank_with_its_position_and_target(way: str, size
     batch = SimpleNamespace(tokens_BT=tokens, targets_BT=tokens + 1000, positions_BT=torch.arange(64).expand(3, 64))
     seen = []
     for rank in range(size):
-        tokens_Bt, targets_Bt, positions_Bt = context.cut(batch, FakeMesh(size, rank), config)  # type: ignore[arg-type]
+        tokens_Bt, targets_Bt, positions_Bt = context_parallel.cut(batch, FakeMesh(size, rank), config)  # type: ignore[arg-type]
         assert tokens_Bt.shape == (3, 64 // size)
         assert torch.equal(targets_Bt, tokens_Bt + 1000)
         assert torch.equal(tokens_Bt % 64, positions_Bt)
@@ -109,5 +109,5 @@ def test_the_largest_loss_of_a_rank_is_per_token_of_its_part() -> None:
 
 
 def own_tokens(rank: int, config: Any) -> tuple[int, float]:
-    outcome = train.step(make_run(rank, config))
+    outcome = trainer.step(make_run(rank, config))
     return outcome.local_tokens, float(outcome.loss_sum)

@@ -19,13 +19,12 @@ from tiers import cases
 from tiny import tiny_config
 from torch import Tensor
 
-from shardtrain import distributed as parallel
-from shardtrain import models
+from shardtrain import distributed, models
 from shardtrain.config.schema import Config
 from shardtrain.data.batch import IGNORE, Batch
 from shardtrain.distributed import LOSS_AXES, Runner
 from shardtrain.distributed.process_group import World
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import to_full
 
 T = 64
@@ -184,19 +183,19 @@ def config_of(family: str, sections: dict[str, dict[str, Any]], num_ranks: int =
     )
 
 
-def build(rank: int, config: Config) -> tuple[Runner, parallel.Mesh]:
-    mesh = parallel.build(config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
+def build(rank: int, config: Config) -> tuple[Runner, distributed.Mesh]:
+    mesh = distributed.build(config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, "rmsnorm")
     model = models.build(module, shape)
     names = [name for name, _ in model.named_parameters()]
-    draws = init.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
-    runner = parallel.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
+    draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
+    runner = distributed.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
     runner.materialize(draws, seed=1)
     return runner, mesh
 
 
-def own_rows(batch: Batch, mesh: parallel.Mesh) -> Batch:
+def own_rows(batch: Batch, mesh: distributed.Mesh) -> Batch:
     share = batch.tokens_BT.size(0) // mesh.size("dp_shard")
     return batch._each(lambda x: x[mesh.rank("dp_shard") * share :][:share])
 
@@ -299,4 +298,4 @@ def test_micro_batches_of_a_step_have_documents_all_or_none() -> None:
     batch = packed_batch()
     blind = dataclasses.replace(batch, documents_BT=None)
     with pytest.raises(ValueError, match="some have documents_BT and some have none"):
-        parallel.context.document_argument([batch, blind])
+        distributed.context.document_argument([batch, blind])

@@ -24,10 +24,9 @@ from tiny import STEPS, Result, assert_same_numbers, make_run, run_tiny, tiny_co
 from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import expert_parallel as expert
+from shardtrain.distributed import expert_parallel
 from shardtrain.ops.dtensor import local_slices, to_full
-from shardtrain.train import resume
-from shardtrain.train import trainer as train
+from shardtrain.train import resume, trainer
 
 COMMON = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4}
 GROUPED = {**COMMON, "num_kv_heads": 2, "head_dim": 16, "moe_ffn_dim": 48}
@@ -231,7 +230,7 @@ def test_padded_rows_have_the_gradients_of_rows_without_filler(family: str) -> N
 def biases(rank: int, config: Config, steps: int) -> tuple[list[Tensor], dict[str, float]]:
     run = make_run(rank, config)
     for _ in range(steps):
-        train.step(run)
+        trainer.step(run)
     return [buffer.clone() for buffer in run.runner.buffers().values()], run.runner.measures()
 
 
@@ -269,10 +268,10 @@ def test_a_pipeline_reports_the_experts_of_all_stages() -> None:
 def test_a_bias_moves_towards_experts_with_few_tokens() -> None:
     def one_rank(rank: int) -> tuple[Tensor, dict[str, Tensor], float]:
         run = make_run(rank, family_config("mixtral", training={"local_batch_size": 8}))
-        train.step(run)
+        trainer.step(run)
         weight = run.runner.parts[0].get_submodule("layers.0.moe.balance").loss_weight.item()
         bias = run.runner.buffers()["layers.0.moe.router.expert_bias"]
-        return bias, expert.load(run.runner.parts, run.mesh), weight
+        return bias, expert_parallel.load(run.runner.parts, run.mesh), weight
 
     bias, load, weight = run_ranks(1, one_rank)[0]
     count = load["layers.0.moe"]
@@ -385,7 +384,7 @@ def exchange(rank: int, counts: list[list[int]]) -> list[int]:
     count_E = torch.tensor(counts[rank])
     x_RD = torch.randn(int(count_E.sum()), 3, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     experts = Doubling(rank * 2)
-    out_RD = expert.AllToAllDispatch(dist.group.WORLD)(experts, x_RD, count_E)
+    out_RD = expert_parallel.AllToAllDispatch(dist.group.WORLD)(experts, x_RD, count_E)
     factor_R = (torch.arange(4.0) + 1).repeat_interleave(count_E)[:, None]
     assert torch.equal(out_RD, x_RD * factor_R)
     # gradients that are not laid out in a row, as those of a transposed view are

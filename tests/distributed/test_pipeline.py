@@ -16,8 +16,7 @@ from torch import nn
 
 from shardtrain import models
 from shardtrain.config import stages
-from shardtrain.distributed import LOSS_AXES
-from shardtrain.distributed import pipeline_parallel as pipeline
+from shardtrain.distributed import LOSS_AXES, pipeline_parallel
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.utils.errors import ConfigError
 
@@ -46,7 +45,7 @@ def test_stages_share_the_model_out_and_keep_its_names(schedule: str) -> None:
     whole = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
     names: list[str] = []
     for rank in range(2):
-        for part in pipeline.cut(whole, module.LAYOUT, FakeMesh(2, rank), config):  # type: ignore[arg-type]
+        for part in pipeline_parallel.cut(whole, module.LAYOUT, FakeMesh(2, rank), config):  # type: ignore[arg-type]
             names += [name for name, _ in part.named_parameters()]
             missing = [name for name in ("embed", "norm", "head") if isinstance(getattr(part, name), nn.Identity)]
             assert len(missing) + sum(name.split(".")[0] in ("embed", "norm", "head") for name in names) >= 3
@@ -221,7 +220,7 @@ def test_what_every_stage_would_do_again_is_refused_by_name(name: str, tmp_path:
     overrides = {"tied_embeddings": False} if file == "gpt2" else {}
     whole = models.build(module, models.shape_of(module, "tiny", overrides, "rmsnorm"))
     with pytest.raises(ConfigError) as error:
-        pipeline.cut(whole, module.LAYOUT, FakeMesh(2, 0), deep_config(parallelism=piped()))  # type: ignore[arg-type]
+        pipeline_parallel.cut(whole, module.LAYOUT, FakeMesh(2, 0), deep_config(parallelism=piped()))  # type: ignore[arg-type]
     assert "parallelism.pipeline_parallel_degree=2" in str(error.value)
     assert all(word in str(error.value) for word in words), str(error.value)
     assert not any("forward" in vars(module) for module in whole.modules())  # as it was
@@ -232,7 +231,7 @@ def test_names_that_do_not_cover_the_model_are_refused() -> None:
     module = models.find("llama3")
     whole = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
     with pytest.raises(ConfigError, match="does not cover the model.*head.*layers.2"):
-        pipeline.cut(whole, module.LAYOUT, FakeMesh(2, 0), config)  # type: ignore[arg-type]
+        pipeline_parallel.cut(whole, module.LAYOUT, FakeMesh(2, 0), config)  # type: ignore[arg-type]
 
 
 def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardtrain.config.schema import ActivationCheckpoint, Config
-from shardtrain.distributed import activation_checkpoint as recompute
+from shardtrain.distributed import activation_checkpoint
 from shardtrain.layout import Layout
 from shardtrain.models import build, find, shape_of
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 
 LAYERS = 4
 MESH: Any = SimpleNamespace(device=torch.device("cpu"))
@@ -71,16 +71,16 @@ def _model() -> tuple[Any, nn.Module]:
     module = find("llama3")
     shape = shape_of(module, "debugmodel", SHAPE, "rmsnorm")
     names = [name for name, _ in build(module, shape).named_parameters()]
-    draws = init.plan(names, module.initial(shape), module.LAYOUT, LAYERS)
+    draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, LAYERS)
     model = module.Model(shape)
     for name, parameter in model.named_parameters():
-        init.draw_(parameter, name, draws[name], 0)
+        init_weights.draw_(parameter, name, draws[name], 0)
     return module, model
 
 
 def _watch(options: dict[str, Any]) -> Seen:
     module, model = _model()
-    recompute.apply(model, module.LAYOUT, MESH, _config(options))
+    activation_checkpoint.apply(model, module.LAYOUT, MESH, _config(options))
     runs: Counter[str] = Counter()
     for name, layer in model.layers.items():
         layer.attn.core.register_forward_hook(lambda *_, name=name: runs.update([name]))
@@ -174,7 +174,7 @@ def test_a_linear_with_bias_is_named_by_the_shape_of_its_weight() -> None:
         torch.manual_seed(0)
         model = Toy()
         options = {**MODES["op"], "per_op_sac_force_recompute_mm_shapes_by_fqns": [pattern]}
-        recompute.apply(model, Layout((), "layers", ()), MESH, _config(options))
+        activation_checkpoint.apply(model, Layout((), "layers", ()), MESH, _config(options))
         with Watch() as watch:
             model(torch.ones(2, 3, requires_grad=True)).sum().backward()
         counts[pattern] = watch.operations["addmm"]
@@ -196,7 +196,7 @@ def test_inputs_are_kept_in_host_memory_only_when_asked(monkeypatch) -> None:
 def test_names_never_change(mode: str) -> None:
     module, model = _model()
     before = list(model.state_dict())
-    recompute.apply(model, module.LAYOUT, MESH, _config(MODES[mode]))
+    activation_checkpoint.apply(model, module.LAYOUT, MESH, _config(MODES[mode]))
     assert list(model.state_dict()) == before
     assert [name for name, _ in model.named_modules()] == [name for name, _ in _model()[1].named_modules()]
 
@@ -207,7 +207,9 @@ def test_a_memory_budget_is_the_compilers_and_leaves_layers_alone(monkeypatch) -
     module, model = _model()
     forwards = [layer.forward for layer in model.layers.values()]
     with compiler.patch(activation_memory_budget=1.0):
-        recompute.apply(model, module.LAYOUT, MESH, _config({"mode": "memory_budget", "memory_budget": 0.25}))
+        activation_checkpoint.apply(
+            model, module.LAYOUT, MESH, _config({"mode": "memory_budget", "memory_budget": 0.25})
+        )
         assert compiler.activation_memory_budget == 0.25
     assert [layer.forward for layer in model.layers.values()] == forwards
 
@@ -223,4 +225,4 @@ def test_a_memory_budget_is_the_compilers_and_leaves_layers_alone(monkeypatch) -
     ],
 )
 def test_a_pattern_names_the_end_of_a_path(path: str, pattern: str, named: bool) -> None:
-    assert recompute._names(path, pattern) is named
+    assert activation_checkpoint._names(path, pattern) is named

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardtrain.distributed import fsdp as shard
+from shardtrain.distributed import fsdp
 from shardtrain.layout import Layout
 from shardtrain.utils.errors import ConfigError
 
@@ -61,7 +61,7 @@ def test_parameters_that_cannot_be_sharded_are_refused_by_name(change: Callable[
     model = built()
     change(model)
     with pytest.raises(ConfigError) as raised:
-        shard._check_parameters(model, LAYOUT)
+        fsdp._check_parameters(model, LAYOUT)
     said = str(raised.value)
     assert REFUSED[change] in said and "\n" not in said
 
@@ -69,4 +69,4 @@ def test_parameters_that_cannot_be_sharded_are_refused_by_name(change: Callable[
 def test_ends_may_share_a_parameter() -> None:
     model = built()
     of_both_ends(model)
-    shard._check_parameters(model, LAYOUT)
+    fsdp._check_parameters(model, LAYOUT)

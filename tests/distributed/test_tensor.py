@@ -10,8 +10,7 @@ from ranks import run_ranks
 from tiny import SHAPE, tiny_config
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardtrain.distributed import build
-from shardtrain.distributed import tensor_parallel as tensor
+from shardtrain.distributed import build, tensor_parallel
 from shardtrain.distributed.process_group import World
 from shardtrain.models import find, shape_of
 from shardtrain.ops.dtensor import local_tensor
@@ -44,7 +43,7 @@ def _split(rank: int, size: int, whole_logits: bool = False, tied: bool = False)
     config = tiny_config(parallelism=options)
     mesh = build(config, World(rank, size, rank, torch.device("cpu")))
     module, model = _model(tied)
-    tensor.apply(model, module.LAYOUT, mesh, config)
+    tensor_parallel.apply(model, module.LAYOUT, mesh, config)
     return module, model, mesh
 
 
@@ -74,11 +73,11 @@ def _check(rank: int) -> None:
 
 
 def _vocabularies(mesh) -> tuple[int, int]:
-    vocabulary = tensor.SplitVocabulary(mesh, 512)
+    vocabulary = tensor_parallel.SplitVocabulary(mesh, 512)
     largest = vocabulary.max(torch.tensor([float(mesh.rank("tp")), -5.0]))
     assert largest.tolist() == [1.0, -5.0]
     assert vocabulary.sum(torch.tensor([1.0, mesh.rank("tp") + 1.0])).tolist() == [2.0, 3.0]
-    assert tensor.SplitVocabulary(mesh, 7).offset == 4 * mesh.rank("tp")  # as torch.chunk: 4 and 3
+    assert tensor_parallel.SplitVocabulary(mesh, 7).offset == 4 * mesh.rank("tp")  # as torch.chunk: 4 and 3
     return vocabulary.offset, vocabulary.columns
 
 
@@ -104,6 +103,6 @@ def test_one_rank_changes_nothing() -> None:
 
 def test_the_words_of_dense_models_have_a_style_and_an_unknown_one_has_none() -> None:
     for word in ("embed", "sequence", "gather", "colwise", "rowwise", "head"):
-        assert tensor._style(word, loss_parallel=True) is not None
+        assert tensor_parallel._style(word, loss_parallel=True) is not None
     with pytest.raises(ValueError, match="unknown layout word 'diagonal'"):
-        tensor._style("diagonal", loss_parallel=True)
+        tensor_parallel._style("diagonal", loss_parallel=True)

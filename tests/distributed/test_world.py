@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from shardtrain.config.schema import Comm, Config
-from shardtrain.distributed import config_consistency as agreement
+from shardtrain.distributed import config_consistency
 from shardtrain.distributed.process_group import (
     check_agreement,
     gather_flags,
@@ -90,7 +90,7 @@ def test_ranks_find_out_together_who_disagrees_and_who_waves() -> None:
 
 def _of_two_agents(rank: int) -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
-    agreement.check(Config(), dist.distributed_c10d._get_default_store(), rank, 2)
+    config_consistency.check(Config(), dist.distributed_c10d._get_default_store(), rank, 2)
 
 
 def test_ranks_of_agents_that_count_other_restarts_find_each_other() -> None:

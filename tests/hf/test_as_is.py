@@ -17,7 +17,7 @@ from tiny import make_run, train_whole
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
 from shardtrain.hf.command import export_main
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.train.resume import resume
 from shardtrain.train.run_folder import RESOLVED_CONFIG
 from shardtrain.utils.errors import CheckpointError, ShardtrainError
@@ -152,7 +152,7 @@ def without_network(rank: int, config: Config) -> float:
     socket.getaddrinfo = refuse  # type: ignore[assignment]
     run = make_run(rank, config)
     resume(run, Checkpoints(config))
-    outcome = train.step(run)
+    outcome = trainer.step(run)
     assert outcome is not None
     return outcome.grad_norm
 

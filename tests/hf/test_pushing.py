@@ -15,7 +15,7 @@ from ranks import run_ranks
 from tiny import tiny_config, train_whole
 
 from shardtrain import cli
-from shardtrain.hf import card as cards
+from shardtrain.hf import card
 
 pytest.importorskip("transformers")
 HF = "llama3"
@@ -90,7 +90,7 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
     again, first = config.load(tmp_path / "again.toml").config, config.load(trained / "config.resolved.toml").config
     for section in ("model", "training", "optimizer", "lr_scheduler", "data", "task", "parallelism"):
         assert getattr(again, section) == getattr(first, section), "the card's file is the run's"
-    assert cards.is_own(text) and not cards.is_own(text.replace("Steps", "steps"))
+    assert card.is_own(text) and not card.is_own(text.replace("Steps", "steps"))
     before = len(sent(hub))
     assert push(*words) == 0, "the same command again finds all there"
     assert "holds this checkpoint already" in capsys.readouterr().out
@@ -99,7 +99,7 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
 
 def test_a_card_alone_is_written_beside_an_export(trained, tmp_path, capsys):
     assert push(str(trained), "--to", str(tmp_path / "hf"), "--card") == 0
-    assert cards.is_own((tmp_path / "hf/README.md").read_text())
+    assert card.is_own((tmp_path / "hf/README.md").read_text())
     assert push(str(trained), "--to", str(tmp_path / "plain")) == 0
     assert not (tmp_path / "plain/README.md").exists(), "as before, where nobody asks"
 
@@ -140,13 +140,13 @@ def test_weights_of_before_that_would_be_opened_instead_are_taken_out(hub, folde
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_card_that_somebody_wrote_stays_unless_asked(hub, folder, monkeypatch, capsys, overwrite):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    (folder / "README.md").write_text(cards.of_folder(folder).text("0" * 64))
+    (folder / "README.md").write_text(card.of_folder(folder).text("0" * 64))
     before = hub.files["README.md"]
     assert push(str(folder), "--push", "org/name", *(["--overwrite_card"] if overwrite else [])) == 0
     assert (hub.files["README.md"] != before) == overwrite
     assert ("was not written here and stays" in capsys.readouterr().out) != overwrite
     if overwrite:  # now it is ours, and is replaced without being asked
-        (folder / "README.md").write_text(dataclasses.replace(cards.of_folder(folder), name="new").text("0" * 64))
+        (folder / "README.md").write_text(dataclasses.replace(card.of_folder(folder), name="new").text("0" * 64))
         assert push(str(folder), "--push", "org/name") == 0
         assert b"# new" in hub.files["README.md"]
 
@@ -231,4 +231,4 @@ def test_what_a_folder_says_of_its_origin_is_in_the_card(tmp_path):
     (place / "config.json").write_text(json.dumps({**config, "_name_or_path": "someone/base"}))
     (place / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
     found = source.of_folder(place)
-    assert cards._base_model(found) == "someone/base" and cards._license(found) == "apache-2.0"
+    assert card._base_model(found) == "someone/base" and card._license(found) == "apache-2.0"

@@ -10,8 +10,7 @@ import torch
 from hub_folders import FAMILIES, build, save
 
 from shardtrain import models
-from shardtrain.checkpoint import manifest
-from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint import manifest, tensors
 from shardtrain.hf import exporting, importing, logits
 from shardtrain.hf.exporting import Export
 from shardtrain.hf.model import HubModel, recognise
@@ -48,7 +47,7 @@ def test_a_folder_comes_in_and_goes_out_unchanged(family: str, tmp_path: Path) -
     one, other = (manifest.read(tmp_path / name) for name in ("checkpoint", "again"))
     assert one.tensors.keys() == other.tensors.keys()
     for name in one.tensors:
-        pair = [tensor_files.read_whole(m, tmp_path / f, name) for m, f in ((one, "checkpoint"), (other, "again"))]
+        pair = [tensors.read_whole(m, tmp_path / f, name) for m, f in ((one, "checkpoint"), (other, "again"))]
         assert torch.equal(*pair), name
 
 

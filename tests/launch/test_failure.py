@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.launch import failure
-from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import (
     CheckpointError,
     ConfigError,
@@ -163,7 +163,7 @@ def test_a_full_disk_leaves_the_verdict_in_its_reserved_room_or_where_it_says(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     failure.reserve_exit(tmp_path)
-    monkeypatch.setattr(whole_file, "write", full)
+    monkeypatch.setattr(atomic_io, "write", full)
     failure.write_exit(tmp_path, None, 8)
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 8 and os.listdir(tmp_path) == ["exit.json"]
     assert capsys.readouterr().err == ""

@@ -22,7 +22,7 @@ from shardtrain import config
 from shardtrain.cli import main
 from shardtrain.config.rules.launch import FORMS, SECRET, VARIABLE
 from shardtrain.config.schema.launch import Launch, LaunchKubernetes, LaunchSlurm
-from shardtrain.launch import job_status as jobs
+from shardtrain.launch import job_status
 from shardtrain.launch.hostfile import Host, read_hostfile
 from shardtrain.launch.job import Mount, to_job, to_mount
 from shardtrain.launch.platforms import kubernetes, runai, slurm, ssh
@@ -213,7 +213,7 @@ def test_an_id_that_a_platform_would_read_otherwise_is_none():
                      f"kubernetes/a/{one}/b", f"kubernetes/a/jobset/{one}", f"runai/v2/pytorch/a{one}/b",
                      f"runai/{one}/pytorch/-/b", f"runai/v1/{one}/-/b", f"runai/v2/standard/-/{one}"):  # fmt: skip
             try:
-                platform, parts = jobs.parts_of(name)
+                platform, parts = job_status.parts_of(name)
             except ConfigError as error:
                 assert len(str(error).splitlines()) == 1
                 continue

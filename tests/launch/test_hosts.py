@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 
 from shardtrain.config.schema.launch import Launch, LaunchSSH
-from shardtrain.launch import addresses
-from shardtrain.launch import job_status as jobs
+from shardtrain.launch import addresses, job_status
 from shardtrain.launch.hostfile import Host, chosen, read_hostfile, select
 from shardtrain.launch.job import Job
 from shardtrain.launch.platforms import pdsh, ssh
@@ -60,7 +59,7 @@ def test_what_runai_refuses_of_a_job_is_one_line_with_status_2(tmp_path, monkeyp
     stub.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ConfigError, match="runai refused: Error: workload not found; ") as error:
-        getattr(jobs, verb)("runai/v2/pytorch/-/run")
+        getattr(job_status, verb)("runai/v2/pytorch/-/run")
     assert error.value.exit_code == 2 and len(str(error.value).splitlines()) == 1
 
 
@@ -171,14 +170,14 @@ def test_a_first_host_that_is_this_machine_is_met_on_the_way_to_the_others():
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ps tells it")
 def test_a_number_that_another_process_has_now_is_no_launch(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    folder = jobs.open_folder(os.getpid())
-    jobs.status(f"ssh/{os.getpid()}")
+    folder = job_status.open_folder(os.getpid())
+    job_status.status(f"ssh/{os.getpid()}")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
-    jobs.status(f"ssh/{os.getpid()}")
+    job_status.status(f"ssh/{os.getpid()}")
     boot, ticks = (folder / "started").read_text().split()
     for other in (f"{boot[::-1]} {ticks}", f"{boot} {int(ticks) + 1}"):  # after a reboot; a later process of this one
         (folder / "started").write_text(other)
-        jobs.stop(f"ssh/{os.getpid()}")
+        job_status.stop(f"ssh/{os.getpid()}")
     assert capsys.readouterr().out.split("\n") == ["running", "running", "ended already", "ended already", ""]
     with pytest.raises(ConfigError, match="no launch of this user"):
-        jobs.status("ssh/1")
+        job_status.status("ssh/1")

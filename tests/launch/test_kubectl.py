@@ -96,7 +96,7 @@ def test_logs_follow_the_pods_of_the_job_and_wait_for_none(tmp_path, asked):
 
 @pytest.mark.parametrize("name", ["kubernetes/team/deployment/run", "kubernetes/team/pytorchjob"])
 def test_an_id_of_another_kind_is_refused(name):
-    from shardtrain.launch import job_status as jobs
+    from shardtrain.launch import job_status
 
     with pytest.raises(ConfigError, match="id"):
-        jobs.status(name)
+        job_status.status(name)

@@ -32,7 +32,7 @@ from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import account, attempts_of
 from shardtrain.resilience.signals import ONE_REQUEST_SECONDS
 from shardtrain.train import trainer as train
-from shardtrain.train import validation as evaluate
+from shardtrain.train import validation
 from shardtrain.train.preflight import judge, machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
@@ -65,7 +65,7 @@ def patch(folder: Path, phase: str) -> None:
     if phase in ("step", "warm-up"):
         before(train.optim, "set_learning_rate", in_step(HELD if phase == "step" else 1), held)
     elif phase == "evaluation":
-        generator = evaluate._batches
+        generator = validation._batches
 
         def batches(*arguments):
             for number, batch in enumerate(generator(*arguments)):
@@ -73,7 +73,7 @@ def patch(folder: Path, phase: str) -> None:
                     hold(folder)
                 yield batch
 
-        evaluate._batches = batches
+        validation._batches = batches
     elif phase == "save":
         before(Checkpoints, "save", in_step(1), held)
     elif phase == "data":

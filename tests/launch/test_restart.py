@@ -16,14 +16,14 @@ from shardtrain.launch.failure import Failure
 from shardtrain.launch.restart import CRASH_LOOP, FRUITLESS, Restarts
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import account, attempts_of
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
 
 
 def kill_once(folder, step, rank):
     """End one rank with SIGKILL when it begins to update for the ``step``-th time, in the first attempt alone."""
-    original, calls = train.optim.set_learning_rate, []
+    original, calls = trainer.optim.set_learning_rate, []
 
     def patched(*arguments):
         calls.append(1)
@@ -33,7 +33,7 @@ def kill_once(folder, step, rank):
         return original(*arguments)
 
     if int(os.environ["RANK"]) == rank:
-        train.optim.set_learning_rate = patched
+        trainer.optim.set_learning_rate = patched
 
 
 def _launch(one, max_restarts, fault):
@@ -41,7 +41,7 @@ def _launch(one, max_restarts, fault):
 
     def main(loaded):
         fault()
-        return train.main(loaded)
+        return trainer.main(loaded)
 
     os._exit(local.launch(Loaded(one), 2, main=main, max_restarts=max_restarts))
 
@@ -75,9 +75,9 @@ def kill_in_each_phase(folder):
     if attempt == 0:
         kill_once(folder, 4, 0)
     elif attempt == 1:
-        die_before(train, "resume", 1)
+        die_before(trainer, "resume", 1)
     elif attempt == 2:
-        die_before(train.world, "join", 0)
+        die_before(trainer.world, "join", 0)
 
 
 @LINUX
@@ -97,11 +97,11 @@ def always():
     def patched(*_):
         raise RuntimeError("step 1 fails on every machine")
 
-    train.optim.set_learning_rate = patched
+    trainer.optim.set_learning_rate = patched
 
 
 def always_killed():
-    train.optim.set_learning_rate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    trainer.optim.set_learning_rate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @LINUX

@@ -15,8 +15,7 @@ from ranks import run_ranks
 from reviews import config as reviews_config
 from tiny import Ended, make_run, train_whole
 
-from shardtrain import cli
-from shardtrain import distributed as parallel
+from shardtrain import cli, distributed
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
@@ -112,7 +111,7 @@ def test_peft_opens_adapters_and_head_and_scores_alike(family: str, lora: dict[s
 
 
 def measured(rank: int, one: Config, wanted: str | None) -> dict[str, float]:
-    mesh = parallel.build(one, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
+    mesh = distributed.build(one, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
     built = build_model(one, mesh)
     testing.load(built, one, wanted)
     found, _ = testing.measure(built, one, mesh, "validation")

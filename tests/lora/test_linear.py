@@ -14,13 +14,13 @@ from tiny import Ended, assert_bitwise, deep_config, make_run, tiny_config, trai
 from torch import nn
 
 from shardtrain.config.schema.lora import Lora
-from shardtrain.distributed import fake_backend as fake
+from shardtrain.distributed import fake_backend
 from shardtrain.lora import spec
 from shardtrain.lora.linear import LoraLinear, merged
 from shardtrain.lora.spec import Spec
 from shardtrain.metrics.flops import count_model, flops_per_token
 from shardtrain.models import build, llama3, mixtral, shape_of
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.train import dry_run
 from shardtrain.train.trainer import step
@@ -70,8 +70,8 @@ def test_factors_start_as_the_paper_and_its_code_say(start):
     model = nn.Sequential(LoraLinear(nn.Linear(300, 40, device="meta"), rank=32, scale=1.0))
     draws = spec.draws(model, start)
     a, b = torch.empty(32, 300), torch.ones(40, 32)
-    init.draw_(a, "0.lora_a", draws["0.lora_a"], seed=1)
-    init.draw_(b, "0.lora_b", draws["0.lora_b"], seed=1)
+    init_weights.draw_(a, "0.lora_a", draws["0.lora_a"], seed=1)
+    init_weights.draw_(b, "0.lora_b", draws["0.lora_b"], seed=1)
     assert not b.any()
     bound = 1 / math.sqrt(300)  # of torch's kaiming_uniform_ with a = sqrt(5)
     if start == "kaiming":
@@ -192,7 +192,7 @@ def test_a_dry_run_counts_what_a_rank_holds_and_trains(lora: dict[str, Any], fla
         sizes |= {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}
         config = replace(config, model=replace(config.model, name=flavor, flavor="debugmodel", overrides=sizes))
     trained, whole, params, flops = run_ranks(2, held_by_a_rank, config)[0]
-    with fake.join(0, 2) as here:
+    with fake_backend.join(0, 2) as here:
         found = dry_run.build(config, here)
     assert (found.gradient_bytes, found.parameter_bytes) == (trained, whole)
     assert (found.num_params, found.flops_per_token) == (params, flops)

@@ -10,7 +10,7 @@ from hf_models import assert_same_logits_and_gradients
 
 from shardtrain.metrics.flops import count_model
 from shardtrain.models import build, find, shape_of
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.utils.errors import ConfigError
 
 TINY = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 4, "head_dim": 8, "ffn_dim": 48}
@@ -85,7 +85,7 @@ def test_biases_are_where_they_belong_and_start_at_zero() -> None:
         biases = {name for name in names if name.endswith("bias")}
         ends = {"norm.bias"} if family == "neox" else set()
         assert biases == ends | {f"layers.{i}.{part}.bias" for i in range(6) for part in modules}
-        draws = init.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
+        draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
         assert {draws[name].distribution for name in biases} <= {"zeros"}
 
 

@@ -17,7 +17,7 @@ from shardtrain.config.model_file import model_names
 from shardtrain.layout import check
 from shardtrain.models import build, find, shape_of
 from shardtrain.models.layers import HeadNumbers
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 
 FOLDER = Path(shardtrain.models.__file__).parent
 FAMILIES = [name for name in model_names() if name != "transformers"]  # a folder says what that is, and in its terms
@@ -88,10 +88,10 @@ def tiny(family: str, **overrides) -> tuple[Any, nn.Module]:
     """The module of a family and a small model of it, with weights on the CPU."""
     module, shape = small_shape(family, **overrides)
     names = [name for name, _ in build(module, shape).named_parameters()]
-    draws = init.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
+    draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
     model = module.Model(shape)
     for name, parameter in model.named_parameters():
-        init.draw_(parameter, name, draws[name], 0)
+        init_weights.draw_(parameter, name, draws[name], 0)
     return module, model.eval()
 
 
@@ -114,7 +114,7 @@ def test_every_flavor_has_exactly_its_parameters_and_a_layout_that_fits(family: 
     assert all(parameter.is_meta for parameter in model.parameters())
     names = [name for name, _ in model.named_parameters()]
     assert check(module.LAYOUT, [name for name, _ in model.named_modules()], names) == []
-    assert init.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers).keys() == set(names)
+    assert init_weights.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers).keys() == set(names)
 
 
 @pytest.mark.parametrize("family", ["llama2", "llama3"])
@@ -133,7 +133,7 @@ def test_the_residual_projections_start_smaller_with_depth(depth_init: bool) -> 
     module = find("llama3")
     shape = shape_of(module, "debugmodel", {"depth_init": depth_init}, "rmsnorm")
     names = [name for name, _ in build(module, shape).named_parameters()]
-    draws = init.plan(names, module.initial(shape), module.LAYOUT, 6)
+    draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, 6)
     for leaf in ("attn.wo", "ffn.w2", "ffn.w3"):
         stds = [draws[f"layers.{i}.{leaf}.weight"].std for i in range(6)]
         assert stds == pytest.approx([0.02 / (2 * (i + 1 if depth_init else 6)) ** 0.5 for i in range(6)])

@@ -22,8 +22,7 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
 from shardtrain.distributed.hf_tensor_parallel import WORDS
 from shardtrain.ops.dtensor import to_full
-from shardtrain.train import document_isolation as documents_apart
-from shardtrain.train import trainer as train
+from shardtrain.train import document_isolation, trainer
 from shardtrain.train.resume import resume
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
@@ -61,7 +60,7 @@ def first_step(rank: int, config: Config) -> tuple[float, dict[str, Tensor], dic
         update(optimizer)
 
     run.runner.forward_backward, run.runner.update = remember, keep  # type: ignore[method-assign]
-    outcome = train.step(run)
+    outcome = trainer.step(run)
     assert outcome is not None
     loss = run.mesh.sum(outcome.loss_sum.double(), over=("dp_replicate", "dp_shard", "cp")).item()
     return loss / outcome.global_tokens, gradients, rows
@@ -278,7 +277,7 @@ def heeds(rank: int, config: Config, deaf: bool) -> str:
             input_ids, position_ids=position_ids, attention_mask=torch.ones_like(input_ids)
         )
     try:
-        documents_apart.check(model, models.find("transformers"), run.mesh)
+        document_isolation.check(model, models.find("transformers"), run.mesh)
     except ConfigError as error:
         return str(error)
     return ""

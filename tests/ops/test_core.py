@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardtrain.models.layers import AttentionCore, SinkAttentionCore
-from shardtrain.ops import attention_core as core
+from shardtrain.ops import attention_core
 from shardtrain.ops.attention_core import Given
 
 SLOPES = (0.5, 0.25, 0.125, 0.0625)
@@ -113,19 +113,19 @@ BROKEN: dict[str, tuple[nn.Module, Given, str]] = {
 @pytest.mark.parametrize("name", KEPT)
 def test_a_core_that_does_what_its_attributes_say_is_accepted(name: str) -> None:
     module, given = KEPT[name]
-    assert core.broken_when_split(module, given, seq_len=64) is None
-    assert core.broken_when_heads_are_dealt(module, given) is None
+    assert attention_core.broken_when_split(module, given, seq_len=64) is None
+    assert attention_core.broken_when_heads_are_dealt(module, given) is None
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_a_core_does_beyond_its_attributes_is_named(name: str) -> None:
     module, given, words = BROKEN[name]
-    broken = core.broken_when_split(module, given, seq_len=64)
+    broken = attention_core.broken_when_split(module, given, seq_len=64)
     assert broken is not None and words in broken.rule and broken.fix, broken
 
 
 def test_a_window_that_no_row_reaches_is_no_difference() -> None:
-    assert core.broken_when_split(User(sees=40), GIVEN, seq_len=40) is None
+    assert attention_core.broken_when_split(User(sees=40), GIVEN, seq_len=40) is None
 
 
 def test_heads_that_differ_by_more_than_their_slopes_cannot_be_dealt() -> None:
@@ -134,13 +134,13 @@ def test_heads_that_differ_by_more_than_their_slopes_cannot_be_dealt() -> None:
             self.alibi_slopes = tuple(2.0 ** -(i + 1) / q.size(2) for i in range(q.size(2)))
             return super().forward(q, k, v, documents_BT)
 
-    broken = core.broken_when_heads_are_dealt(FromCount(slopes=True), GIVEN)
+    broken = attention_core.broken_when_heads_are_dealt(FromCount(slopes=True), GIVEN)
     assert broken is not None and "other numbers for some of its heads" in broken.rule
-    fixed = core.broken_when_heads_are_dealt(User(slopes=True), GIVEN)
+    fixed = attention_core.broken_when_heads_are_dealt(User(slopes=True), GIVEN)
     assert fixed is not None and "cannot be given half of its heads" in fixed.rule
 
 
 def test_key_heads_that_ranks_cannot_share_are_found_by_the_shapes() -> None:
-    broken = core.broken_number_of_heads(User(), GIVEN, 4)
+    broken = attention_core.broken_number_of_heads(User(), GIVEN, 4)
     assert broken is not None and "2 key-value heads, which 4 ranks cannot share" in broken.rule
-    assert core.broken_number_of_heads(User(), GIVEN, 2) is None
+    assert attention_core.broken_number_of_heads(User(), GIVEN, 2) is None

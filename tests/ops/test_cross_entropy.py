@@ -9,10 +9,10 @@ from tiny import tiny_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardtrain import distributed as parallel
+from shardtrain import distributed
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.tensor_parallel import SplitVocabulary
-from shardtrain.ops import cross_entropy as losses
+from shardtrain.ops import cross_entropy
 from shardtrain.ops.cross_entropy import IGNORE, cross_entropy_sum
 
 # the loss is summed in float32: 1e-6 of its size; a gradient is rounded once to the type of the logits
@@ -55,7 +55,9 @@ def value_and_gradient(logits: Tensor, targets: Tensor, *args, **keywords) -> tu
 @pytest.mark.parametrize("dtype", GRADIENT_ATOL)
 @pytest.mark.parametrize("chunk_numel", [1, 17, 40, 17 * 6, 17 * 18, 1 << 24])
 def test_loss_and_gradient_equal_the_float64_reference(dtype, chunk_numel: int, monkeypatch) -> None:
-    monkeypatch.setattr(losses, "CHUNK_NUMEL", chunk_numel)  # from one token a chunk to all of them, even and not
+    monkeypatch.setattr(
+        cross_entropy, "CHUNK_NUMEL", chunk_numel
+    )  # from one token a chunk to all of them, even and not
     logits, targets = example(dtype)
     loss, gradient = value_and_gradient(logits, targets)
     expected, expected_gradient = float64_reference(logits, targets)
@@ -160,7 +162,7 @@ class LargestFloat32(TorchDispatchMode):
 
 
 def test_no_float32_copy_of_all_logits_exists(monkeypatch) -> None:
-    monkeypatch.setattr(losses, "CHUNK_NUMEL", 17 * 3)
+    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 17 * 3)
     logits, targets = example(torch.bfloat16, tokens=30)
     kept = []
     with (
@@ -174,12 +176,12 @@ def test_no_float32_copy_of_all_logits_exists(monkeypatch) -> None:
 
 def _check_split(rank: int, num_ranks: int) -> None:
     config = tiny_config(parallelism={"tensor_parallel_degree": num_ranks})
-    mesh = parallel.build(config, World(rank, num_ranks, rank, torch.device("cpu")))
+    mesh = distributed.build(config, World(rank, num_ranks, rank, torch.device("cpu")))
     for vocab in (12, 7, 17, 3):
         vocabulary = SplitVocabulary(mesh, vocab)
         columns = slice(vocabulary.offset, min(vocab, vocabulary.offset + -(-vocab // num_ranks)))
         for chunk_numel in (12, 31, 1 << 24):  # 12: the rank with fewer columns must not take more tokens a chunk
-            losses.CHUNK_NUMEL = chunk_numel
+            cross_entropy.CHUNK_NUMEL = chunk_numel
             for dtype, atol in GRADIENT_ATOL.items():
                 logits, targets = example(dtype, vocab=vocab)
                 expected, expected_gradient = float64_reference(logits, targets, 0.5)

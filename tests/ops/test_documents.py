@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardtrain.data.batch import Batch
 from shardtrain.models.layers import AttentionCore
 from shardtrain.ops import attention_scores as scores
-from shardtrain.ops import document_mask as documents
+from shardtrain.ops import document_mask
 
 B, T, N, K, H = 2, 24, 4, 2, 8
 CUTS = st.lists(st.sets(st.integers(1, T - 1), max_size=T - 1), min_size=B, max_size=B)
@@ -57,23 +57,23 @@ def largest_errors(function: Callable[..., Tensor], documents_BT: Tensor, parts:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(CUTS, st.integers(1, 3), st.sampled_from([documents.attention, documents.masked_attention]))
+@given(CUTS, st.integers(1, 3), st.sampled_from([document_mask.attention, document_mask.masked_attention]))
 def test_attention_within_documents_equals_attention_written_out(cuts, gap, function) -> None:
     # values and gradients are about one; float32 keeps 1e-7
     assert max(largest_errors(function, numbers(cuts, gap), inputs())) < 2e-6
 
 
 def test_a_mask_is_made_for_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "_QUERIES_AT_ONCE", 7)
-    assert max(largest_errors(documents.masked_attention, numbers([{5, 9}, {7, 14}]), inputs())) < 2e-6
+    monkeypatch.setattr(document_mask, "_QUERIES_AT_ONCE", 7)
+    assert max(largest_errors(document_mask.masked_attention, numbers([{5, 9}, {7, 14}]), inputs())) < 2e-6
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(CUTS, st.integers(0, 9), st.sampled_from([0, 1, 5, 9, 40]))
 def test_chunks_are_documents_of_their_own(cuts, chunk, window) -> None:
     documents_BT, (q, k, v, _) = numbers(cuts, 3), inputs()
-    cut_BT = documents.chunked(documents_BT, chunk, (B, T), q.device)
-    whole_BT = documents.chunked(None, chunk, (B, T), q.device)
+    cut_BT = document_mask.chunked(documents_BT, chunk, (B, T), q.device)
+    whole_BT = document_mask.chunked(None, chunk, (B, T), q.device)
     place_T = torch.arange(T)
     for row, places in enumerate(cuts):
         start_T = torch.tensor([max((cut for cut in places if cut <= t), default=0) for t in range(T)])
@@ -95,7 +95,7 @@ def test_attention_with_sinks_equals_attention_written_out(cuts, window, level) 
     exact = [x.double().requires_grad_() for x in (q, k, v, sinks_N)]
     mine = [x.clone().requires_grad_() for x in (q, k, v, sinks_N)]
     expected = scores.attention(*exact[:3], documents_BT, window, scores.PLAIN, exact[3])
-    found = documents.attention(*mine[:3], documents_BT, window, None, mine[3])
+    found = document_mask.attention(*mine[:3], documents_BT, window, None, mine[3])
     expected.backward(gradient.double())
     found.backward(gradient)
     pairs = [(found, expected), *((a.grad, b.grad) for a, b in zip(mine, exact, strict=True))]
@@ -105,12 +105,12 @@ def test_attention_with_sinks_equals_attention_written_out(cuts, window, level) 
 
 def test_a_sink_that_scores_nothing_leaves_attention_as_it_is() -> None:
     documents_BT, (q, k, v, _) = numbers([{3}, {9}]), inputs()
-    found = documents.attention(q, k, v, documents_BT, sinks_N=torch.full((N,), -200.0))
-    torch.testing.assert_close(found, documents.attention(q, k, v, documents_BT), rtol=0, atol=0)
+    found = document_mask.attention(q, k, v, documents_BT, sinks_N=torch.full((N,), -200.0))
+    torch.testing.assert_close(found, document_mask.attention(q, k, v, documents_BT), rtol=0, atol=0)
 
 
 def test_bfloat16_loses_no_more_than_the_type_does() -> None:
-    errors = largest_errors(documents.attention, numbers([{1, 9}, {12}]), inputs(torch.bfloat16))
+    errors = largest_errors(document_mask.attention, numbers([{1, 9}, {12}]), inputs(torch.bfloat16))
     assert max(errors) < 6e-2  # 2^-8 of values up to about 4
 
 
@@ -119,14 +119,14 @@ def test_bfloat16_loses_no_more_than_the_type_does() -> None:
 def test_cuda_has_the_same_attention_within_documents(dtype: torch.dtype, tolerance: float) -> None:
     for cuts in ([set(), set()], [{1, 2, 9}, {12}], [set(range(1, T)), {23}]):
         parts = inputs(dtype, "cuda")
-        assert max(largest_errors(documents.attention, numbers(cuts).cuda(), parts)) < tolerance
+        assert max(largest_errors(document_mask.attention, numbers(cuts).cuda(), parts)) < tolerance
 
 
 def test_a_compiled_function_gives_the_same() -> None:
     documents_BT, (q, k, v, gradient) = numbers([{3, 4}, {20}]), inputs()
 
     def weighed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return documents.attention(q * 2, k, v, documents_BT) * gradient
+        return document_mask.attention(q * 2, k, v, documents_BT) * gradient
 
     compiled = torch.compile(weighed, backend="aot_eager", fullgraph=True)
     results = []
@@ -142,7 +142,7 @@ def test_a_compiled_function_gives_the_same() -> None:
 def test_tensors_without_data_pass_through_forward_and_backward() -> None:
     with FakeTensorMode():
         q, k, v = (torch.randn(B, T, heads, H, requires_grad=True) for heads in (N, K, K))
-        out = documents.attention(q, k, v, torch.zeros(B, T, dtype=torch.int64))
+        out = document_mask.attention(q, k, v, torch.zeros(B, T, dtype=torch.int64))
         out.sum().backward()
         assert out.shape == q.shape
         assert (q.grad.shape, k.grad.shape) == (q.shape, k.shape)
@@ -152,7 +152,9 @@ def test_a_token_moves_its_own_document_alone() -> None:
     documents_BT, (q, k, v, _) = numbers([{10, 15}, {1}]), inputs()
     other = k.clone()
     other[0, 11] += 1
-    moved = (documents.attention(q, other, v, documents_BT) != documents.attention(q, k, v, documents_BT)).any(-1)
+    moved = (document_mask.attention(q, other, v, documents_BT) != document_mask.attention(q, k, v, documents_BT)).any(
+        -1
+    )
     assert moved.any(-1).nonzero().tolist() == [[0, t] for t in range(11, 15)]
 
 
@@ -160,13 +162,13 @@ def test_a_token_moves_its_own_document_alone() -> None:
 def test_numbers_that_do_not_ascend_are_refused(bad: list[int]) -> None:
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(ValueError, match="documents_BT must ascend"):
-        documents.attention(q, q, q, torch.tensor([bad]))
+        document_mask.attention(q, q, q, torch.tensor([bad]))
 
 
 def test_ragged_tells_each_beginning_once_and_never_joins_rows() -> None:
     documents_BT = numbers([{3, 4}, set()])
     documents_BT[1] = documents_BT[0, -1]  # the second row begins with the number that the first ends with
-    starts, longest = documents.ragged(documents_BT)
+    starts, longest = document_mask.ragged(documents_BT)
     assert starts.tolist() == [0, 3, 4, T, 2 * T]
     assert (starts.dtype, longest) == (torch.int32, T)
 
@@ -176,12 +178,12 @@ def test_numbers_on_a_device_are_read_where_the_batch_came_from() -> None:
     batch = Batch(documents_BT, documents_BT, documents_BT, torch.arange(B), documents_BT)
     moved = batch.to("meta")  # a device from which nothing can be read
     assert moved.documents_BT is not None
-    assert documents.on_host(moved.documents_BT) is documents_BT
-    assert documents.on_host(documents_BT) is documents_BT
+    assert document_mask.on_host(moved.documents_BT) is documents_BT
+    assert document_mask.on_host(documents_BT) is documents_BT
 
 
 def test_shared_documents_are_those_of_both_stretches() -> None:
     documents_BT = numbers([{4, 10}, {6}])
-    found = documents.shared(documents_BT[:, 8:], documents_BT[:, :8])
+    found = document_mask.shared(documents_BT[:, 8:], documents_BT[:, :8])
     assert found == [(slice(0, 1), slice(0, 2), slice(4, 8)), (slice(1, 2), slice(0, 16), slice(6, 8))]
-    assert documents.shared(documents_BT[:, 12:], documents_BT[:, :4]) == []
+    assert document_mask.shared(documents_BT[:, 12:], documents_BT[:, :4]) == []

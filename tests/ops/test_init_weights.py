@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardtrain.layout import Draw, Layout
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_slices, local_tensor
 
 LAYOUT = Layout(first=("embed",), layers="layers", last=("head",))
@@ -24,7 +24,7 @@ NORMAL, TRUNCATED = Draw("normal", std=0.02), Draw("truncated_normal", std=0.5, 
 
 def drawn(shape: tuple[int, ...], draw: Draw = NORMAL, name: str = "w", seed: int = 0, dtype=torch.float32):
     tensor = torch.empty(shape, dtype=dtype)
-    init.draw_(tensor, name, draw, seed)
+    init_weights.draw_(tensor, name, draw, seed)
     return tensor
 
 
@@ -36,7 +36,7 @@ def test_seeds_names_and_blocks_give_other_numbers() -> None:
     weight = drawn((300, 500))
     assert not torch.equal(weight, drawn((300, 500), name="v"))
     assert not torch.equal(weight, drawn((300, 500), seed=1))
-    rows_per_block = init.BLOCK_NUMEL // 500
+    rows_per_block = init_weights.BLOCK_NUMEL // 500
     first, second = weight[:rows_per_block], weight[rows_per_block : 2 * rows_per_block]
     assert not torch.equal(first, second)
     assert abs(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]) < 0.02  # 5 sigma of 65,500 pairs
@@ -91,7 +91,7 @@ def test_a_bfloat16_parameter_is_the_rounded_float32_one() -> None:
 @pytest.mark.parametrize("shape", [(7,), (1, 1), (61, 7), (3, 200_000), (5, 4, 3), (0, 4)])
 def test_every_shape_is_filled(shape: tuple[int, ...]) -> None:
     tensor = torch.full(shape, float("nan"))
-    init.draw_(tensor, "w", NORMAL, 0)
+    init_weights.draw_(tensor, "w", NORMAL, 0)
     assert torch.isfinite(tensor).all()
 
 
@@ -110,7 +110,7 @@ def _check_plain_placements(rank: int) -> None:
             cases += [(grid, [Shard(0), Shard(dim)]) for dim in range(len(shape))]
             for device_mesh, placements in cases:
                 shard = distribute_tensor(torch.full(shape, float("nan")), device_mesh, placements)
-                init.draw_(shard, "w", draw, 0)
+                init_weights.draw_(shard, "w", draw, 0)
                 part = whole[local_slices(shard)]
                 assert torch.equal(local_tensor(shard), part), (shape, placements)
                 assert torch.equal(distribute_tensor(whole, device_mesh, placements).to_local(), part)
@@ -126,7 +126,7 @@ def _check_fsdp_over_tensor_parallel(rank: int) -> None:
             parallelize_module(model, mesh["tp"], {"0": style})
             fully_shard(model, mesh=mesh["dp"])
             model.to_empty(device="cpu")
-            init.draw_(model[0].weight, "w", NORMAL, 0)
+            init_weights.draw_(model[0].weight, "w", NORMAL, 0)
             local = local_tensor(model[0].weight)
             assert torch.equal(local, whole[local_slices(model[0].weight)])
             # the parts of all ranks cover the whole, each number once
@@ -145,19 +145,19 @@ def _check_meshes(rank: int) -> None:
 
 
 def test_weights_are_bitwise_equal_on_every_mesh_even_where_sizes_do_not_divide(monkeypatch) -> None:
-    monkeypatch.setattr(init, "BLOCK_NUMEL", 20)  # many blocks, that shards cut; ranks inherit it
+    monkeypatch.setattr(init_weights, "BLOCK_NUMEL", 20)  # many blocks, that shards cut; ranks inherit it
     run_ranks(4, _check_meshes)
 
 
 def test_first_matching_rule_gives_the_draw() -> None:
     rules = {"layers.*.w": Draw("normal", std=1.0), "layers.*.*": Draw("zeros"), "embed": Draw("ones")}
-    plan = init.plan(["layers.0.w", "layers.0.b", "embed"], rules, LAYOUT, 2)
+    plan = init_weights.plan(["layers.0.w", "layers.0.b", "embed"], rules, LAYOUT, 2)
     assert [plan[name].distribution for name in ("layers.0.w", "layers.0.b", "embed")] == ["normal", "zeros", "ones"]
 
 
 def test_a_parameter_without_a_rule_is_an_error() -> None:
     with pytest.raises(KeyError, match=r"layers\.0\.b"):
-        init.plan(["layers.0.b"], {"embed": Draw("ones")}, LAYOUT, 2)
+        init_weights.plan(["layers.0.b"], {"embed": Draw("ones")}, LAYOUT, 2)
 
 
 @pytest.mark.parametrize(
@@ -170,5 +170,5 @@ def test_a_parameter_without_a_rule_is_an_error() -> None:
 )
 def test_depth_scales_the_standard_deviation(depth: str, expected: list[float]) -> None:
     names = ["layers.0.w", "layers.1.w", "layers.10.w"]
-    plan = init.plan(names, {"layers.*.w": Draw("normal", std=1.0, depth=depth)}, LAYOUT, 12)
+    plan = init_weights.plan(names, {"layers.*.w": Draw("normal", std=1.0, depth=depth)}, LAYOUT, 12)
     assert [plan[name].std for name in names] == pytest.approx(expected)

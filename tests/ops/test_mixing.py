@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from shardtrain import models
-from shardtrain.ops import token_mixing as mixing
+from shardtrain.ops import token_mixing
 
 OTHERS = sorted((Path(__file__).parents[1] / "models" / "others").glob("*.py"))
 SOUND = (Path(__file__).parents[1] / "tools/verify" / "sound_model.py").read_text()
@@ -57,7 +57,7 @@ def test_tokens_that_meet_where_a_rank_has_a_part_of_them_are_named(name: str, t
     file = tmp_path / "mixing_model.py"
     file.write_text(SOUND.replace(old, new, 1))
     model, layout = built(file)
-    for find, words in zip((mixing.outside_of_cores, mixing.outside_of_gathered), expected, strict=True):
+    for find, words in zip((token_mixing.outside_of_cores, token_mixing.outside_of_gathered), expected, strict=True):
         broken = find(model, layout)
         assert (broken is None) == (words is None), broken
         assert words is None or (broken is not None and words in broken.rule)
@@ -67,7 +67,7 @@ def test_a_second_core_that_has_no_name_is_found() -> None:
     model, layout = built("llama3")
     attention = model.get_submodule("layers.0.attn")
     attention.second = type(attention.core)()
-    broken = mixing.outside_of_cores(model, layout)
+    broken = token_mixing.outside_of_cores(model, layout)
     assert broken is not None and broken.rule.startswith("has layers.0.attn.second, of the class AttentionCore")
 
 
@@ -76,6 +76,6 @@ def test_a_second_core_that_has_no_name_is_found() -> None:
 )
 def test_models_that_can_be_split_are_not_accused(path: Path | str) -> None:
     model, layout = built(path)
-    assert mixing.outside_of_gathered(model, layout) is None
+    assert token_mixing.outside_of_gathered(model, layout) is None
     if layout.context and "t5_bias" not in str(path):  # a bias by distance, refused for what its core is given
-        assert mixing.outside_of_cores(model, layout) is None
+        assert token_mixing.outside_of_cores(model, layout) is None

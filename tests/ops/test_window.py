@@ -14,8 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardtrain.models.layers import AttentionCore
-from shardtrain.ops import document_mask as documents
-from shardtrain.ops import sliding_window as window
+from shardtrain.ops import document_mask, sliding_window
 
 B, T, N, K, H = 2, 24, 4, 2, 8
 CUTS = st.lists(st.sets(st.integers(1, T - 1), max_size=T - 1), min_size=B, max_size=B)
@@ -73,12 +72,12 @@ def largest_error(
     st.one_of(st.none(), CUTS),
     st.integers(1, T + 2),
     st.sampled_from([1, 5, 128]),
-    st.sampled_from([documents.attention, documents.masked_attention]),
+    st.sampled_from([document_mask.attention, document_mask.masked_attention]),
 )
 def test_attention_within_a_window_equals_attention_written_out(cuts, size, at_once, function) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window, "QUERIES_AT_ONCE", at_once)
-        patch.setattr(documents, "_QUERIES_AT_ONCE", at_once)
+        patch.setattr(sliding_window, "QUERIES_AT_ONCE", at_once)
+        patch.setattr(document_mask, "_QUERIES_AT_ONCE", at_once)
         # values and gradients are about one; float32 keeps 1e-7
         assert largest_error(function, size, None if cuts is None else numbers(cuts), inputs()) < 2e-6
 
@@ -86,11 +85,11 @@ def test_attention_within_a_window_equals_attention_written_out(cuts, size, at_o
 def test_blocks_longer_than_the_kernels_own_are_exact() -> None:
     """A window and a row over several blocks of keys of the kernel, some of which a query sees nothing of."""
     parts = inputs(tokens=1300)  # values of up to 4 and sums over 700 keys: more roundings than above
-    assert largest_error(documents.attention, 700, None, parts) < 5e-6
+    assert largest_error(document_mask.attention, 700, None, parts) < 5e-6
 
 
 def test_bfloat16_loses_no_more_than_the_type_does() -> None:
-    assert largest_error(documents.attention, 5, numbers([{1, 9}, {12}]), inputs(torch.bfloat16)) < 6e-2
+    assert largest_error(document_mask.attention, 5, numbers([{1, 9}, {12}]), inputs(torch.bfloat16)) < 6e-2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -98,7 +97,7 @@ def test_bfloat16_loses_no_more_than_the_type_does() -> None:
 @pytest.mark.parametrize("size", [1, 5, 23])
 def test_cuda_has_the_same_attention_within_a_window(dtype: torch.dtype, tolerance: float, size: int) -> None:
     for documents_BT in (None, numbers([{1, 2, 9}, {12}]).cuda()):
-        assert largest_error(documents.attention, size, documents_BT, inputs(dtype, "cuda")) < tolerance
+        assert largest_error(document_mask.attention, size, documents_BT, inputs(dtype, "cuda")) < tolerance
 
 
 def test_a_window_of_the_whole_row_is_none_to_the_bit() -> None:
@@ -116,8 +115,8 @@ def test_a_window_of_the_whole_row_is_none_to_the_bit() -> None:
 )
 def test_blocks_hold_each_pair_within_the_window_once_and_no_query_without_keys(q, s, offset, size, at_once) -> None:
     found = torch.zeros(q, s, dtype=torch.int64)
-    for queries, keys, band in window.blocks(q, s, offset, size, at_once):
-        part = window.mask(queries.stop - queries.start, keys.stop - keys.start, band, torch.empty(0)) == 0
+    for queries, keys, band in sliding_window.blocks(q, s, offset, size, at_once):
+        part = sliding_window.mask(queries.stop - queries.start, keys.stop - keys.start, band, torch.empty(0)) == 0
         assert part.any(1).all() and part.any(0).all()
         assert part[-1, -1]  # what kernels count from
         found[queries, keys] += part.long()
@@ -126,12 +125,12 @@ def test_blocks_hold_each_pair_within_the_window_once_and_no_query_without_keys(
 
 
 def test_no_mask_grows_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, mask = [], window.mask
+    made, mask = [], sliding_window.mask
     monkeypatch.setattr(
         "shardtrain.ops.flash_attention.mask", lambda q, s, *rest: made.append(q * s) or mask(q, s, *rest)
     )
     *parts, _ = inputs(tokens=2000)
-    documents.attention(*parts, None, 50)
+    document_mask.attention(*parts, None, 50)
     assert len(made) == 16 and max(made) <= 128 * (128 + 49)
 
 
@@ -150,6 +149,6 @@ def test_a_compiled_function_gives_the_same() -> None:
 def test_tensors_without_data_pass_through_forward_and_backward() -> None:
     with FakeTensorMode():
         q, k, v = (torch.randn(B, T, heads, H, requires_grad=True) for heads in (N, K, K))
-        out = documents.attention(q, k, v, None, 5)
+        out = document_mask.attention(q, k, v, None, 5)
         out.sum().backward()
         assert (out.shape, q.grad.shape, k.grad.shape) == (q.shape, q.shape, k.shape)

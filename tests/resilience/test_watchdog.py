@@ -18,11 +18,10 @@ from launched import end
 from ranks import run_ranks
 from tiny import tiny_config
 
-from shardtrain.distributed import config_consistency as agreement
-from shardtrain.resilience import progress as moving
+from shardtrain.distributed import config_consistency
+from shardtrain.resilience import progress
 from shardtrain.resilience.progress import Mark
-from shardtrain.resilience.watchdog import heartbeat as sign
-from shardtrain.resilience.watchdog import stack as frames
+from shardtrain.resilience.watchdog import heartbeat, stack
 from shardtrain.resilience.watchdog.hang_detector import Judge, from_json, to_json
 from shardtrain.resilience.watchdog.heartbeat import Sign
 from shardtrain.resilience.watchdog.stragglers import WINDOWS, Stragglers, common, find_odd
@@ -137,8 +136,8 @@ def test_a_verdict_and_a_sign_survive_their_journey_and_nothing_else_is_taken_fo
     verdict, _ = judge(lambda beat: {0: say(beat, **WAITING), 1: say(beat)})
     assert from_json(to_json(verdict)) == verdict
     for text in ("", "null", "[]", '"x"', '{"beat": true}', '{"beat": 1, "host": 3}', '{"beat":1,"host":"a","x":1}'):
-        assert sign.read(text) is None
-    assert sign.read(sign.write(say(3))) == say(3)
+        assert heartbeat.read(text) is None
+    assert heartbeat.read(heartbeat.write(say(3))) == say(3)
 
 
 def test_a_few_ranks_watch_whatever_the_size_of_the_world():
@@ -180,9 +179,9 @@ def test_marks_are_compared_where_all_ranks_have_made_the_same():
 
 
 def test_marks_are_made_of_the_steps_begun_by_this_process():
-    counts = moving.restart(mark_steps=2)
+    counts = progress.restart(mark_steps=2)
     for step in range(11, 50):
-        moving.begin_step(step, {"step": step})
+        progress.begin_step(step, {"step": step})
     assert (counts.step, counts.begun) == (49, 39)
     assert {grain: (mark.begun, mark.facts) for grain, mark in counts.marks.items()} == {
         1: (38, "step 48"),
@@ -192,13 +191,13 @@ def test_marks_are_made_of_the_steps_begun_by_this_process():
 
 def waits(rank: int) -> str:
     """Where rank 0 is while it waits for rank 1 in a collective."""
-    found: list[frames.Place] = []
+    found: list[stack.Place] = []
     if rank == 0:
         go = threading.Event()
 
         def look():
             while not found or not found[-1].collective:
-                found.append(frames.main_thread())
+                found.append(stack.main_thread())
             go.set()
             dist.distributed_c10d._get_default_store().set("go", "1")
 
@@ -221,7 +220,7 @@ def test_looking_at_the_stack_keeps_nothing_alive():
         gc.disable()
         try:
             for _ in range(50):
-                frames.main_thread()
+                stack.main_thread()
             collected.append(gc.collect())
         finally:
             gc.enable()
@@ -237,7 +236,7 @@ def test_work_is_no_wait_though_pytorchs_own_frames_are_around_it():
 
     class Looks(torch.nn.Module):
         def forward(self, x):
-            seen.append(frames.locate(sys._getframe()))
+            seen.append(stack.locate(sys._getframe()))
             return x
 
     torch.nn.Sequential(Looks())(torch.ones(1))
@@ -253,10 +252,10 @@ def agree(rank: int, changes: dict[int, dict], environment: dict[int, dict] | No
     store = dist.distributed_c10d._get_default_store()
     one = tiny_config(**changes.get(rank, {}))
     one = dataclasses.replace(one, comm=dataclasses.replace(one.comm, init_timeout_seconds=COMES_SECONDS))
-    facts = agreement.facts_of
-    agreement.facts_of = lambda *arguments: {**facts(*arguments), **(environment or {}).get(rank, {})}
+    facts = config_consistency.facts_of
+    config_consistency.facts_of = lambda *arguments: {**facts(*arguments), **(environment or {}).get(rank, {})}
     try:
-        agreement.check(one, store, rank, 3)
+        config_consistency.check(one, store, rank, 3)
     except (ConfigError, PeerError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -292,9 +291,9 @@ def test_a_rank_that_does_not_come_is_named():
             return all(key in self for key in keys)
 
     one = dataclasses.replace(tiny_config(), comm=dataclasses.replace(tiny_config().comm, init_timeout_seconds=1))
-    store = Store({"facts-1": json.dumps([agreement.facts_of(one, 4), {}])})
+    store = Store({"facts-1": json.dumps([config_consistency.facts_of(one, 4), {}])})
     with pytest.raises(PeerError, match="rank 2, 3 has not come within comm.init_timeout_seconds=1"):
-        agreement._compare(store, one, agreement.facts_of(one, 4), 4)
+        config_consistency._compare(store, one, config_consistency.facts_of(one, 4), 4)
 
 
 CLEAN_RUNS = int(os.environ.get("SHARDTRAIN_CLEAN_RUNS", "1"))

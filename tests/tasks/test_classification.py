@@ -21,7 +21,7 @@ from shardtrain import tasks
 from shardtrain.config.schema import Config
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks.classification import Classification, Example
-from shardtrain.train import validation as evaluate
+from shardtrain.train import validation
 from shardtrain.utils.errors import DataError
 
 DECODER = {"name": "llama3", "overrides": {key: value for key, value in SHAPE.items() if key != "dropout"}}
@@ -77,7 +77,7 @@ def evaluated(rank: int, sizes: tuple[int, ...]) -> list[Any]:
     run = make_run(rank, config())
     for size in sizes:
         one = config(dev=size)
-        result = evaluate.evaluate(run.runner, evaluate.open_stream(one, run.mesh), run.mesh)
+        result = validation.evaluate(run.runner, validation.open_stream(one, run.mesh), run.mesh)
         assert result is not None
         found.append((result.rows, dict(result.metrics), {k: v.tolist() for k, v in result.predictions.items()}))
         assert run.runner.parts[0].training

@@ -12,12 +12,10 @@ import torch
 from ranks import run_ranks
 from tiny import Result, assert_same_numbers, make_run, run_tiny, train_steps
 
-from shardtrain import config as configs
-from shardtrain import tasks
+from shardtrain import config, tasks
 from shardtrain.config.schema import Config
 from shardtrain.tasks import RowTask
-from shardtrain.train import trainer as train
-from shardtrain.train import validation as evaluate
+from shardtrain.train import trainer, validation
 from shardtrain.utils.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_task"
@@ -27,7 +25,7 @@ EPS = ("--optimizer.eps", "1e-3")  # see tiny.py
 def template(*overrides: str) -> Config:
     fixed = ["--task.name", str(EXAMPLE / "task.py"), "--model.name", str(EXAMPLE / "model.py")]
     small = ["--training.device", "cpu", "--training.global_batch_size", "64"]
-    return configs.load(EXAMPLE / "config.toml", [*fixed, *small, *overrides]).config
+    return config.load(EXAMPLE / "config.toml", [*fixed, *small, *overrides]).config
 
 
 @functools.cache
@@ -44,8 +42,8 @@ def test_a_model_and_a_loss_of_ones_own_have_the_same_numbers_on_any_number_of_r
 def scored(rank: int, one: Config) -> Any:
     run = make_run(rank, one)
     for _ in range(run.total_steps):
-        train.step(run)
-    found = evaluate.evaluate(run.runner, evaluate.open_stream(one, run.mesh), run.mesh)
+        trainer.step(run)
+    found = validation.evaluate(run.runner, validation.open_stream(one, run.mesh), run.mesh)
     assert found is not None and found.metrics is not None
     return run.total_steps, found.rows, found.metrics["accuracy"]
 

@@ -10,8 +10,7 @@ from tiny import deep_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardtrain import cli, models
-from shardtrain.distributed import build, parallelize
-from shardtrain.distributed import fake_backend as fake
+from shardtrain.distributed import build, fake_backend, parallelize
 from shardtrain.distributed.activation_memory import LiveMemory
 from shardtrain.layout import Draw
 from shardtrain.train import dry_run
@@ -22,7 +21,7 @@ ANYWHERE = ["--comm.mode", "fake_backend", "--model.hf_assets_path", "bytes", "-
 
 
 def dry(config, rank=0, size=1):
-    with fake.join(rank, size) as here:
+    with fake_backend.join(rank, size) as here:
         return dry_run.build(config, here)
 
 
@@ -112,7 +111,7 @@ def test_layers_left_out_count_as_much_as_they_would(monkeypatch, mode, tp):
         parallelism={"tensor_parallel_degree": tp, "fsdp_reshard_after_forward": "always"},
     )
     some = dry(config, size=4)
-    monkeypatch.setattr(fake, "LAYERS_OF_A_KIND", 10)
+    monkeypatch.setattr(fake_backend, "LAYERS_OF_A_KIND", 10)
     everything = dry(config, size=4)
     assert some.traced.layers_traced == (4 if mode == "selective" else 2) and everything.traced.layers_traced == 10
     assert some.traced.activations_bytes == pytest.approx(everything.traced.activations_bytes, rel=1e-3)
@@ -124,11 +123,11 @@ def test_tensors_without_memory_count_as_real_ones():
     without_memory = dry(config).traced
     module = models.find("llama3")
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, "rmsnorm")
-    with fake.join(0, 1) as here:
+    with fake_backend.join(0, 1) as here:
         mesh = build(config, here)
         runner = parallelize(models.build(module, shape), module.LAYOUT, mesh, config, shape.vocab_size)
         runner.materialize({name: Draw("zeros") for name in runner.parameters()}, 0)
-        real = fake.trace(runner, module.LAYOUT, mesh, config, dry_run._micro_batch(config), hidden=64)
+        real = fake_backend.trace(runner, module.LAYOUT, mesh, config, dry_run._micro_batch(config), hidden=64)
     # real kernels make a few scratch tensors of their own
     assert without_memory.activations_bytes == pytest.approx(real.activations_bytes, rel=0.01)
     assert without_memory.layers_traced == real.layers_traced

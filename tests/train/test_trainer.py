@@ -18,7 +18,7 @@ from shardtrain.config.schema import Config
 from shardtrain.data.batch import IGNORE
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.ops.dtensor import to_full
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 
 NO_CLIP = 1e9
 SAME = 1e-6
@@ -72,7 +72,7 @@ def one_step(rank: int, config: Config, kept: Mapping[int, int] | int = 64) -> S
 
     stream, run.stream = run.stream, Masked()  # type: ignore[assignment]
     run.runner.update = watched  # type: ignore[method-assign]
-    outcome = train.step(run)
+    outcome = trainer.step(run)
     loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / max(1, outcome.global_tokens)
     return Step(loss, outcome.local_tokens, outcome.global_tokens, outcome.grad_norm, gradients, whole(run), ids)
 
@@ -164,5 +164,5 @@ def bad_gradient(rank: int) -> str:
 
     run.runner.forward_backward = spoiled  # type: ignore[method-assign]
     with pytest.raises(NumericalError) as caught:
-        train.step(run)
+        trainer.step(run)
     return str(caught.value)

@@ -22,7 +22,7 @@ from shardtrain.config.schema import Config, Validation
 from shardtrain.data.batch import IGNORE, Batch
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.train import validation as evaluate
 from shardtrain.train.validation import Evaluation
 from shardtrain.utils.errors import DataError
@@ -195,7 +195,7 @@ def test_a_set_without_a_token_to_predict_is_an_error_on_all_ranks() -> None:
 def traces(rank: int, one: Config) -> tuple[bool, bool, bool, bool]:
     """Whether evaluation leaves weights, gradients, random numbers and the stream of training as they were."""
     run = make_run(rank, one)
-    train.step(run)
+    trainer.step(run)
     weights = {name: local_tensor(p.detach()).clone() for name, p in run.runner.parameters().items()}
     random_state, consumed = torch.get_rng_state(), run.stream.samples_consumed
     stream = evaluate.open_stream(one, run.mesh)
@@ -266,7 +266,7 @@ def test_training_is_bitwise_the_same_with_and_without_validation(tmp_path: Path
 def counts(rank: int, one: Config) -> bool:
     """Whether evaluation leaves what blocks of experts counted, and the biases of their routers, as they were."""
     run = make_run(rank, one)
-    train.step(run)
+    trainer.step(run)
     blocks = [m for part in run.runner.parts for m in part.modules() if hasattr(m, "count_E")]
     before = [block.count_E.clone() for block in blocks]
     biases = {name: buffer.clone() for name, buffer in run.runner.buffers().items()}

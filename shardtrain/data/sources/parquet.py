@@ -13,7 +13,7 @@ from shardtrain.data.sources import BadRow, Request, Row, Shards
 from shardtrain.data.sources._files import File, FileSource, list_files
 from shardtrain.data.sources._index import too_long
 from shardtrain.data.sources._json import not_utf8
-from shardtrain.utils import sandbox as confined
+from shardtrain.utils import sandbox
 from shardtrain.utils.errors import ConfigError, Problem
 
 ENDINGS = (".parquet", ".pq")
@@ -150,8 +150,8 @@ def _prove(file: File, parquet: Any) -> None:
         "rows": min(_rows_at_once(groups[number]) for number in suspects),
     }
     try:
-        confined.prove("parquet", request, f"{request['path']} {file.size} {file.mtime_ns} {file.inode}")
-    except confined.Refused as refused:
+        sandbox.prove("parquet", request, f"{request['path']} {file.size} {file.mtime_ns} {file.inode}")
+    except sandbox.Refused as refused:
         raise file.unusable(str(refused), "get the file from its source again, or leave it out") from None
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from shardtrain.launch.platforms import pdsh_rsh as reach
+from shardtrain.launch.platforms import pdsh_rsh
 from shardtrain.launch.platforms.ssh import Plan
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -111,7 +111,7 @@ class Fan:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen(len(plans))
-        inside = [sys.executable, "-I", reach.__file__, str(path)]
+        inside = [sys.executable, "-I", pdsh_rsh.__file__, str(path)]
         words = ["pdsh", "-R", "exec", "-f", str(len(plans)), "-w", ",".join(names)]
         words += [*(word.replace("%", "%%") for word in inside), "%n"]
         names_of_pdsh = {key: value for key, value in os.environ.items() if key not in ("WCOLL", "PDSH_MODULE_DIR")}

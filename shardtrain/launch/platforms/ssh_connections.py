@@ -18,8 +18,7 @@ from typing import IO
 
 from shardtrain import __version__
 from shardtrain.config.schema.launch import LaunchSSH
-from shardtrain.launch import addresses
-from shardtrain.launch import remote_agent as remote
+from shardtrain.launch import addresses, remote_agent
 from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED
 from shardtrain.launch.platforms import pdsh
@@ -160,9 +159,9 @@ class Run:
 
     def _beat(self) -> None:
         """Let the hosts hear that somebody is there; a thread of its own, because a terminal may hold up the other."""
-        while not self._ended.wait(remote.BEAT_SECONDS):
+        while not self._ended.wait(remote_agent.BEAT_SECONDS):
             for one in self._open:
-                one.say(remote.BEAT)
+                one.say(remote_agent.BEAT)
 
     def _take(self) -> None:
         """Take one line of any host, to the terminal and to the host's file; or wait a moment for none."""
@@ -173,8 +172,8 @@ class Run:
         if line is None or one.log is None:
             return
         text = line.decode(errors="replace").rstrip("\r\n")
-        if not one.ready and text.startswith(remote.READY):
-            self._welcome(one, text.removeprefix(remote.READY).split())
+        if not one.ready and text.startswith(remote_agent.READY):
+            self._welcome(one, text.removeprefix(remote_agent.READY).split())
             return
         one.last = visible(text.strip()) or one.last
         one.log.write(line)
@@ -214,7 +213,7 @@ class Run:
             if self._requests > 1 and self._kill_at == float("inf"):
                 self._kill_at = time.monotonic() + END_SECONDS
                 for one in self._open:
-                    one.say(remote.KILL)
+                    one.say(remote_agent.KILL)
             if time.monotonic() > self._kill_at:  # a host that does not answer ends by itself: nobody speaks to it
                 return self._stopped("at once, while hosts did not answer; those end what they run by themselves")
         codes = [one.process.wait() for one in self._open]
@@ -233,7 +232,7 @@ class Run:
         running = [one for one in self._open if not one.asked and one.process.poll() is None]
         for one in running:
             one.asked = True
-            one.say(remote.STOP)
+            one.say(remote_agent.STOP)
         if failed and running and not self._requests:
             what = "is lost" if failed[0].process.poll() == LOST else f"has ended with {failed[0].process.poll()}"
             print(f"note: host {failed[0].name} {what}; the others are asked to stop", file=sys.stderr, flush=True)
@@ -243,7 +242,7 @@ class Run:
         self._ended.set()
         for one in self._open:
             if one.process.poll() is None and one.ready:
-                one.say(remote.KILL)
+                one.say(remote_agent.KILL)
             elif one.process.poll() is None:
                 one.process.kill()  # it waits for its host, which has been told nothing
             with contextlib.suppress(OSError, ValueError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.metrics.record import finite_or_none
-from shardtrain.utils import atomic_io as whole_file
+from shardtrain.utils import atomic_io
 from shardtrain.utils.log import logger
 
 
@@ -113,7 +113,7 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
     """Make the file on disk a rising history up to ``start_step``; returns it."""
     if not path.exists():
         return []
-    with open(path, "rb", opener=whole_file.without_waiting) as file:
+    with open(path, "rb", opener=atomic_io.without_waiting) as file:
         content = file.read()
     records, bad = _parse(content)
     if start_step == 0:
@@ -134,6 +134,6 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
     removed = len(records) - len(kept)
     if removed or bad or not content.endswith(b"\n"):
         content = b"".join(json.dumps(record).encode() + b"\n" for record in kept)
-        whole_file.write(path, content, durable=True)
+        atomic_io.write(path, content, durable=True)
         logger.info(f"{path}: continuing after step {start_step}; {removed} later records and {bad} torn lines removed")
     return kept

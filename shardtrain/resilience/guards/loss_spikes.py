@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.distributed import process_group as world
+from shardtrain.distributed import process_group
 from shardtrain.resilience.guards.history import Rewind
 from shardtrain.train import resume
 from shardtrain.utils.errors import NumericalError
@@ -59,7 +59,7 @@ def go_back(run: Run, checkpoints: Checkpoints, why: GoBack, started_at: int) ->
     training, guard = run.config.training, run.guard
     rewinds, spikes, step = guard.rewinds, guard.spikes, run.state.step + 1
     first_row, end_row = run.state.samples_consumed, run.stream.samples_consumed
-    world.set_timeout(run.config.comm.init_timeout_seconds)  # ranks wait for each other's reading
+    process_group.set_timeout(run.config.comm.init_timeout_seconds)  # ranks wait for each other's reading
     run.runner.forget_gradients()
     path = checkpoints.newest_good(step - training.spike_rewind_steps, started_at)
     if path is None:

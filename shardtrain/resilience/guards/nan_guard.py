@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardtrain import data
-from shardtrain.distributed import process_group as world
-from shardtrain.resilience.guards import nonfinite_tensor as culprit
+from shardtrain.distributed import process_group
+from shardtrain.resilience.guards import nonfinite_tensor
 from shardtrain.resilience.guards.history import RECENT_STEPS
 from shardtrain.utils.errors import NumericalError
 from shardtrain.utils.log import logger
@@ -25,7 +25,7 @@ def stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
         NumericalError: unless the update may be skipped; names ranks and the first bad tensor.
     """
     own = [] if bool(torch.isfinite(loss)) else [run.mesh.device_mesh.get_rank()]
-    ranks = world.gather_flags(bool(own), run.mesh.device)
+    ranks = process_group.gather_flags(bool(own), run.mesh.device)
     step = run.state.step + 1
     if own:
         ids = [int(i) for batch in local for i in batch.sample_ids_B]
@@ -34,7 +34,7 @@ def stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
     if run.scaler and run.scaler.can_shrink:
         logger.warning(f"step {step}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}")
         return
-    first, advice = culprit.find(run, local, in_loss=bool(ranks))
+    first, advice = nonfinite_tensor.find(run, local, in_loss=bool(ranks))
     training, skips = run.config.training, run.state.nonfinite_skips
     bound = ""
     if training.nonfinite_policy == "skip":

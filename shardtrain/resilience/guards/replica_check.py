@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardtrain.checkpoint import replica_comparison as alike
+from shardtrain.checkpoint import replica_comparison
 from shardtrain.checkpoint.collectives import exchange
 from shardtrain.checkpoint.save import Saver
 from shardtrain.distributed.grad_clip import NORMS_AGREE
@@ -43,7 +43,7 @@ class Replicas:
         tensors = {**resume.everything(self._run), **resume.optimizer_state(self._run)}
         if self._holders is None:
             self._holders = self._find_holders(tensors)
-        if odd := alike.find_odd(tensors, self._holders, self._run.state.to_dict()):
+        if odd := replica_comparison.find_odd(tensors, self._holders, self._run.state.to_dict()):
             self._checkpoints.refuse(step, odd)
 
     def _find_holders(self, tensors: Mapping[str, Tensor]) -> dict[tuple[str, object], list[int]]:

@@ -19,13 +19,11 @@ from typing import Any
 import torch.distributed as dist
 
 from shardtrain.config.schema import Config
-from shardtrain.launch import exit_report as last_words
-from shardtrain.launch import failure
+from shardtrain.launch import exit_report, failure
 from shardtrain.resilience import progress as moving
-from shardtrain.resilience import signals as stopping
+from shardtrain.resilience import signals
 from shardtrain.resilience.phases import Phases
-from shardtrain.resilience.watchdog import heartbeat as sign
-from shardtrain.resilience.watchdog import stack as frames
+from shardtrain.resilience.watchdog import heartbeat, stack
 from shardtrain.resilience.watchdog.hang_detector import Judge, Verdict, from_json, to_json
 from shardtrain.resilience.watchdog.heartbeat import Sign
 from shardtrain.resilience.watchdog.stragglers import Stragglers, common, find_odd
@@ -64,7 +62,7 @@ class Heart:
         self._beat = beat_seconds(comm.hang_timeout_seconds)
         self._host = socket.gethostname()
         self._moving = moving.restart(comm.straggler_window_steps)
-        self._stop = stopping.current()
+        self._stop = signals.current()
         self._judge = Judge(world_size, self._beat, comm.init_timeout_seconds, comm.train_timeout_seconds)
         self._stragglers = Stragglers(world_size, config.parallelism.pipeline_parallel_degree)
         self._known: set[int] = set()
@@ -91,7 +89,7 @@ class Heart:
     # --- what this rank says
 
     def _sign(self, beat: int) -> Sign:
-        place = frames.main_thread(self._device)
+        place = stack.main_thread(self._device)
         phase, now = self._phases.name, self._moving
         limit, is_cold = self._limit(phase, place)
         return Sign(
@@ -109,7 +107,7 @@ class Heart:
             marks=dict(now.marks),
         )
 
-    def _limit(self, phase: str, place: frames.Place) -> tuple[float, bool]:
+    def _limit(self, phase: str, place: stack.Place) -> tuple[float, bool]:
         """How long this rank may stand still in its place (0: for ever), and whether it is cold there."""
         hang = float(self._comm.hang_timeout_seconds)
         if not hang or place.debugging:
@@ -129,7 +127,7 @@ class Heart:
             while True:
                 beat += 1
                 own = self._sign(beat)
-                self._store.set(f"sign-{self._rank}", sign.write(own))
+                self._store.set(f"sign-{self._rank}", heartbeat.write(own))
                 if own.has_left:
                     return
                 if self._store.check([VERDICT]):
@@ -161,7 +159,7 @@ class Heart:
         missing = [rank for rank in range(self._size) if rank not in self._known]
         self._known |= {rank for rank in missing if self._store.check([f"sign-{rank}"])}
         ranks = sorted(self._known)
-        found = zip(ranks, map(sign.read, self._store.multi_get([f"sign-{rank}" for rank in ranks])), strict=True)
+        found = zip(ranks, map(heartbeat.read, self._store.multi_get([f"sign-{rank}" for rank in ranks])), strict=True)
         return {rank: said for rank, said in found if said is not None}
 
     def _name_stragglers(self, marks: dict[int, moving.Mark], signs: dict[int, Sign]) -> None:
@@ -194,7 +192,7 @@ class Heart:
             mute = now - max(self._exchanged_at, moved_at)
             last = now
             if mute > self._beat * BEATS_PER_LIMIT:
-                limit, is_cold = self._limit(self._phases.name, place := frames.main_thread(self._device))
+                limit, is_cold = self._limit(self._phases.name, place := stack.main_thread(self._device))
                 # much longer than a verdict takes: who can still speak knows more
                 if limit and mute > MUTE_LIMITS * limit and (place.collective or not is_cold):
                     self._die(self._mute_store(place, mute))
@@ -203,13 +201,13 @@ class Heart:
         now = self._moving
         now.samples += 1
         now.seconds += seconds
-        if not frames.main_thread(self._device).collective:
+        if not stack.main_thread(self._device).collective:
             if self._phases.name == "data":
                 now.busy_data += 1
             else:
                 now.busy_step += 1
 
-    def _mute_store(self, place: frames.Place, seconds: float) -> Verdict:
+    def _mute_store(self, place: stack.Place, seconds: float) -> Verdict:
         """The store gives no answer: with its host, the first rank or the launcher, something is wrong."""
         host = os.environ.get("MASTER_ADDR", self._host)
         doing = f"waits in {place.collective} ({place.at})" if place.collective else f"is at {place.at}"
@@ -235,12 +233,12 @@ class Heart:
             phase=verdict.phase,
         )
         with contextlib.suppress(Exception):
-            last_words.record(told, self._log, self._folder, self._size, verdict.declared_by == self._rank)
+            exit_report.record(told, self._log, self._folder, self._size, verdict.declared_by == self._rank)
         with contextlib.suppress(Exception):
             self._write_stacks(verdict)
         with contextlib.suppress(Exception):
             self._wait_for_stacks(self._size - len(verdict.silent))
-        last_words.end(failure.PEER)
+        exit_report.end(failure.PEER)
 
     def _write_stacks(self, verdict: Verdict) -> None:
         logger.error(f"rank {verdict.rank} (host {verdict.host}) {verdict.message}")

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 
 from shardtrain import models, tasks
-from shardtrain.config import Config, derived, load, machine_notes
-from shardtrain.config import rules as check
+from shardtrain.config import Config, check, derived, load, machine_notes
 from shardtrain.config.schema import Training, Validation
-from shardtrain.data import build_dataset as opening
-from shardtrain.data import sources
+from shardtrain.data import build_dataset, sources
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.mix import Mixture
 from shardtrain.data.packing import Packing
@@ -85,7 +83,7 @@ def main(words: list[str]) -> int:
 
 def examine(config: Config, world_size: int) -> Report:
     """Read all datasets of training, and of validation where it is enabled."""
-    tokenizer = opening.tokenizer_of(config)
+    tokenizer = build_dataset.tokenizer_of(config)
     report = Report({}, [], [], [])
     vocab_size = _model_vocabulary(config)
     if tokenizer.vocab_size > vocab_size:
@@ -112,15 +110,15 @@ def examine(config: Config, world_size: int) -> Report:
 
 def _packings(config: Config, section: Training | Validation, tokenizer: Tokenizer) -> dict[str, Packing]:
     """How the rows of each source are made, by its name."""
-    every = opening.named_sources(config, section)
-    return {named.name: opening.packing_of(config, section, tokenizer, named) for named in every}
+    every = build_dataset.named_sources(config, section)
+    return {named.name: build_dataset.packing_of(config, section, tokenizer, named) for named in every}
 
 
 def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer) -> Iterator[Survey]:
     """Read the datasets of a section, one after the other."""
-    for named in opening.named_sources(config, section):
+    for named in build_dataset.named_sources(config, section):
         module = sources.find(named.source.dataset, named.dataset_option)
-        request = opening.request_for(config, named)
+        request = build_dataset.request_for(config, named)
         if hasattr(module, "open_line"):
             line: ShardLine = module.open_line(request, tokenizer)
             size = sum(file.bytes for file in line.index.files())
@@ -129,7 +127,7 @@ def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer
             continue
         source = module.open_source(request)
         encoder = open_encoder(tokenizer, config.data, named.source)
-        opening.check_template(source, encoder, named)
+        build_dataset.check_template(source, encoder, named)
         num_rows = source.num_rows if isinstance(source, Table) else None
         with Progress(f"checking {named.name}", source.total_bytes) as progress:
             yield survey_rows(named.name, source, encoder, _Ticker(progress, num_rows))
@@ -187,7 +185,7 @@ def _epochs(
     ends: list[int | None] = list(rows)
     if len(surveys) > 1 and all(rows):
         feeds = [_Counted(survey.mean_targets(packings[survey.name])) for survey in surveys]
-        mixture = Mixture(opening.stages_of(config, feeds))
+        mixture = Mixture(build_dataset.stages_of(config, feeds))
         ends = [mixture.first_position_beyond(index, count) for index, count in enumerate(rows)]
     elif config.task.name not in OF_DOCUMENTS:
         ends = [_end_of_task(config, world_size)]

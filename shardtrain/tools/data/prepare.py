@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrain.config import Config, load
-from shardtrain.config import rules as check
-from shardtrain.data import build_dataset as opening
-from shardtrain.data import sources
+from shardtrain.config import Config, check, load
+from shardtrain.data import build_dataset, sources
 from shardtrain.data.document import Encoder
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.read_documents import BadRows, Tally
@@ -90,17 +88,17 @@ def main(words: list[str]) -> int:
 
 def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[Job]:
     """The datasets of a config, opened one after the other."""
-    tokenizer = opening.tokenizer_of(config)
+    tokenizer = build_dataset.tokenizer_of(config)
     shard_tokens = shard_tokens or default_shard_tokens(tokenizer.vocab_size)
-    for named in opening.named_sources(config, config.training):
+    for named in build_dataset.named_sources(config, config.training):
         module = sources.find(named.source.dataset, named.dataset_option)
         if not hasattr(module, "open_source"):
             fix = "name the text that is to be prepared"
             raise ConfigError(Problem(named.dataset_option, named.source.dataset, "is prepared already", fix))
-        request = opening.request_for(config, named)
+        request = build_dataset.request_for(config, named)
         source = module.open_source(request)
         encoder = open_encoder(tokenizer, config.data, named.source)
-        opening.check_template(source, encoder, named)
+        build_dataset.check_template(source, encoder, named)
         facts = {
             "dataset": named.source.dataset,
             "split": request.split,

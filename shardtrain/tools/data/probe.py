@@ -242,7 +242,7 @@ def _model(config: Any) -> tuple[nn.Module, bool]:
     """The configuration's model with random weights, and whether it has experts."""
     from shardtrain import models
     from shardtrain.layout import Draw
-    from shardtrain.ops import init_weights as init
+    from shardtrain.ops import init_weights
     from shardtrain.ops.tied import tie, tied_names
 
     module = models.find(config.model.name)
@@ -262,17 +262,17 @@ def _model(config: Any) -> tuple[nn.Module, bool]:
     for name, parameter in model.named_parameters():
         # not the model's own start: unit gain shows every part, where small or zero weights would hide some
         gain = Draw("normal", std=parameter.size(-1) ** -0.5) if parameter.ndim > 1 else Draw("ones")
-        init.draw_(parameter, name, gain, config.debug.seed)
+        init_weights.draw_(parameter, name, gain, config.debug.seed)
     return model, bool(module.LAYOUT.expert)
 
 
 def _kind(loaded: Any) -> str:
     """How documents are packed; prepared shards may hold other rows than data.format says, which "auto" follows."""
-    from shardtrain.data import build_dataset as opening
+    from shardtrain.data import build_dataset
 
     config = loaded.config
-    named = opening.named_sources(config, config.training)[0]
-    return str(opening.packing_of(config, config.training, opening.tokenizer_of(config), named).kind)
+    named = build_dataset.named_sources(config, config.training)[0]
+    return str(build_dataset.packing_of(config, config.training, build_dataset.tokenizer_of(config), named).kind)
 
 
 def _row(config: Any) -> tuple[Batch, Tokenizer]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardtrain import config as configs
 from shardtrain.checkpoint import manifest
 from shardtrain.config.schema import Config
-from shardtrain.optim import lr_scheduler as schedule
+from shardtrain.optim import lr_scheduler
 from shardtrain.tools.dcp.naming import NAMINGS, TORCHTITAN
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError
@@ -135,7 +135,7 @@ def _groups(config: Config, state: dict[str, Any]) -> Callable[[str], Options]:
     from shardtrain.tools.dcp.writing import Options
 
     c = config.optimizer
-    rate = schedule.learning_rate(c, config.lr_scheduler, config.training.steps, int(state.get("updates", 0)))
+    rate = lr_scheduler.learning_rate(c, config.lr_scheduler, config.training.steps, int(state.get("updates", 0)))
 
     def of(name: str) -> Options:
         decays = not any(fnmatchcase(name, pattern) for pattern in c.no_weight_decay)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from shardtrain import models
-from shardtrain.checkpoint import single_process_writer as whole
+from shardtrain.checkpoint import single_process_writer
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.torch_file import FlatFile
 from shardtrain.config.schema import Model
@@ -105,7 +105,7 @@ def from_dcp(
     state = TrainState().to_dict() | _counters(there, found.step)
     noted = {"name": model.name, "flavor": model.flavor, "overrides": dict(model.overrides)}
     facts: dict[str, Any] = {"state": state, "model": noted}
-    whole.write(
+    single_process_writer.write(
         output,
         {name: kind.shape for name, kind in kinds.items()},
         {name: kind.dtype for name, kind in kinds.items()},

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from shardtrain import __version__, config
 from shardtrain.config import Loaded
 from shardtrain.config.command_line import split
-from shardtrain.resilience import signals as stopping
+from shardtrain.resilience import signals
 from shardtrain.tools.doctor.report import document, exit_code, text_of, to_json
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -171,7 +171,7 @@ def _as_rank(request: Request) -> NoReturn:
     if parent:
         local.leave(local.run_child(_with_folder(request.loaded, Path(os.environ[FOLDER])), lambda _: _run(request)))
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        stopping.die_with_parent(signal.SIGTERM)
+        signals.die_with_parent(signal.SIGTERM)
     told = _run(request)
     if told["findings"] and os.environ["RANK"] == "0":
         _print(request, told)
@@ -186,16 +186,15 @@ def _print(request: Request, told: dict[str, Any]) -> int:
 def _run(request: Request) -> dict[str, Any]:
     """Examine this rank, and judge all on the first; gives the report there, and its exit status on all ranks."""
     from shardtrain.distributed.process_group import pick_device_type
-    from shardtrain.tools.doctor import rank
-    from shardtrain.tools.doctor import store_channel as line
+    from shardtrain.tools.doctor import rank, store_channel
     from shardtrain.tools.doctor.context import Here
 
     started = time.monotonic()
     place, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local = (int(os.environ.get("LOCAL_RANK", "0")), _local_size())
     device = pick_device_type(request.loaded.config.training.device)
-    with line.open_store(place, size, request.limit_seconds) as store:
-        own = line.Line(store, place, size, request.limit_seconds)
+    with store_channel.open_store(place, size, request.limit_seconds) as store:
+        own = store_channel.Line(store, place, size, request.limit_seconds)
         here = Here(request.loaded, place, size, *local, device, request.limit_seconds, store, own, request.has_config)
         facts = rank.examine(here)
         if place:

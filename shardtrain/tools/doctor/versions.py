@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterator
 
 from shardtrain import __version__
-from shardtrain.distributed import config_consistency as agreement
+from shardtrain.distributed import config_consistency
 from shardtrain.tools.doctor.context import Here
 from shardtrain.tools.doctor.outliers import equal
 from shardtrain.tools.doctor.result import Facts, Finding, Said, Verdict
@@ -38,7 +38,7 @@ def collect(here: Here, facts: Facts) -> None:
             facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             facts[name] = ""
-    facts["options"] = agreement.facts_of(here.loaded.config, here.size)["options"][:12]
+    facts["options"] = config_consistency.facts_of(here.loaded.config, here.size)["options"][:12]
 
 
 def _nccl() -> str:

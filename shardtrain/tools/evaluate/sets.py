@@ -14,7 +14,7 @@ from shardtrain.data import IGNORE
 from shardtrain.distributed.context_parallel import document_argument
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.tools.generate.opening import Opened
-from shardtrain.train import document_isolation as documents_apart
+from shardtrain.train import document_isolation
 from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Problem
 
 _TOKENS_AT_ONCE = 2**22
@@ -41,7 +41,7 @@ def measure(opened: Opened, section: Validation, text_field: str | None = None) 
         config, section=section, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
     )
     if stream.masks_documents:
-        documents_apart.check(opened.model, models.find(config.model.name))
+        document_isolation.check(opened.model, models.find(config.model.name))
     device = next(opened.model.parameters()).device
     loss = torch.zeros((), dtype=torch.float64, device=device)
     text, tokens, rows = _Bytes(opened.tokenizer), 0, 0

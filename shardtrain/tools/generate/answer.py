@@ -12,7 +12,7 @@ import torch
 from shardtrain.config.schema import Comm
 from shardtrain.data.columns import Unusable
 from shardtrain.data.encode import open_conversations
-from shardtrain.distributed import process_group as world
+from shardtrain.distributed import process_group
 from shardtrain.distributed.process_group import World
 from shardtrain.tools.generate.engine import Generator, Watch
 from shardtrain.tools.generate.locate_checkpoint import load_config
@@ -59,10 +59,10 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
 def join(device: str) -> Iterator[World]:
     """The world that a launcher describes; a process alone needs no process group."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with world.join(Comm(), device) as here:
+        with process_group.join(Comm(), device) as here:
             yield here
         return
-    yield World(0, 1, 0, torch.device(world.pick_device_type(device)))
+    yield World(0, 1, 0, torch.device(process_group.pick_device_type(device)))
 
 
 class Answers:

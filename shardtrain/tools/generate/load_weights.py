@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain.checkpoint import tensors as tensor_files
+from shardtrain.checkpoint import tensors
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
 from shardtrain.config import Config
 from shardtrain.hf import importing
@@ -72,9 +72,9 @@ class Held:
     def _read(self, named: Mapping[str, Tensor]) -> None:
         assert self._stored is not None
         weights = _prefixed(named)
-        tensor_files.check_names(weights, self._stored, self.where)
+        tensors.check_names(weights, self._stored, self.where)
         try:
-            tensor_files.read(weights, self._stored, self.where)
+            tensors.read(weights, self._stored, self.where)
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.where} cannot be loaded: {error}") from error
 

@@ -15,14 +15,12 @@ import torch
 from torch import nn
 
 from shardtrain import config as configs
-from shardtrain import data, models
-from shardtrain import distributed as parallel
+from shardtrain import data, distributed, models
 from shardtrain.config import Config, Loaded, derived
 from shardtrain.config.rules.task import OF_TEXT
 from shardtrain.config.schema import Parallelism, Training
 from shardtrain.data.build_dataset import tokenizer_of
-from shardtrain.distributed import expert_parallel as expert
-from shardtrain.distributed import tensor_parallel as tensor
+from shardtrain.distributed import expert_parallel, tensor_parallel
 from shardtrain.distributed.process_group import World
 from shardtrain.layout import Layout
 from shardtrain.ops.tied import tie, tied_names
@@ -124,8 +122,8 @@ def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, h
     problems = list(configs.check(Loaded(config)))
     if problems:
         raise ConfigError(problems)
-    mesh = parallel.build(config, here)
-    tensor.apply(model, layout, mesh, config)
+    mesh = distributed.build(config, here)
+    tensor_parallel.apply(model, layout, mesh, config)
     if layout.expert:
-        expert.mesh_of_experts(mesh, config)
-        expert.apply(model, layout, mesh, config)
+        expert_parallel.mesh_of_experts(mesh, config)
+        expert_parallel.apply(model, layout, mesh, config)

@@ -15,14 +15,13 @@ from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.collectives import exchange
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
-from shardtrain.distributed import LOSS_AXES
-from shardtrain.distributed import process_group as world
+from shardtrain.distributed import LOSS_AXES, process_group
 from shardtrain.metrics.sinks.jsonl import read_records
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.seeding import set_determinism
 from shardtrain.resilience.guards.history import Rewind
 from shardtrain.tools.replay import Plan
-from shardtrain.train import shutdown as ending
+from shardtrain.train import shutdown
 from shardtrain.train.resume import optimizer_state, resume, weights
 from shardtrain.train.run import Outcome, Run
 from shardtrain.utils import log
@@ -35,7 +34,7 @@ OTHER_MESH = 1e-4
 class Trainer(Protocol):
     """What a replay needs of ``shardtrain.train``."""
 
-    def build(self, config: Any, here: world.World) -> Run:
+    def build(self, config: Any, here: process_group.World) -> Run:
         """See ``run.build``."""
         ...
 
@@ -47,7 +46,7 @@ class Trainer(Protocol):
 def main(loaded: Loaded, plan: Plan, trainer: Trainer) -> None:
     """Make the steps again as one rank; raises NumericalError, on all ranks, at the first difference."""
     config = loaded.config
-    with world.join(config.comm, config.training.device) as here:
+    with process_group.join(config.comm, config.training.device) as here:
         folder, console = Path(config.job.dump_folder), here.rank in log.console_ranks()
         log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console, False)
         set_determinism(config.debug)
@@ -55,11 +54,11 @@ def main(loaded: Loaded, plan: Plan, trainer: Trainer) -> None:
         checkpoints = Checkpoints(config)
         resume(run, checkpoints)
         run.guard.rewinds = [Rewind(*rewind) for rewind in plan.rewinds]
-        ending.expect(run, checkpoints, may_end_early=True)
+        shutdown.expect(run, checkpoints, may_end_early=True)
         _compare_steps(run, plan, trainer, here)
 
 
-def _compare_steps(run: Run, plan: Plan, trainer: Trainer, here: world.World) -> None:
+def _compare_steps(run: Run, plan: Plan, trainer: Trainer, here: process_group.World) -> None:
     path, same_mesh = plan.run_folder / "metrics.jsonl", plan.world_size in (None, here.size)
     records = {record["step"]: record for record in read_records(path)} if path.is_file() else {}
     saved, compared = set(retention.steps(plan.checkpoints)), 0
@@ -145,6 +144,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return local_tensor(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
 
 
-def _say(here: world.World, text: str) -> None:
+def _say(here: process_group.World, text: str) -> None:
     if here.rank == 0:
         print(text, flush=True)

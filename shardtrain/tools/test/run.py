@@ -6,25 +6,20 @@ import dataclasses
 import json
 from pathlib import Path
 
-from shardtrain import distributed as parallel
-from shardtrain import tasks
+from shardtrain import distributed, tasks
 from shardtrain.checkpoint import best, retention
 from shardtrain.checkpoint.collectives import exchange, together
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, folder_of, place
 from shardtrain.config.schema import Config
-from shardtrain.distributed import BATCH_AXES, Mesh
-from shardtrain.distributed import process_group as world
-from shardtrain.lora import base_weights as base
+from shardtrain.distributed import BATCH_AXES, Mesh, process_group
+from shardtrain.lora import base_weights
 from shardtrain.tools.test.request import SPLITS, Request, sets_of
-from shardtrain.train import reference_models as reference
-from shardtrain.train import saved_file
-from shardtrain.train import validation as evaluate
+from shardtrain.train import reference_models, saved_file, validation
 from shardtrain.train.build import Built, build_model
 from shardtrain.train.resume import held_by, weights_of
 from shardtrain.train.validation import Evaluation
-from shardtrain.utils import atomic_io as whole_file
-from shardtrain.utils import log
+from shardtrain.utils import atomic_io, log
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.log import logger
 
@@ -32,14 +27,14 @@ from shardtrain.utils.log import logger
 def main(asked: Request) -> None:
     """Evaluate the sets and write their files (the first rank); raises ShardtrainError for what a user can mend."""
     config = asked.loaded.config
-    with world.join(config.comm, config.training.device) as here:
+    with process_group.join(config.comm, config.training.device) as here:
         console = here.rank in log.console_ranks()
         folder = Path(asked.launched.config.job.dump_folder)
         log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console)
-        mesh = parallel.build(config, here)
+        mesh = distributed.build(config, here)
         built = build_model(config, mesh)
         if isinstance(built.task, tasks.RowTask):  # a teacher takes no part in what is measured
-            reference.hold(built.task, built.runner, config, mesh)
+            reference_models.hold(built.task, built.runner, config, mesh)
         logger.info(f"testing the weights of {load(built, config, asked.checkpoint)}")
         files: dict[str, str | None] = {}
         for name in sets_of(config):
@@ -63,7 +58,7 @@ def load(built: Built, config: Config, wanted: str | None) -> Place:
         path = _choose(checkpoints, folder_of(config.job.dump_folder, config.checkpoint.folder), wanted)
         if built.adapters is not None:
             device = next(iter(built.runner.parameters().values())).device
-            base.load(config, built.runner, built.adapters, device, checkpoints)
+            base_weights.load(config, built.runner, built.adapters, device, checkpoints)
         tensors = held_by(built.adapters, weights_of(built.runner))
         if saved_file.is_saved_file(path) and built.adapters is None:
             together(lambda: saved_file.fill(Path(str(path)), tensors, config.model))
@@ -98,7 +93,7 @@ def measure(built: Built, config: Config, mesh: Mesh, split: str) -> tuple[Evalu
     if isinstance(task, tasks.RowTask):
         labelled, options = task.is_labelled(split), {"split": split}
     stream = task.open_stream(
-        section=evaluate.section(config, mesh.device_mesh.size()),
+        section=validation.section(config, mesh.device_mesh.size()),
         batch_rank=mesh.rank(*BATCH_AXES),
         num_batch_ranks=mesh.size(*BATCH_AXES),
         accumulation=1,
@@ -107,8 +102,8 @@ def measure(built: Built, config: Config, mesh: Mesh, split: str) -> tuple[Evalu
         **options,
     )
     task.check(stream, built.module, built.shape)
-    world.check_agreement(stream.fingerprint, f"the data of {split} differ between ranks", mesh.device)
-    found = evaluate.evaluate(built.runner, stream, mesh, labelled=labelled)
+    process_group.check_agreement(stream.fingerprint, f"the data of {split} differ between ranks", mesh.device)
+    found = validation.evaluate(built.runner, stream, mesh, labelled=labelled)
     assert found is not None  # nobody was asked to stop
     return found, labelled
 
@@ -134,4 +129,4 @@ def _write(folder: Path, files: dict[str, str | None]) -> None:
         if text is None:
             (folder / name).unlink(missing_ok=True)
         else:
-            whole_file.write(folder / name, text)
+            atomic_io.write(folder / name, text)

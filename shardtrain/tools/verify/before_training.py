@@ -1,7 +1,7 @@
 """What ``train`` has compared before its first step, in a process of its own: a small copy of a user's model file.
 
-``python -m shardtrain.tools.verify.before_training CONFIG.toml`` reads the model and the mesh of a run from the file and
-prints one JSON document of lists of sentences: refused, compared, noticed, left_out.
+``python -m shardtrain.tools.verify.before_training CONFIG.toml`` reads the model and the mesh of a run from the file
+and prints one JSON document of lists of sentences: refused, compared, noticed, left_out.
 """
 
 from __future__ import annotations

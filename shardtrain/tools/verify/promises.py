@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.config import Config
-from shardtrain.distributed import pipeline_parallel as pipeline
+from shardtrain.distributed import pipeline_parallel
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.tools.verify import casts, dropout, probes
 from shardtrain.tools.verify.batches import whole_batch
@@ -234,7 +234,7 @@ class _NoTensor(Exception):
 
 def _only(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
     """A copy that has some of the modules, as a pipeline stage has them."""
-    return pipeline.stage(copy.deepcopy(model), layout, keep)
+    return pipeline_parallel.stage(copy.deepcopy(model), layout, keep)
 
 
 def _halve(module: nn.Module, dim: int) -> bool:

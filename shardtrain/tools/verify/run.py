@@ -22,17 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from shardtrain import distributed as parallel
-from shardtrain import layout, models, optim
+from shardtrain import distributed, layout, models, optim
 from shardtrain.config import Config, derived
-from shardtrain.distributed import BATCH_AXES, Mesh, Runner
-from shardtrain.distributed import context_parallel as context
+from shardtrain.distributed import BATCH_AXES, Mesh, Runner, context_parallel
 from shardtrain.distributed.mesh import AXES
 from shardtrain.distributed.process_group import World
 from shardtrain.layout import Draw, Layout
-from shardtrain.lora import spec as adapters
+from shardtrain.lora import spec
 from shardtrain.lora.linear import is_adapter
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.ops.tied import tie, tied_names
 from shardtrain.tools.verify import dropout
@@ -91,7 +89,7 @@ def draws_of(module: Any, shape: Any, model: nn.Module, unit_gain: bool) -> dict
     layers = len(getattr(model, module.LAYOUT.layers))
     parameters = dict(model.named_parameters())
     own = [name for name in parameters if not is_adapter(name)]
-    draws = init.plan(own, module.initial(shape), module.LAYOUT, layers) | adapters.draws(model)
+    draws = init_weights.plan(own, module.initial(shape), module.LAYOUT, layers) | spec.draws(model)
     if not unit_gain:
         return draws
     strong = {}
@@ -126,20 +124,20 @@ def _run_steps(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     here = World(rank, num_ranks, rank, device)
-    mesh = parallel.build(config, here)
+    mesh = distributed.build(config, here)
     module, shape, model = model_of(config)
     watch.layout = module.LAYOUT
-    adapters.adapt(model, module, shape, config.lora)
+    spec.adapt(model, module, shape, config.lora)
     names = [name for name, _ in model.named_parameters()]
     draws = draws_of(module, shape, model, task.unit_gain)
     first_layer = next(iter(getattr(model, module.LAYOUT.layers)))
-    runner = parallel.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
+    runner = distributed.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
     recorder = _Recorder(runner, mesh)
     runner.materialize(draws_of(module, shape, model, unit_gain=False), config.debug.seed)
     recorder.keep("own", runner.parameters())  # what training would start from
     if task.unit_gain:
         for name, parameter in runner.parameters().items():
-            init.draw_(parameter, name, draws[name], config.debug.seed)
+            init_weights.draw_(parameter, name, draws[name], config.debug.seed)
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
     stream = SyntheticStream(
         config.debug.seed,
@@ -337,7 +335,7 @@ class _Recorder:
 
     def write(self, path: Path, rank: int, config: Config, watch: _Watch) -> None:
         place = {axis: self._mesh.rank(axis) for axis in AXES}
-        facts = {"balanced": context.is_balanced(config), "calls": watch.calls, "drops": watch.drops}
+        facts = {"balanced": context_parallel.is_balanced(config), "calls": watch.calls, "drops": watch.drops}
         self._parts |= watch.tensors
         told = {
             "rank": rank,
@@ -367,7 +365,7 @@ def read_record(folder: Path, rank: int) -> Record:
 def plain_model(config: Config, weights: Mapping[str, Tensor]) -> nn.Module:
     """The whole model on this process's CPU with given weights: no mesh, no runner."""
     module, shape, model = model_of(config)
-    adapters.adapt(model, module, shape, config.lora)
+    spec.adapt(model, module, shape, config.lora)
     ties = tied_names(model)
     model.to_empty(device="cpu")
     tie(model, ties)

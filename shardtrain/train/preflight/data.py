@@ -11,8 +11,7 @@ from typing import Any
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, Training, Validation
 from shardtrain.config.schema.data import DataSource
-from shardtrain.data import build_dataset as opening
-from shardtrain.data import ends, sources
+from shardtrain.data import build_dataset, ends, sources
 from shardtrain.data.data_budget import check_enough
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.read_documents import BadRows, Tally, read_documents
@@ -53,15 +52,15 @@ def look(config: Config, section: str, world_size: int | None) -> tuple[list[Sha
 
 def _open(config: Config, part: Training | Validation, notes: list[str]) -> int | None:
     """Open sources of documents; gives where they end, where that is known."""
-    tokenizer = opening.tokenizer_of(config)
-    every, small = opening.named_sources(config, part), True
+    tokenizer = build_dataset.tokenizer_of(config)
+    every, small = build_dataset.named_sources(config, part), True
     for named in every:
         if _is_elsewhere(named.source):
             notes.append(f"{named.path_option}={named.source.dataset_path}: is on the hub, and was not looked at")
             small = False
             continue
         module = sources.find(named.source.dataset, option=named.dataset_option)
-        request = opening.request_for(config, named)
+        request = build_dataset.request_for(config, named)
         if hasattr(module, "open_line"):
             module.open_line(request, tokenizer)
             continue
@@ -71,7 +70,7 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
             continue
         small = False
         encoder = open_encoder(tokenizer, config.data, named.source)
-        opening.check_template(source, encoder, named)
+        build_dataset.check_template(source, encoder, named)
         policy, tally = BadRows.of(config.data), Tally()
         rows = None if is_small else 1 if source.total_bytes is None else FIRST_ROWS
         for _ in read_documents(source, encoder, policy, tally, itertools.islice(every_row(source), rows)):
@@ -82,7 +81,7 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
     if not small:
         return None
     validates = isinstance(part, Validation)
-    return opening.open_data(config, part, shuffle=not validates, loop=False if validates else None).end
+    return build_dataset.open_data(config, part, shuffle=not validates, loop=False if validates else None).end
 
 
 def _read_rows(config: Config, part: Training | Validation, world_size: int | None) -> int | None:
@@ -109,7 +108,7 @@ def _read_rows(config: Config, part: Training | Validation, world_size: int | No
 def _is_elsewhere(source: DataSource) -> bool:
     """Whether a dataset is on the hub, where nothing is asked before the run does."""
     path = source.dataset_path or ""
-    return "://" in path or (source.dataset == "huggingface" and not opening.is_local(path))
+    return "://" in path or (source.dataset == "huggingface" and not build_dataset.is_local(path))
 
 
 def _has_a_checkpoint(config: Config) -> bool:

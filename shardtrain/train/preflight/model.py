@@ -7,7 +7,7 @@ import torch
 from shardtrain import models, optim, tasks
 from shardtrain.config.schema import Config
 from shardtrain.layout import word_of
-from shardtrain.lora import spec as adapters
+from shardtrain.lora import spec
 from shardtrain.train.preflight import own_files
 from shardtrain.train.preflight.memory import Parameter
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
@@ -37,7 +37,7 @@ def _parameters(config: Config) -> list[Parameter]:
     layout = module.LAYOUT
     with torch.device("meta"):
         model = task.adapt(models.build(module, shape), layout)
-    adapters.adapt(model, module, shape, config.lora, bool(task.num_labels))
+    spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     named = dict(model.named_parameters())
     optim.build(named.items(), config.optimizer, list(named))
     found = []

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from shardtrain.config.schema import Checkpoint, Config, Job, Metrics
 from shardtrain.launch import environment, local
-from shardtrain.resilience import signals as stopping
+from shardtrain.resilience import signals
 from shardtrain.utils.errors import ConfigError, DataError, Preempted, Problem
 
 
@@ -50,11 +50,11 @@ def trainer(mode):
             time.sleep(60)
         if mode == "wait":
             (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
-            while not stopping.current().asked():
+            while not signals.current().asked():
                 time.sleep(0.02)
             raise Preempted("saved at step 3")
         if mode == "stubborn":
-            signal.pthread_sigmask(signal.SIG_BLOCK, stopping.GRACEFUL)
+            signal.pthread_sigmask(signal.SIG_BLOCK, signals.GRACEFUL)
             (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
             time.sleep(60)
         if rank == 1:

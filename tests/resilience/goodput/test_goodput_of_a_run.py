@@ -17,8 +17,7 @@ from shardtrain.data import Stream
 from shardtrain.launch import environment, local
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import BINS, account, attempts_of
-from shardtrain.train import trainer as train
-from shardtrain.train import validation as evaluate
+from shardtrain.train import trainer, validation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
 
@@ -52,9 +51,9 @@ def _launch(one, folder):
 
         slower(Stream, "__next__", DATA)
         slower(Checkpoints, "save", SAVE)
-        slower(evaluate.Validator, "run", VALIDATION)
-        slower(train.optim, "set_learning_rate", STEP, kill)
-        return train.main(loaded)
+        slower(validation.Validator, "run", VALIDATION)
+        slower(trainer.optim, "set_learning_rate", STEP, kill)
+        return trainer.main(loaded)
 
     os._exit(local.launch(Loaded(one), 2, main=main, max_restarts=1))
 

@@ -15,9 +15,9 @@ from ranks import run_ranks
 from tiny import make_run, tiny_config, whole
 from torch import Tensor
 
-from shardtrain.ops import cross_entropy as loss
+from shardtrain.ops import cross_entropy
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.utils.errors import NumericalError
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ class PoisonedGradient(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-def digest(run: train.Run) -> str:
+def digest(run: trainer.Run) -> str:
     """Of the bits of all weights, and of the optimizer's memory."""
     hashed = hashlib.sha256()
     for name, tensor in sorted(whole(run).items()):
@@ -52,10 +52,10 @@ def digest(run: train.Run) -> str:
     return hashed.hexdigest()
 
 
-def fail(run: train.Run, place: str, here: bool, micro: int, value: float, second_look: bool = True) -> str:
+def fail(run: trainer.Run, place: str, here: bool, micro: int, value: float, second_look: bool = True) -> str:
     """The message of a step in which a number of this rank is not finite, in one place of one micro-batch."""
     calls, undo = itertools.count(), []
-    original = loss._CrossEntropySum
+    original = cross_entropy._CrossEntropySum
 
     def is_due() -> bool:
         if not torch.is_grad_enabled():
@@ -70,8 +70,8 @@ def fail(run: train.Run, place: str, here: bool, micro: int, value: float, secon
                 return PoisonedGradient.apply(found, value if torch.is_grad_enabled() and is_due() else 1.0)
             return found * (value if is_due() else 1.0)
 
-        loss._CrossEntropySum = type("Poisoned", (), {"apply": staticmethod(apply)})  # type: ignore[misc]
-        undo.append(lambda: setattr(loss, "_CrossEntropySum", original))
+        cross_entropy._CrossEntropySum = type("Poisoned", (), {"apply": staticmethod(apply)})  # type: ignore[misc]
+        undo.append(lambda: setattr(cross_entropy, "_CrossEntropySum", original))
     elif place == "activation":
         part = run.runner.parts[-1]
         layer = list(part.layers.values())[-1]
@@ -85,7 +85,7 @@ def fail(run: train.Run, place: str, here: bool, micro: int, value: float, secon
         undo.append(lambda: local.view(-1).__setitem__(0, before))
     try:
         with pytest.raises(NumericalError) as caught:
-            train.step(run)
+            trainer.step(run)
     finally:
         for action in undo:
             action()
@@ -102,7 +102,7 @@ def all_places(rank: int, mesh: str) -> list[tuple[str, int, int, float, str]]:
         training={"seq_len": 16, "local_batch_size": local, "global_batch_size": 8, "steps": 10},
     )
     run = make_run(rank, config)
-    train.step(run)
+    trainer.step(run)
     before, found = digest(run), []
     for place, culprit, micro in itertools.product(
         ("loss", "gradient", "activation", "parameter"), range(size), (0, 1)
@@ -118,7 +118,7 @@ def all_places(rank: int, mesh: str) -> list[tuple[str, int, int, float, str]]:
         assert run.state.to_dict() == state
         found.append((place, culprit, micro, value, message))
     found.append(("transient", 0, 0, NAN, fail(run, "loss", rank == size - 1, 0, NAN, second_look=False)))
-    assert train.step(run) is not None and digest(run) != before
+    assert trainer.step(run) is not None and digest(run) != before
     return found
 
 

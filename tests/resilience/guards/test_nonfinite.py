@@ -13,7 +13,7 @@ from ranks import run_ranks
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
 from shardtrain.config.schema import Config
-from shardtrain.ops import cross_entropy as loss
+from shardtrain.ops import cross_entropy
 from shardtrain.utils.errors import NumericalError
 
 BAD_RANK = 1
@@ -29,7 +29,7 @@ def config(folder: Path, steps: int = 5, **training: Any) -> Config:
 
 def train_with(rank: int, config: Config, bad: dict[int, float], stop_after: int | None = None) -> Ended:
     """A whole run in which the loss of one rank is multiplied by ``bad[call]`` in the call-th forward, from 1."""
-    original, calls = loss._CrossEntropySum, []
+    original, calls = cross_entropy._CrossEntropySum, []
 
     def apply(*arguments: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -38,11 +38,11 @@ def train_with(rank: int, config: Config, bad: dict[int, float], stop_after: int
         factor = bad.get(len(calls), 1.0) if rank == BAD_RANK else 1.0
         return original.apply(*arguments) * factor
 
-    loss._CrossEntropySum = SimpleNamespace(apply=apply)  # type: ignore[assignment, misc]
+    cross_entropy._CrossEntropySum = SimpleNamespace(apply=apply)  # type: ignore[assignment, misc]
     try:
         return train_whole(rank, config, stop_after)
     finally:
-        loss._CrossEntropySum = original  # type: ignore[misc]
+        cross_entropy._CrossEntropySum = original  # type: ignore[misc]
 
 
 INF, NAN = float("inf"), float("nan")

@@ -22,8 +22,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed.process_group import World
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience.guards.replica_check import Replicas
-from shardtrain.train import resume
-from shardtrain.train import trainer as train
+from shardtrain.train import resume, trainer
 from shardtrain.utils.errors import NumericalError
 
 FLIPS = int(os.environ.get("SHARDTRAIN_REPLICA_FLIPS", "12"))
@@ -32,7 +31,7 @@ INTERVAL = 3
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def build(rank: int, parallelism: dict[str, Any], interval: int = INTERVAL) -> train.Run:
+def build(rank: int, parallelism: dict[str, Any], interval: int = INTERVAL) -> trainer.Run:
     config = tiny_config(
         model={"overrides": {"num_layers": 2}},
         parallelism=parallelism,
@@ -47,7 +46,7 @@ def flip(tensor: Tensor, index: int, bit: int) -> None:
     bits[index] ^= torch.tensor(1, dtype=bits.dtype) << bit
 
 
-def held_by_two(run: train.Run, replicas: Replicas) -> list[str]:
+def held_by_two(run: trainer.Run, replicas: Replicas) -> list[str]:
     assert replicas._holders is not None
     names = {name.removeprefix("model.") for (name, _), ranks in replicas._holders.items() if len(ranks) > 1}
     return [name for name in run.runner.parameters() if name in names]
@@ -60,7 +59,7 @@ def flips(rank: int, parallelism: dict[str, Any]) -> list[tuple[str, int, str]]:
         random.Random(1),
         torch.distributed.get_world_size(),
     )
-    train.step(run)
+    trainer.step(run)
     replicas.check(3)
     found = []
     names = held_by_two(run, replicas)
@@ -159,9 +158,9 @@ def run_of(folder: Path, parallelism: dict[str, Any], mode: str, **checkpoint: A
 def losses(rank: int, config: Config, flipped: int = 0, name: str = "exp_avg_sq") -> dict[str, Any]:
     """Train to the end; after step ``flipped`` a bit of the optimizer's state flips on the last rank."""
     steps: dict[str, Any] = {}
-    step = train.step
+    step = trainer.step
 
-    def noted(run: train.Run) -> Any:
+    def noted(run: trainer.Run) -> Any:
         outcome = step(run)
         if outcome is not None:
             loss = run.mesh.sum_of_all(outcome.loss_sum.detach().double().reshape(1)).item()
@@ -172,9 +171,9 @@ def losses(rank: int, config: Config, flipped: int = 0, name: str = "exp_avg_sq"
             flip(state[whole], 0, 20)
         return outcome
 
-    train.step = noted  # this process is a rank of its own
+    trainer.step = noted  # this process is a rank of its own
     try:
-        train.train(Loaded(config), World(rank, torch.distributed.get_world_size(), 0, torch.device("cpu")))
+        trainer.train(Loaded(config), World(rank, torch.distributed.get_world_size(), 0, torch.device("cpu")))
     except NumericalError as error:
         return {"error": str(error), "code": error.exit_code}
     return steps

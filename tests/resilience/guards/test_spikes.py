@@ -22,7 +22,7 @@ from shardtrain import data
 from shardtrain.checkpoint import manifest
 from shardtrain.config.schema import Config, Data, Parallelism
 from shardtrain.data.batch import Batch
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.utils.errors import NumericalError
 
 STEPS, POISONED = 16, 11
@@ -48,7 +48,7 @@ def poisoned(rank: int, config: Config, steps: tuple[int, ...] = (POISONED,), st
 
     ``stop`` (rewinds, step) ends it like a kill when so many rewinds and so many steps are done.
     """
-    pull, step = data.Stream.__next__, train.step
+    pull, step = data.Stream.__next__, trainer.step
     rows = {8 * (step - 1) + row for step in steps for row in range(8)}
 
     def poison(stream: data.Stream) -> Batch:
@@ -61,16 +61,16 @@ def poisoned(rank: int, config: Config, steps: tuple[int, ...] = (POISONED,), st
                 targets_BT[row] = torch.from_numpy(noise)
         return dataclasses.replace(batch, targets_BT=targets_BT)
 
-    def stopping(run: train.Run) -> train.Outcome | None:
+    def stopping(run: trainer.Run) -> trainer.Outcome | None:
         if (len(run.guard.rewinds), run.state.step) == stop:
             raise NumericalError("killed")
         return step(run)
 
-    data.Stream.__next__, train.step = poison, stopping  # type: ignore[method-assign]
+    data.Stream.__next__, trainer.step = poison, stopping  # type: ignore[method-assign]
     try:
         return train_whole(rank, config)
     finally:
-        data.Stream.__next__, train.step = pull, step  # type: ignore[method-assign]
+        data.Stream.__next__, trainer.step = pull, step  # type: ignore[method-assign]
 
 
 def one_rank(rank: int, root: Path) -> dict[str, Ended]:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from shardtrain.config import Config, derived, load
-from shardtrain.data import open_stream
-from shardtrain.data import read_documents as reading
+from shardtrain.data import open_stream, read_documents
 from shardtrain.data.packing import Packing
 from shardtrain.tools.data import check, prepare
 from shardtrain.tools.data.check import examine
@@ -136,7 +135,7 @@ def test_one_duplicate_in_many_is_no_warning(tmp_path: Path, capsys: pytest.Capt
 def test_places_of_duplicates_hold_across_parts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(read_documents, "ROWS_AT_ONCE", 7)
     path = jsonl(tmp_path / "a.jsonl", [*texts(30), {"text": ""}, *texts(30)])
     _, report = run(capsys, *words_for(path))
     table = report["datasets"]["jsonl"]

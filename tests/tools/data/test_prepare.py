@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.config import load
-from shardtrain.data import build_dataset as opening
-from shardtrain.data import sources
+from shardtrain.data import build_dataset, sources
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.read_documents import BadRows, Tally, read_documents
 from shardtrain.data.shards import ShardLine, verify
@@ -54,9 +53,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def in_memory(words: list[str]) -> MemoryLine:
     """The documents of the same options, tokenized on the fly."""
     config = load(None, words).config
-    named = opening.named_sources(config, config.training)[0]
-    tokenizer = opening.tokenizer_of(config)
-    source = sources.find(named.source.dataset).open_source(opening.request_for(config, named))
+    named = build_dataset.named_sources(config, config.training)[0]
+    tokenizer = build_dataset.tokenizer_of(config)
+    source = sources.find(named.source.dataset).open_source(build_dataset.request_for(config, named))
     encoder = open_encoder(tokenizer, config.data, named.source)
     return MemoryLine(read_documents(source, encoder, BadRows.of(config.data), Tally()), tokenizer.vocab_size)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardtrain import models
 from shardtrain.data.batch import IGNORE, Batch
 from shardtrain.layout import Draw
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.tools.data.probe import EXPERTS_TOLERANCE, main, probe, verdicts
 from shardtrain.utils.errors import ConfigError
 
@@ -38,7 +38,9 @@ def model_of(family: str) -> nn.Module:
     flavor, overrides = FAMILIES[family]
     model = models.build(module, models.shape_of(module, flavor, overrides, "rmsnorm")).to_empty(device="cpu")
     for name, parameter in model.named_parameters():
-        init.draw_(parameter, name, Draw("normal", std=parameter.size(-1) ** -0.5 if parameter.ndim > 1 else 1.0), 0)
+        init_weights.draw_(
+            parameter, name, Draw("normal", std=parameter.size(-1) ** -0.5 if parameter.ndim > 1 else 1.0), 0
+        )
     for buffer in model.buffers():
         buffer.zero_()
     return model

@@ -14,9 +14,19 @@ import pytest
 import torch
 from patients import examined, rows
 
-from shardtrain.ops import dtensor as shards
-from shardtrain.tools.doctor import clock, devices, hosts, limits, memory, network, numbers, storage, versions
-from shardtrain.tools.doctor import store_channel as line
+from shardtrain.ops import dtensor
+from shardtrain.tools.doctor import (
+    clock,
+    devices,
+    hosts,
+    limits,
+    memory,
+    network,
+    numbers,
+    storage,
+    store_channel,
+    versions,
+)
 
 
 def test_ranks_that_are_well_are_found_well(tmp_path):
@@ -162,7 +172,7 @@ def test_a_rank_that_never_comes_is_waited_for_once_and_named(tmp_path):
 
 
 def _absent(rank):
-    line.EXTRA_SECONDS, line.AGAIN_SECONDS = 0.5, 0.3
+    store_channel.EXTRA_SECONDS, store_channel.AGAIN_SECONDS = 0.5, 0.3
     return patients.ABSENT if rank == 1 else None
 
 
@@ -287,4 +297,4 @@ def _adds_in_float32(rank):
     numbers.NUMBERS, numbers.TOKENS = {"cpu": 2**21}, {"cpu": 4}
     if rank == 2:
         # the sum that PyTorch's own norm takes on a CPU: one chain of float32 squares for each lane
-        shards.squared_norm = lambda tensors: torch.linalg.vector_norm(tensors[0], dtype=torch.float32).square()
+        dtensor.squared_norm = lambda tensors: torch.linalg.vector_norm(tensors[0], dtype=torch.float32).square()

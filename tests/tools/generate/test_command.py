@@ -26,8 +26,7 @@ from shardtrain.tools.generate.answer import Answers
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.tools.generate.opening import open_model
 from shardtrain.tools.generate.prompts import read_rows
-from shardtrain.train import resume
-from shardtrain.train import trainer as train
+from shardtrain.train import resume, trainer
 from shardtrain.train.run_folder import write_resolved_config
 from shardtrain.utils.errors import CheckpointError, ConfigError, DataError
 
@@ -39,7 +38,7 @@ CHAT = (
 
 
 def train_one(rank, config):
-    train.train(Loaded(config), World(rank, 1, 0, torch.device("cpu")))
+    trainer.train(Loaded(config), World(rank, 1, 0, torch.device("cpu")))
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +132,7 @@ def test_two_processes_write_the_file_of_one(trained, tmp_path, capfd):
 def save_one(rank, config):
     """A checkpoint of untrained weights that count for much."""
     here = World(rank, 1, 0, torch.device("cpu"))
-    run = train.build(config, here)
+    run = trainer.build(config, here)
     with torch.no_grad():
         for name, parameter in run.runner.parameters().items():
             if name.startswith("layers.") and parameter.ndim > 1:

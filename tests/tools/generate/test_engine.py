@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from shardtrain.config.model_file import model_names
 from shardtrain.models import build, find, shape_of
 from shardtrain.models.layers import AttentionCore
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.tools.generate.cache import BLOCK, CachedCore, installed
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.tools.generate.sampling import Sampling
@@ -34,11 +34,11 @@ def tiny(family, layers=2, **overrides):
     known = {name: size for name, size in {**SHAPE, **EXPERTS, **overrides}.items() if name in fields}
     shape = shape_of(module, next(iter(module.FLAVORS)), {**known, "num_layers": layers}, "rmsnorm")
     names = [name for name, _ in build(module, shape).named_parameters()]
-    draws = init.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
+    draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
     model = module.Model(shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            init.draw_(parameter, name, draws[name], 0)
+            init_weights.draw_(parameter, name, draws[name], 0)
             if name.startswith("layers.") and parameter.ndim > 1:
                 parameter.mul_(6)
     return model, module.LAYOUT
@@ -192,10 +192,10 @@ def test_what_a_core_says_of_its_scores_is_kept_exactly(name):
     shape = shape_of(module, "tiny", {"num_layers": 2}, "rmsnorm")
     model = module.Model(shape)
     names = [name for name, _ in model.named_parameters()]
-    draws = init.plan(names, module.initial(shape), module.LAYOUT, 2)
+    draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, 2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            init.draw_(parameter, name, draws[name], 0)
+            init_weights.draw_(parameter, name, draws[name], 0)
             if parameter.ndim > 1:
                 parameter.mul_(3)
     asked = prompts(3, 30, 6)

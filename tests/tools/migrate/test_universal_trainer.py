@@ -34,7 +34,7 @@ from shardtrain.ops.dtensor import to_full
 from shardtrain.optim.lr_scheduler import learning_rate
 from shardtrain.tools import migrate
 from shardtrain.tools.migrate import Here
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.train.resume import resume
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
@@ -74,7 +74,7 @@ def body(rank: int, config: Config, steps: int) -> dict[str, Any]:
     stream, run.stream = run.stream, Noted()  # type: ignore[assignment]
     for _ in range(steps):
         rows.append([])
-        outcome = train.step(run)
+        outcome = trainer.step(run)
         assert outcome is not None
         losses.append(run.mesh.sum(outcome.loss_sum.double(), over=LOSS_AXES).item() / outcome.global_tokens)
         rates.append(outcome.lr)
@@ -517,7 +517,7 @@ HOOKS = {
 
 def hooked(rank: int, config: Config) -> tuple[list[Any], float]:
     run = make_run(rank, config)
-    outcome = train.step(run)
+    outcome = trainer.step(run)
     assert outcome is not None
     module = sys.modules["shardtrain_task_file_hooks"] if config.task.name.endswith(".py") else None
     return list(getattr(module, "seen", [])), float(outcome.loss_sum)

@@ -21,9 +21,8 @@ from ranks import run_ranks
 from reviews import config, file_of, rows
 from tiny import make_run, text_file, tiny_config, train_whole
 
-from shardtrain import cli
+from shardtrain import cli, distributed
 from shardtrain import config as configs
-from shardtrain import distributed as parallel
 from shardtrain.checkpoint import best
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
@@ -87,7 +86,7 @@ def test_two_processes_write_the_files_of_the_best_checkpoint(tmp_path: Path) ->
 
 
 def choose(rank: int, one: Config, wanted: str | None, splits: tuple[str, ...]) -> Any:
-    mesh = parallel.build(one, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
+    mesh = distributed.build(one, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
     built = build_model(one, mesh)
     try:
         path = testing.load(built, one, wanted)

@@ -15,7 +15,7 @@ from shardtrain.tools.verify import shrink
 from shardtrain.tools.verify.meshes import changed
 from shardtrain.tools.verify.report import Row
 from shardtrain.tools.verify.request import Request
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 
 MESHES = ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2", "cp=2", "dp_replicate=2,dp_shard=2")
 
@@ -27,12 +27,12 @@ class Bench:
         loaded = config.load(None, ["--activation_checkpoint.mode", "none", *overrides])
         self.task: shrink.Task = verify.plan(loaded, Request(meshes=meshes, steps=steps))
         self.folder = folder
-        verify.reference(self.task, train, folder)
+        verify.reference(self.task, trainer, folder)
 
     def run(self, mesh: str, **parallelism: Any) -> Row:
         plan = next(plan for plan in self.task.plans if plan.name == mesh)
         loaded = changed(plan.loaded, {"parallelism": parallelism}, set(), "")
-        return verify.compare_plan(self.task, dataclasses.replace(plan, loaded=loaded), train, self.folder)
+        return verify.compare_plan(self.task, dataclasses.replace(plan, loaded=loaded), trainer, self.folder)
 
 
 @pytest.fixture(scope="module")

@@ -20,21 +20,23 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from shardtrain import optim
 from shardtrain.config import stages
-from shardtrain.distributed import attention_blocks as pieces
-from shardtrain.distributed import context_attention as attention
-from shardtrain.distributed import context_parallel as context
-from shardtrain.distributed import expert_parallel as expert
-from shardtrain.distributed import fsdp as shard
-from shardtrain.distributed import grad_clip as clip
-from shardtrain.distributed import pipeline_parallel as pipeline
-from shardtrain.distributed import runner
-from shardtrain.distributed import tensor_parallel as tensor
-from shardtrain.distributed import zero1 as zero
+from shardtrain.distributed import (
+    attention_blocks,
+    context_attention,
+    context_parallel,
+    expert_parallel,
+    fsdp,
+    grad_clip,
+    pipeline_parallel,
+    runner,
+    tensor_parallel,
+    zero1,
+)
 from shardtrain.distributed.mesh import BATCH_AXES, Mesh
 from shardtrain.models import moe
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.optim import lr_scheduler as schedule
+from shardtrain.optim import lr_scheduler
 
 
 class Fault(NamedTuple):
@@ -74,14 +76,14 @@ def divide_gradients(monkeypatch, factor):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(factor)
 
-    wrap_step(monkeypatch, shard.apply, average)
+    wrap_step(monkeypatch, fsdp.apply, average)
 
 
 def wrap_step(monkeypatch, step, change):
     """Replace one of the steps of parallelism."""
-    from shardtrain import distributed as parallel
+    from shardtrain import distributed
 
-    steps = tuple((lambda *a: change(step, *a)) if one is step else one for one in parallel.STEPS)
+    steps = tuple((lambda *a: change(step, *a)) if one is step else one for one in distributed.STEPS)
     monkeypatch.setattr("shardtrain.distributed.STEPS", steps)
 
 
@@ -124,7 +126,7 @@ def norms_of_the_split_sequence_not_reduced(monkeypatch):
         word = word_of(layout, path)
         return None if word == "sequence" else word
 
-    wrap(monkeypatch, tensor, "word_of", forget_norms)
+    wrap(monkeypatch, tensor_parallel, "word_of", forget_norms)
 
 
 @fault("dp_shard=2", "micro-batches dropped", "only the last of 4")
@@ -144,7 +146,7 @@ def the_first_micro_batch_counted_twice(monkeypatch):
 
 @fault("dp_shard=2", "no gradient")
 def gradients_never_synchronised(monkeypatch):
-    wrap(monkeypatch, shard, "set_gradient_sync", lambda f, part, on: f(part, False))
+    wrap(monkeypatch, fsdp, "set_gradient_sync", lambda f, part, on: f(part, False))
 
 
 @fault("pp=2", "scaled by 1/8", "micro-batches")
@@ -154,7 +156,7 @@ def micro_batches_averaged_by_the_pipeline(monkeypatch):
         built._scale_grads = built.scale_grads = True
         return built
 
-    wrap(monkeypatch, pipeline.PipelineRunner, "_build_schedule", average)
+    wrap(monkeypatch, pipeline_parallel.PipelineRunner, "_build_schedule", average)
 
 
 @fault("dp_shard=2", "no simple cause fits", "look at the backward pass")
@@ -165,7 +167,7 @@ def a_gradient_without_its_positive_numbers(monkeypatch):
             local_tensor(parameters[0].grad).clamp_(max=0.0)
         return norm(parameters, mesh)
 
-    wrap(monkeypatch, clip, "gradient_norm", clamp)
+    wrap(monkeypatch, grad_clip, "gradient_norm", clamp)
 
 
 @fault("dp_replicate=2", "unsynchronised: copies of the gradient differ between ranks of axis dp_replicate")
@@ -178,7 +180,7 @@ def noise_in_one_copy_of_a_gradient(monkeypatch):
             )
         return norm(parameters, mesh)
 
-    wrap(monkeypatch, clip, "gradient_norm", noise)
+    wrap(monkeypatch, grad_clip, "gradient_norm", noise)
 
 
 @fault("dp_shard=2", "each number of the gradient is a bfloat16")
@@ -191,7 +193,7 @@ def gradients_reduced_in_a_shorter_type(monkeypatch):
                 gradient.copy_(gradient.bfloat16())
         return norm(parameters, mesh)
 
-    wrap(monkeypatch, clip, "gradient_norm", round_off)
+    wrap(monkeypatch, grad_clip, "gradient_norm", round_off)
 
 
 @fault("tp=2", "no gradient", "layers.1.ffn.w2.weight")
@@ -200,7 +202,7 @@ def a_layer_that_is_frozen(monkeypatch):
         apply(model, *others)
         model.layers["1"].ffn.w2.weight.requires_grad_(False)
 
-    wrap_step(monkeypatch, shard.apply, freeze)
+    wrap_step(monkeypatch, fsdp.apply, freeze)
 
 
 # the loss: its divisor, targets and samples
@@ -238,7 +240,7 @@ def targets_of_two_micro_batches_swapped(monkeypatch):
         order = [0, 2, 1, *range(3, len(batch.targets_BT))]
         return run(self, method, [dataclasses.replace(batch, targets_BT=batch.targets_BT[order])])
 
-    wrap(monkeypatch, pipeline.PipelineRunner, "_run", swap)
+    wrap(monkeypatch, pipeline_parallel.PipelineRunner, "_run", swap)
 
 
 @fault("cp=2", "the logits agree: look at the targets")
@@ -247,7 +249,7 @@ def targets_shifted_under_cp(monkeypatch):
         tokens, targets, positions = cut(batch, mesh, config)
         return tokens, targets.roll(1, dims=1), positions
 
-    wrap(monkeypatch, context, "cut", shift)
+    wrap(monkeypatch, context_parallel, "cut", shift)
 
 
 @fault("tp=2", "the logits agree: look at the targets")
@@ -256,7 +258,7 @@ def the_vocabulary_of_each_rank_starts_at_zero(monkeypatch):
         make(self, mesh, size)
         self.offset = 0
 
-    wrap(monkeypatch, tensor.SplitVocabulary, "__init__", start)
+    wrap(monkeypatch, tensor_parallel.SplitVocabulary, "__init__", start)
 
 
 @fault("dp_replicate=2", "same samples", "dp_replicate")
@@ -271,7 +273,7 @@ def the_loss_counted_on_both_stages(monkeypatch):
         dist.all_reduce(loss)
         return loss
 
-    wrap(monkeypatch, pipeline.PipelineRunner, "forward_backward", everywhere)
+    wrap(monkeypatch, pipeline_parallel.PipelineRunner, "forward_backward", everywhere)
 
 
 # sequences that are split
@@ -283,7 +285,7 @@ def positions_of_each_part_count_from_zero(monkeypatch):
         tokens, targets, positions = cut(batch, mesh, config)
         return tokens, targets, torch.arange(positions.size(1)).expand_as(positions)
 
-    wrap(monkeypatch, context, "cut", restart)
+    wrap(monkeypatch, context_parallel, "cut", restart)
 
 
 @fault("cp=2", "wrong positions or tokens under cp", "before attention")
@@ -292,7 +294,7 @@ def positions_with_an_offset(monkeypatch):
         tokens, targets, positions = cut(batch, mesh, config)
         return tokens, targets, positions + 3 * mesh.rank("cp")
 
-    wrap(monkeypatch, context, "cut", shift)
+    wrap(monkeypatch, context_parallel, "cut", shift)
 
 
 RING = {"context_parallel_rotate_method": "alltoall"}
@@ -304,7 +306,7 @@ def a_wrong_causal_chunk_in_the_ring(monkeypatch):
         everything = slice(0, tokens)
         return parts(tokens, source, rank, balanced) if source == rank else [(everything, everything, False)]
 
-    wrap(monkeypatch, pieces, "_causal_parts", all_seen)
+    wrap(monkeypatch, attention_blocks, "_causal_parts", all_seen)
 
 
 @fault("cp=2", "attention over the parts of cp is wrong", **RING)
@@ -312,17 +314,17 @@ def a_block_missing_in_the_ring(monkeypatch):
     def forget(parts, tokens, source, rank, balanced):
         return parts(tokens, source, rank, balanced) if source == rank else []
 
-    wrap(monkeypatch, pieces, "_causal_parts", forget)
+    wrap(monkeypatch, attention_blocks, "_causal_parts", forget)
 
 
 @fault("cp=2", "attention over the parts of cp is wrong", "module layers.0.attn.core")
 def gathered_keys_left_in_the_order_of_the_ranks(monkeypatch):
-    monkeypatch.setattr(attention, "_natural_order", lambda x, size, balanced: x)
+    monkeypatch.setattr(context_attention, "_natural_order", lambda x, size, balanced: x)
 
 
 @fault("cp=2", "attention over the parts of cp is wrong", context_parallel_method="ulysses")
 def heads_of_the_wrong_rank(monkeypatch):
-    wrap(monkeypatch, attention, "_heads_for_tokens", lambda f, x, group: f(x.flip(1), group))
+    wrap(monkeypatch, context_attention, "_heads_for_tokens", lambda f, x, group: f(x.flip(1), group))
 
 
 @fault("cp=2", "the backward pass first differs", "module layers.", "attn.core", by_default=True)
@@ -331,7 +333,7 @@ def gradients_of_keys_of_other_ranks_lost(monkeypatch):
         size, rank = ctx.group.size(), ctx.group.rank()
         return gradient.chunk(size, dim=1)[rank].contiguous(), None
 
-    monkeypatch.setattr(attention._GatherSequence, "backward", staticmethod(keep_own))
+    monkeypatch.setattr(context_attention._GatherSequence, "backward", staticmethod(keep_own))
 
 
 # layers that are split
@@ -351,7 +353,7 @@ def the_sum_after_a_rowwise_linear_missing(monkeypatch):
     def style(make, word, *others):
         return Unsummed(output_layouts=Shard(1)) if word == "rowwise" else make(word, *others)
 
-    wrap(monkeypatch, tensor, "_style", style)
+    wrap(monkeypatch, tensor_parallel, "_style", style)
 
 
 @fault("pp=2", "layers in another order", "layers.1 is given what one process gives layers.0")
@@ -362,7 +364,7 @@ def layers_on_the_wrong_stage(monkeypatch):
         return [[other.get(name, name) for name in part] for part in found]
 
     wrap(monkeypatch, stages, "modules_per_stage", swap)
-    monkeypatch.setattr(pipeline, "_check_parts", lambda *_: None)
+    monkeypatch.setattr(pipeline_parallel, "_check_parts", lambda *_: None)
 
 
 # norm, clipping and update
@@ -380,7 +382,7 @@ class WithoutPipelineSum:
 
 @fault("pp=2", "norm not reduced over pp")
 def norm_not_reduced_over_pipeline_stages(monkeypatch):
-    wrap(monkeypatch, clip, "gradient_norm", lambda f, parameters, mesh: f(parameters, WithoutPipelineSum(mesh)))
+    wrap(monkeypatch, grad_clip, "gradient_norm", lambda f, parameters, mesh: f(parameters, WithoutPipelineSum(mesh)))
 
 
 def forget_axis(monkeypatch, forgotten):
@@ -388,7 +390,7 @@ def forget_axis(monkeypatch, forgotten):
         names = gradient.device_mesh.mesh_dim_names
         return tuple(axis for axis in split_axes(gradient) if names[axis] != forgotten)
 
-    wrap(monkeypatch, clip, "split_axes", without)
+    wrap(monkeypatch, grad_clip, "split_axes", without)
 
 
 @fault("tp=2", "norm not reduced over tp", "the gradients agree", by_default=True)
@@ -403,17 +405,17 @@ def norm_not_reduced_over_shards(monkeypatch):
 
 @fault("dp_replicate=2", "norm counts whole tensors once for each rank of axis dp_replicate")
 def norm_counts_each_replica(monkeypatch):
-    wrap(monkeypatch, clip, "gradient_norm", lambda f, parameters, mesh: f(parameters, mesh) * 2**0.5)
+    wrap(monkeypatch, grad_clip, "gradient_norm", lambda f, parameters, mesh: f(parameters, mesh) * 2**0.5)
 
 
 @fault("dp_shard=2", "clipped by another factor", "rank 0: 1", "rank 1: 0.5")
 def each_rank_clips_by_its_own_factor(monkeypatch):
-    wrap(monkeypatch, clip, "scale_gradients", lambda f, parameters, by: f(parameters, by / (1 + dist.get_rank())))
+    wrap(monkeypatch, grad_clip, "scale_gradients", lambda f, parameters, by: f(parameters, by / (1 + dist.get_rank())))
 
 
 @fault("tp=2", "step 2", "clipped by another factor")
 def gradients_not_clipped(monkeypatch):
-    monkeypatch.setattr(clip, "scale_gradients", lambda parameters, by: None)
+    monkeypatch.setattr(grad_clip, "scale_gradients", lambda parameters, by: None)
 
 
 @fault("dp_shard=2", "layers.1.ffn.w2.weight in layer 1", "not updated")
@@ -432,7 +434,7 @@ def updated_slices_not_gathered(monkeypatch):
                 self._part(name, local_tensor(self._parameters[name]).detach()).copy_(local_tensor(piece).detach())
                 piece.grad = None
 
-    monkeypatch.setattr(zero.SplitStates, "after_update", keep)
+    monkeypatch.setattr(zero1.SplitStates, "after_update", keep)
 
 
 @fault("tp=2", "norm.weight in module norm", "unsynchronised parameter", "axis tp")
@@ -447,7 +449,7 @@ def copies_of_a_parameter_drift_apart(monkeypatch):
 
 @fault("dp_replicate=2", "unsynchronised parameter", "axis dp_replicate")
 def a_learning_rate_of_each_rank(monkeypatch):
-    wrap(monkeypatch, schedule, "learning_rate", lambda f, *arguments: f(*arguments) * (1 + dist.get_rank()))
+    wrap(monkeypatch, lr_scheduler, "learning_rate", lambda f, *arguments: f(*arguments) * (1 + dist.get_rank()))
 
 
 @fault("dp_shard=2", "step 2", "stale weights", "those that step 1 began with")
@@ -473,7 +475,7 @@ def a_seed_of_each_rank(monkeypatch):
     def shifted(draw, parameter, name, how, seed):
         return draw(parameter, name, how, seed + dist.get_rank())
 
-    wrap(monkeypatch, init, "draw_", shifted)
+    wrap(monkeypatch, init_weights, "draw_", shifted)
 
 
 @fault("tp=2", "before step 1", "initial weights depend on the mesh")
@@ -481,7 +483,7 @@ def a_seed_of_the_mesh(monkeypatch):
     def shifted(draw, parameter, name, how, seed):
         return draw(parameter, name, how, seed + dist.get_world_size())
 
-    wrap(monkeypatch, init, "draw_", shifted)
+    wrap(monkeypatch, init_weights, "draw_", shifted)
 
 
 # experts
@@ -502,7 +504,7 @@ def tokens_of_one_expert_dropped(monkeypatch):
 
 @fault("ep=2", "first differs", "module layers.0.moe", model="qwen3_moe")
 def rows_come_back_from_experts_in_another_order(monkeypatch):
-    wrap(monkeypatch, expert.AllToAllDispatch, "forward", lambda f, self, *inputs: f(self, *inputs).flip(0))
+    wrap(monkeypatch, expert_parallel.AllToAllDispatch, "forward", lambda f, self, *inputs: f(self, *inputs).flip(0))
 
 
 @fault("ep=2", "scaled by 1/2", "averaged where it must be summed", model="qwen3_moe")
@@ -515,12 +517,12 @@ def gradients_of_experts_averaged(monkeypatch):
                     local_tensor(parameter.grad).mul_(0.5)
         return norm(parameters, mesh)
 
-    wrap(monkeypatch, clip, "gradient_norm", average)
+    wrap(monkeypatch, grad_clip, "gradient_norm", average)
 
 
 @fault("dp_shard=2", "the balance loss of experts counts 3 times", model="qwen3_moe")
 def the_balance_loss_counted_three_times(monkeypatch):
-    wrap(monkeypatch, expert, "before_step", lambda f, parts, weight: f(parts, weight * 3))
+    wrap(monkeypatch, expert_parallel, "before_step", lambda f, parts, weight: f(parts, weight * 3))
 
 
 @fault("dp_shard=2", "expert_bias", "unsynchronised buffer", "axis dp_shard", model="deepseek_v3")
@@ -530,7 +532,7 @@ def biases_of_routers_by_the_tokens_of_each_rank(monkeypatch):
             patch.setattr(Mesh, "sum", lambda self, values, over: values)
             update(parts, mesh)
 
-    wrap(monkeypatch, expert, "update_biases", alone)
+    wrap(monkeypatch, expert_parallel, "update_biases", alone)
 
 
 # ranks that fail

@@ -8,7 +8,7 @@ from other_styles import FILES, FOLDER, NOT_POSSIBLE
 
 from shardtrain.tools import verify
 from shardtrain.tools.verify import meshes, request, shrink
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
 
 MESHES = ("dp_shard=2", "tp=2", "pp=2", "cp=2")
@@ -39,7 +39,7 @@ def test_a_correct_file_has_the_same_numbers_on_every_mesh_that_is_possible(name
         except ConfigError as error:
             assert NOT_POSSIBLE[name][mesh] in str(error)
     task, _ = verify.probe(shrink.prepare(plans, loaded, 2, False), tmp_path)
-    for row in verify.verify(task, train, tmp_path):
+    for row in verify.verify(task, trainer, tmp_path):
         reason = NOT_POSSIBLE.get(name, {}).get(row.mesh)
         assert row.verdict == ("not possible" if reason else "same"), row
         assert (reason or "") in row.cause, row

@@ -15,13 +15,11 @@ from ranks import run_ranks
 from tiers import cases
 
 from shardtrain import cli, config
-from shardtrain.distributed import grad_clip as clip
-from shardtrain.distributed import runner
-from shardtrain.ops import cross_entropy as loss
-from shardtrain.ops import dtensor as shards
+from shardtrain.distributed import grad_clip, runner
+from shardtrain.ops import cross_entropy, dtensor
 from shardtrain.tools.verify import real, request
 from shardtrain.tools.verify.real import beyond, float64, layers, sums, tile
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
 
 SMALL = real.Sizes(numbers=1 << 20, far_rows=4099, far_samples=10_007, vocabularies=(1000,), tokens=256, losses=1 << 18)
@@ -62,7 +60,7 @@ def test_the_norm_is_that_of_float64_whatever_the_numbers_are(values):
 def test_a_norm_that_is_added_up_in_float32_is_seen(monkeypatch):
     # what the norm was: one chain of float32 squares for each lane, 1.3e-4 off at five million numbers
     chained = lambda tensors: torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32)).square().sum()  # noqa: E731
-    monkeypatch.setattr(clip, "squared_norm", chained)
+    monkeypatch.setattr(grad_clip, "squared_norm", chained)
     assert norm(1, {}, 5_000_000, "normal") > real.SUM_LIMIT
 
 
@@ -92,11 +90,11 @@ def _many_micro_batches():
 
 def test_chunks_of_tokens_are_added_up_in_float64(monkeypatch):
     # a million tokens of a real vocabulary are eight thousand chunks
-    monkeypatch.setattr(loss, "CHUNK_NUMEL", 4)
+    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 4)
     logits = torch.zeros(1, 1 << 12, 4)
     targets = torch.zeros(1, 1 << 12, dtype=torch.int64)
     exact = (1 << 12) * math.log(4.0)
-    assert abs(float(loss.cross_entropy_sum(logits, targets)) / exact - 1) < 2e-7
+    assert abs(float(cross_entropy.cross_entropy_sum(logits, targets)) / exact - 1) < 2e-7
 
 
 def test_the_far_end_of_a_tensor_of_more_than_31_bits_is_drawn_ordered_and_read_right(tmp_path):
@@ -107,8 +105,8 @@ def test_the_far_end_of_a_tensor_of_more_than_31_bits_is_drawn_ordered_and_read_
 
 def test_a_gradient_that_is_scaled_in_part_is_seen(monkeypatch):
     assert beyond.scaled(0, 1, 100) == {"wrong": 0}
-    scale = clip.scale_gradients
-    monkeypatch.setattr(clip, "scale_gradients", lambda ps, factor: scale(ps, 1.0) or ps[0].grad[:-1].mul_(factor))
+    scale = grad_clip.scale_gradients
+    monkeypatch.setattr(grad_clip, "scale_gradients", lambda ps, factor: scale(ps, 1.0) or ps[0].grad[:-1].mul_(factor))
     assert beyond.scaled(0, 1, 100) == {"wrong": beyond.COLUMNS}
 
 
@@ -134,8 +132,8 @@ def _tiled(rank):
     ):
         tensor = sums.gradient(shape, placements, mesh, torch.float32).grad
         tile.fill_(tensor, name, 2.0, 1.0)
-        slices = [(one.start, one.stop) for one in shards.local_slices(tensor)]
-        found[name] = (shards.local_tensor(tensor).tolist(), slices)
+        slices = [(one.start, one.stop) for one in dtensor.local_slices(tensor)]
+        found[name] = (dtensor.local_tensor(tensor).tolist(), slices)
     return found
 
 
@@ -167,7 +165,7 @@ def test_factors_stand_for_the_gradients_of_float64(monkeypatch, tmp_path):
 
 def rows_of(*words, budget=1 << 31, meshes=("1", "dp_shard=2,tp=2")):
     loaded = config.load(None, list(words))
-    checks = real.of_model(loaded, budget, lambda: train)
+    checks = real.of_model(loaded, budget, lambda: trainer)
     return {(c.name, c.mesh): real.measured(c, budget) for c in checks if c.mesh in meshes}
 
 

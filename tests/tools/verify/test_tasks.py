@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardtrain.tools import verify
 from shardtrain.tools.verify import request
-from shardtrain.train import trainer as train
+from shardtrain.train import trainer
 
 TEXT = Path(__file__).parents[3] / "README.md"
 HIDDEN = [
@@ -19,5 +19,5 @@ def test_a_model_that_learns_hidden_tokens_is_verified(tmp_path: Path) -> None:
     asked = request.read([*HIDDEN, "--mesh", "dp_shard=2"])
     task = verify.plan(verify.load(asked), asked)
     assert any(note.startswith("task: masked_language_model as language_model") for note in task.notes)
-    (row,) = verify.verify(task, train, tmp_path)  # type: ignore[arg-type]
+    (row,) = verify.verify(task, trainer, tmp_path)  # type: ignore[arg-type]
     assert row.verdict == "same" and row.gradient is not None and row.gradient < 1e-5

@@ -17,9 +17,8 @@ import pytest
 import tiny_tokenizers
 from tiers import cases
 
-from shardtrain import cli
-from shardtrain import config as configs
-from shardtrain.train import trainer as train
+from shardtrain import cli, config
+from shardtrain.train import trainer
 from shardtrain.train.preflight import judge, machine, memory, model, require, require_in_child
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.hardware import GPUS, peak_flops
@@ -259,7 +258,7 @@ def started(words: list[str]) -> tuple[int, list[str]]:
 def no_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``train`` ends before its first step."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(train, "_steps", lambda *_: None)
+    monkeypatch.setattr(trainer, "_steps", lambda *_: None)
 
 
 @pytest.mark.parametrize("name", cases(CHEAP, nightly=[name for name in FAULTY if name not in CHEAP]))
@@ -289,7 +288,7 @@ def threads() -> int:
 def test_a_process_that_will_fork_opens_nothing_itself(folder: Path, words: list[str]) -> None:
     """Tokenizers and Arrow start threads, and a lock that one of them holds is never free in a rank forked then."""
     tiny_tokenizers.bpe_folder(folder / "bpe")
-    loaded = configs.load("run.toml", ["--model.tokenizer_path=bpe", *words], keep_problems=True)
+    loaded = config.load("run.toml", ["--model.tokenizer_path=bpe", *words], keep_problems=True)
     before = threads()
     in_child: ShardtrainError | None = None
     try:
@@ -332,13 +331,13 @@ def test_each_machine_has_a_peak_that_is_known() -> None:
 @pytest.mark.usefixtures("no_steps")
 def test_the_bytes_of_a_rank_follow_from_shapes_layout_and_mesh() -> None:
     def needed(nproc: int, *words: str) -> int:
-        loaded = configs.load("run.toml", words)
+        loaded = config.load("run.toml", words)
         errors, parameters = model.build(loaded.config)
         assert not errors and parameters is not None
         return memory.state_bytes(loaded.config, nproc, parameters)
 
     whole = needed(1)
-    errors, parameters = model.build(configs.load("run.toml").config)
+    errors, parameters = model.build(config.load("run.toml").config)
     assert not errors and parameters is not None
     assert whole == 4 * 4 * sum(one.num_elements for one in parameters)  # weights, gradients and two of AdamW
     assert needed(4) == whole // 4
@@ -354,7 +353,7 @@ def test_the_bytes_of_a_rank_follow_from_shapes_layout_and_mesh() -> None:
 @pytest.mark.usefixtures("no_steps")
 def test_a_model_that_rules_pass_without_torch_surely_fits() -> None:
     for flavor in ("debugmodel", "8B", "70B"):
-        loaded = configs.load("run.toml", [f"--model.flavor={flavor}", "--model.overrides.vocab_size=128256"])
+        loaded = config.load("run.toml", [f"--model.flavor={flavor}", "--model.overrides.vocab_size=128256"])
         errors, parameters = model.build(loaded.config)
         assert not errors and parameters is not None
         needed = memory.state_bytes(loaded.config, 1, parameters)

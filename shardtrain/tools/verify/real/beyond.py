@@ -19,14 +19,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from shardtrain import optim
-from shardtrain.checkpoint import tensors as stored
+from shardtrain.checkpoint import tensors
 from shardtrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor
 from shardtrain.config.schema import Optimizer
 from shardtrain.data.order import sample_at
-from shardtrain.distributed import fake_backend as fake
-from shardtrain.distributed import grad_clip as clip
+from shardtrain.distributed import fake_backend, grad_clip
 from shardtrain.layout import Draw
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tools.verify.real import tile
@@ -49,7 +48,7 @@ def scaled(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     tile.fill_(parameter, "scaled")
     before = {row: parameter[row].detach().clone() for row in _places(rows)}
     parameter.grad = parameter.detach()
-    clip.scale_gradients([parameter], 0.5)
+    grad_clip.scale_gradients([parameter], 0.5)
     wrong = sum(int((parameter[row].detach() != before[row] * 0.5).sum()) for row in before)
     return {"wrong": wrong}
 
@@ -104,15 +103,15 @@ def scored(rank: int, num_ranks: int, vocabulary: int, tokens: int) -> dict[str,
 
 def drawn(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     """Initial numbers of the last of 64 ranks of a tensor, beside a draw of the same blocks written out here."""
-    draw, ranks, rows_per_block = Draw("normal", std=0.02), 64, init.BLOCK_NUMEL // COLUMNS
-    with fake.join(ranks - 1, ranks):
+    draw, ranks, rows_per_block = Draw("normal", std=0.02), 64, init_weights.BLOCK_NUMEL // COLUMNS
+    with fake_backend.join(ranks - 1, ranks):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
         first = -(-rows // ranks) * (ranks - 1)
         local = torch.empty(rows - first, COLUMNS)
         tensor = DTensor.from_local(
             local, mesh, (Shard(0),), run_check=False, shape=torch.Size((rows, COLUMNS)), stride=(COLUMNS, 1)
         )
-        init.draw_(tensor, "far", draw, seed=5)
+        init_weights.draw_(tensor, "far", draw, seed=5)
     wrong = 0
     for block in {first // rows_per_block, (rows - 1) // rows_per_block}:
         seed = int.from_bytes(hashlib.blake2b(f"5/far/{block}".encode(), digest_size=7).digest(), "big")
@@ -160,11 +159,11 @@ def stored_far(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, A
     expected = torch.arange(TAIL * COLUMNS).view(TAIL, COLUMNS).remainder(251).to(torch.bfloat16)
     with open(path, "wb") as file:
         file.seek((rows - TAIL) * row_bytes)
-        file.write(bytes(stored.bytes_of(expected)))
+        file.write(bytes(tensors.bytes_of(expected)))
     whole = StoredTensor("bfloat16", (rows, COLUMNS), (Chunk((0, 0), (rows, COLUMNS), 0, 0),))
     manifest = Manifest(0, 1, "", "", (StoredFile(path.name, rows * row_bytes, "0" * 64),), {"weight": whole})
     wanted = (slice(rows - TAIL, rows), slice(0, COLUMNS))
-    found = stored.read_part(manifest, path.parent, "weight", wanted)
+    found = tensors.read_part(manifest, path.parent, "weight", wanted)
     path.unlink()
     return {"wrong": int((found != expected).sum())}
 
@@ -175,14 +174,14 @@ def written(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, Any]
     tile.fill_(tensor, "written")
     path = Path(folder) / "written"
     path.mkdir()
-    file = stored.write_blocks([stored.bytes_of(tensor)], 0, 1, path)
+    file = tensors.write_blocks([tensors.bytes_of(tensor)], 0, 1, path)
     wrong = int(file.bytes != rows * COLUMNS * 2) + int(os.path.getsize(path / file.name) != file.bytes)
     whole = StoredTensor("bfloat16", (rows, COLUMNS), (Chunk((0, 0), (rows, COLUMNS), 0, 0),))
     manifest = Manifest(0, 1, "", "", (file,), {"weight": whole})
     step = 1 << 15
     for start in range(0, rows, step):
         stop = min(rows, start + step)
-        found = stored.read_part(manifest, path, "weight", (slice(start, stop), slice(0, COLUMNS)))
+        found = tensors.read_part(manifest, path, "weight", (slice(start, stop), slice(0, COLUMNS)))
         wrong += int((found != tensor[start:stop]).sum())
     (path / file.name).unlink()
     return {"wrong": wrong}

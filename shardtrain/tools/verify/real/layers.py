@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain import distributed as parallel
-from shardtrain import models
+from shardtrain import distributed, models
 from shardtrain.config import Config, Loaded
 from shardtrain.config.rules.model import dense_layers, model_shape
 from shardtrain.data.batch import Batch
-from shardtrain.distributed import BATCH_AXES
-from shardtrain.distributed import expert_parallel as expert
+from shardtrain.distributed import BATCH_AXES, expert_parallel
 from shardtrain.distributed.process_group import World
-from shardtrain.ops import init_weights as init
+from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.ops.seeding import set_determinism
 from shardtrain.ops.tied import tie, tied_names
@@ -243,12 +241,12 @@ def gradient_limit(widest: int) -> float:
 
 def fill(parameters: Mapping[str, Tensor], module: Any, shape: Any, num_layers: int) -> None:
     """Give this rank's parameters values of a trained model's size: matrices of unit gain, and nothing zero."""
-    draws = init.plan(parameters, module.initial(shape), module.LAYOUT, num_layers)
+    draws = init_weights.plan(parameters, module.initial(shape), module.LAYOUT, num_layers)
     for name, parameter in parameters.items():
         if parameter.ndim in (2, 3):
             tile.fill_(parameter, name, parameter.shape[-1] ** -0.5)
             continue
-        init.draw_(parameter, name, replace(draws[name], distribution="normal", std=0.05, depth="none"), 0)
+        init_weights.draw_(parameter, name, replace(draws[name], distribution="normal", std=0.05, depth="none"), 0)
         if draws[name].distribution == "ones":
             local_tensor(parameter).detach().add_(1.0)
 
@@ -284,7 +282,7 @@ def reference(rank: int, num_ranks: int, piece: Piece, path: str) -> dict[str, f
     tokens_BT = whole.tokens_BT % _rows(piece, shape.vocab_size)
     # the trainer's divisor is a float32 number: the gradients have its rounding, the loss sum has not
     weight = torch.tensor(1.0 / whole.num_targets, dtype=torch.float32)
-    expert.before_step([model], weight)
+    expert_parallel.before_step([model], weight)
 
     def loss_of(model: nn.Module) -> Tensor:
         logits_BTV = model(tokens_BT, whole.positions_BT)
@@ -345,11 +343,11 @@ def _distance(gradient: Tensor, name: str, expected: float64.Gradients) -> tuple
 def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: Piece, path: str) -> dict[str, Any]:
     """One step of the trainer as one rank: what it says of loss and norm, and how far its gradients are off."""
     set_determinism(config.debug)
-    mesh = parallel.build(config, World(rank, num_ranks, rank, torch.device("cpu")))
+    mesh = distributed.build(config, World(rank, num_ranks, rank, torch.device("cpu")))
     module, shape, model = build(config, piece.cut_embedding)
     num_layers = len(getattr(model, module.LAYOUT.layers))
-    runner = parallel.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
-    nothing = init.Draw("zeros")
+    runner = distributed.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
+    nothing = init_weights.Draw("zeros")
     runner.materialize(dict.fromkeys(runner.parameters(), nothing), 0)
     fill(runner.parameters(), module, shape, num_layers)
     compared = _Compared(runner.parameters(), path, num_ranks)

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardtrain import distributed as parallel
+from shardtrain import distributed
 from shardtrain.config import Config
 from shardtrain.data.batch import Batch
-from shardtrain.distributed import BATCH_AXES, Mesh
-from shardtrain.distributed import grad_clip as clip
+from shardtrain.distributed import BATCH_AXES, Mesh, grad_clip
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.runner import Parts, PlainRunner
 from shardtrain.distributed.tensor_parallel import SplitVocabulary
@@ -45,7 +44,7 @@ def mesh_of(rank: int, num_ranks: int, degrees: dict[str, int]) -> tuple[Mesh, C
         tensor_parallel_degree=degrees.get("tp", 1),
     )
     config = replace(config, parallelism=options)
-    return parallel.build(config, World(rank, num_ranks, rank, torch.device("cpu"))), config
+    return distributed.build(config, World(rank, num_ranks, rank, torch.device("cpu"))), config
 
 
 def float64_squares(tensor: Tensor) -> float:
@@ -101,7 +100,7 @@ def gradient_norm(
     if values == "one large":
         # a rank that stops short of the end, or counts it twice, is seen
         _last_row(matrix.grad, rows).fill_(100.0)  # type: ignore[arg-type]
-    norm = clip.gradient_norm([matrix, vector], mesh)
+    norm = grad_clip.gradient_norm([matrix, vector], mesh)
     gradients = [parameter.grad for parameter in (matrix, vector)]
     share = math.fsum(
         float64_squares(local_tensor(one)) / copies_of(one, num_ranks)  # type: ignore[arg-type]
@@ -182,7 +181,7 @@ def loss_sum(
     made = _Batches(batches // ranks, size, whole_PV, seed=mesh.rank(*BATCH_AXES))
     weight = torch.tensor(1.0 / (size * (batches // ranks) * ranks))
     loss = runner.forward_backward(made, weight)  # type: ignore[arg-type]
-    total = clip.agree(loss, torch.ones(()), torch.zeros(0), mesh).loss
+    total = grad_clip.agree(loss, torch.ones(()), torch.zeros(0), mesh).loss
     return {"loss": total / float(weight), "sum": math.fsum(made.sums) / mesh.size("tp")}
 
 
