@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from shardtrain.config.schema import Config, Data
-from shardtrain.data import Stream, open_stream
+from shardtrain.data import DataLoader, open_dataloader
 from shardtrain.data.shard_writer import ShardWriter, default_shard_tokens
 from shardtrain.data.tokenizer import open_tokenizer
 
@@ -50,7 +50,7 @@ def write_shards(folder: Path, num_tokens: int) -> None:
     writer.finish(tokenizer=open_tokenizer("bytes").fingerprint, tokenizer_name="bytes")
 
 
-def open_at(folder: Path, data: Data) -> Stream:
+def open_at(folder: Path, data: Data) -> DataLoader:
     """The training stream of the shards."""
     config = Config(data=data)
     model = dataclasses.replace(config.model, hf_assets_path="bytes")
@@ -58,7 +58,7 @@ def open_at(folder: Path, data: Data) -> Stream:
         config.training, dataset="tokens", dataset_path=str(folder), seq_len=SEQ_LEN, local_batch_size=ROWS
     )
     config = dataclasses.replace(config, model=model, training=dataclasses.replace(training, on_data_end="repeat"))
-    return open_stream(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+    return open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
 
 
 def measure(folder: Path, data: Data, seconds: float) -> dict[str, float]:
@@ -110,14 +110,14 @@ def measure_text(folder: Path, megabytes: int, seconds: float) -> dict[str, floa
     }
 
 
-def open_jsonl(config: Config, path: Path) -> Stream:
+def open_jsonl(config: Config, path: Path) -> DataLoader:
     """The training stream of a JSONL."""
     model = dataclasses.replace(config.model, hf_assets_path="bytes")
     training = dataclasses.replace(
         config.training, dataset="jsonl", dataset_path=str(path), seq_len=SEQ_LEN, local_batch_size=ROWS
     )
     config = dataclasses.replace(config, model=model, training=training)
-    return open_stream(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+    return open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
 
 
 def resident_mib() -> float:

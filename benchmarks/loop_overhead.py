@@ -69,7 +69,7 @@ def bare_step(config: Config) -> Callable[[], None]:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    stream = data.open_stream(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+    stream = data.open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
     low = config.training.mixed_precision_param == "bfloat16"
 
     def step() -> None:

@@ -52,7 +52,7 @@ def steps_of_flags(
     config = migrate.load_flags(flags, torch.distributed.get_world_size()).config
     run = make_run(rank, config)
     resume(run, Checkpoints(config))
-    stream, rows = run.stream, []
+    stream, rows = run.dataloader, []
 
     class Recorded:
         def __getattr__(self, name: str) -> Any:
@@ -63,7 +63,7 @@ def steps_of_flags(
             rows.append((batch.tokens_BT.clone(), batch.targets_BT.clone()))
             return batch
 
-    run.stream = Recorded()  # type: ignore[assignment]
+    run.dataloader = Recorded()  # type: ignore[assignment]
     losses, rates = [], []
     for _ in range(steps):
         outcome = trainer.step(run)

@@ -16,8 +16,8 @@ from tiny import text_file, tiny_config
 
 from shardtrain.checkpoint import collectives, tensors
 from shardtrain.config import Loaded
-from shardtrain.config.schema import DataLoader
-from shardtrain.data import Stream
+from shardtrain.config.schema import DataLoaderOptions
+from shardtrain.data import DataLoader
 from shardtrain.data.loader import MicroBatches
 from shardtrain.distributed.runner import PlainRunner
 from shardtrain.launch import environment, local
@@ -45,7 +45,7 @@ def config(folder: Path, workers: int = 0, comm: dict | None = None, parallelism
         training={
             "steps": STEPS,
             "local_batch_size": 2,
-            "dataloader": DataLoader(num_workers=workers),
+            "dataloader": DataLoaderOptions(num_workers=workers),
             **training,
         },
         parallelism=parallelism or {},
@@ -96,7 +96,7 @@ def patch(folder: Path, place: str) -> None:
     if place == "stop":
         before(PlainRunner, "forward_backward", HELD, stop)
     elif place == "data":
-        before(Stream, "__next__", HELD, sleep)
+        before(DataLoader, "__next__", HELD, sleep)
     elif place == "worker":
 
         def stop_worker():
@@ -130,7 +130,7 @@ def patch(folder: Path, place: str) -> None:
 
         PlainRunner.forward_backward = five_times  # type: ignore[method-assign]
     elif place == "mismatch":
-        before(train.clip, "gradient_norm", HELD, lambda: collectives.exchange("lost"))
+        before(train.clip, "gradient_norm", HELD, lambda: collectives.all_gather_json("lost"))
 
 
 def trainer(folder: Path, place: str, culprits: tuple[int, ...]):

@@ -26,7 +26,7 @@ import shardtrain
 from shardtrain import cli, config, data
 from shardtrain.data import sources
 from shardtrain.data.chat_template import ChatTemplate
-from shardtrain.data.shards import ShardLine
+from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.launch import failure, local
 from shardtrain.metrics.sinks.jsonl import JsonlFile
@@ -126,7 +126,7 @@ def open_dataset(path: Path) -> None:
 
 
 def open_shards(path: Path) -> None:
-    line = ShardLine(path)
+    line = ShardTokenBuffer(path)
     line.tokens(0, line.num_tokens)
     line.document_starts()
 

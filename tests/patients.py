@@ -14,7 +14,7 @@ from shardtrain.tools.doctor import network, storage
 from shardtrain.tools.doctor import rank as doctor
 from shardtrain.tools.doctor.context import Here
 from shardtrain.tools.doctor.result import Said
-from shardtrain.tools.doctor.store_channel import Line
+from shardtrain.tools.doctor.store_channel import StoreChannel
 
 END_SECONDS = 60.0
 ABSENT = "absent"
@@ -43,7 +43,7 @@ def _examine(rank, size, folder, chosen, spoil, loaded_of, limit_seconds):
     storage.MOST_BYTES = storage.PIECE_BYTES
     network.BYTES = network.PAIR_BYTES = {"cpu": 2**18}
     store = dist.FileStore(f"{folder}/doctor-store", size)
-    line = Line(store, rank, size, limit_seconds)
+    line = StoreChannel(store, rank, size, limit_seconds)
     here = Here(loaded_of(rank), rank, size, rank, size, "cpu", limit_seconds, store, line)
     if spoil and spoil(rank) == ABSENT:
         line.hear("end", END_SECONDS)

@@ -248,15 +248,15 @@ def late(rank: int, folder: Path, limit: int) -> tuple[str, int, str, float]:
     config = tiny_config(
         job={"dump_folder": str(folder)}, training={"local_batch_size": 4}, comm={"train_timeout_seconds": limit}
     )
-    original, pulled = data.Stream.__next__, []
+    original, pulled = data.DataLoader.__next__, []
 
-    def pull(stream: data.Stream) -> data.Batch:
+    def pull(stream: data.DataLoader) -> data.Batch:
         pulled.append(time.monotonic())
         if len(pulled) == 3 and rank == 1:
             time.sleep(2 * limit)
         return original(stream)
 
-    data.Stream.__next__ = pull  # type: ignore[method-assign]
+    data.DataLoader.__next__ = pull  # type: ignore[method-assign]
     ended = train_whole(rank, config)
     seconds = time.monotonic() - pulled[-1]
     torch.distributed.destroy_process_group()

@@ -53,9 +53,9 @@ def live(config: Config) -> None:
     store = torch.distributed.FileStore(str(folder / f"store-{os.getpid()}"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     pulled: list[int] = []
-    pull, step = data.Stream.__next__, trainer.step
+    pull, step = data.DataLoader.__next__, trainer.step
 
-    def noted_pull(stream: data.Stream) -> data.Batch:
+    def noted_pull(stream: data.DataLoader) -> data.Batch:
         batch = pull(stream)
         pulled.extend(batch.sample_ids_B.tolist())
         return batch
@@ -69,7 +69,7 @@ def live(config: Config) -> None:
                 file.write(line + "\n")
         return outcome
 
-    data.Stream.__next__, trainer.step = noted_pull, noted_step  # type: ignore[method-assign]
+    data.DataLoader.__next__, trainer.step = noted_pull, noted_step  # type: ignore[method-assign]
     trainer.train(Loaded(config), World(0, 1, 0, torch.device("cpu")))
 
 

@@ -122,7 +122,7 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
     """Train some steps as one rank."""
     run = make_run(rank, config)
     initial, losses, norms, lrs, ids = whole(run), [], [], [], []
-    pull = run.stream.__next__
+    pull = run.dataloader.__next__
     filler: list[int] = []
 
     class Recorded:
@@ -136,7 +136,7 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
             ids[-1].extend(batch.sample_ids_B.tolist())
             return batch
 
-    stream, run.stream = run.stream, Recorded()  # type: ignore[assignment]
+    stream, run.dataloader = run.dataloader, Recorded()  # type: ignore[assignment]
     gradients: dict[str, Tensor] = {}
     update = run.runner.update
 
@@ -232,13 +232,13 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
         lrs.append(outcome.lr)
         return outcome
 
-    def pull(stream: data.Stream) -> data.Batch:
+    def pull(stream: data.DataLoader) -> data.Batch:
         batch = originals["pull"](stream)
         ids[-1].extend(batch.sample_ids_B.tolist())
         return batch
 
-    originals: dict[str, Any] = {"build": trainer.build, "step": trainer.step, "pull": data.Stream.__next__}
-    trainer.build, trainer.step, data.Stream.__next__ = build, step, pull  # type: ignore[method-assign]
+    originals: dict[str, Any] = {"build": trainer.build, "step": trainer.step, "pull": data.DataLoader.__next__}
+    trainer.build, trainer.step, data.DataLoader.__next__ = build, step, pull  # type: ignore[method-assign]
     log.setup(rank, size, Path(config.job.dump_folder), config.metrics.save_log_file, console=False)
     error = None
     try:
@@ -248,7 +248,7 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
     except _Killed:
         pass
     finally:
-        trainer.build, trainer.step, data.Stream.__next__ = originals.values()  # type: ignore[method-assign]
+        trainer.build, trainer.step, data.DataLoader.__next__ = originals.values()  # type: ignore[method-assign]
         log.reset()
     if not runs or isinstance(error, PeerError):  # nothing can be gathered without the other ranks
         return Ended(losses, norms, lrs, ids, {}, {}, {}, {}, error)

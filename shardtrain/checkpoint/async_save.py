@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.checkpoint import files
-from shardtrain.checkpoint.collectives import exchange
+from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.checkpoint.storage import Place
@@ -96,7 +96,7 @@ def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
         # in short turns: no rank waits in a collective for as long as another writes
         writing.wait(1.0 if deadline is None else min(1.0, deadline - time.monotonic()))
         late = deadline is not None and time.monotonic() >= deadline
-        said = exchange([writing.ended, writing.failed, late])
+        said = all_gather_json([writing.ended, writing.failed, late])
         if all(ended for ended, _, _ in said):
             return True
         if any(failed for _, failed, _ in said):
@@ -115,7 +115,7 @@ class Saving:
         """Whether the clock of the first rank says that a save is due; False on all others."""
         self._heard = list(NOTHING)
 
-    def tell(self) -> list[float]:
+    def pack_flags(self) -> list[float]:
         """This rank's part: its thread has ended, its thread has failed, it is time for a save."""
         writing = self.writing
         if writing is None:
@@ -124,11 +124,11 @@ class Saving:
         failed = writing.failed
         return [float(writing.ended), float(failed), float(self.is_time())]
 
-    def hear(self, sums: list[float]) -> None:
+    def unpack_flags(self, sums: list[float]) -> None:
         """The sums over all ranks."""
         self._heard = list(sums)
 
-    def forget(self) -> None:
+    def clear_flags(self) -> None:
         """What was heard is about a save that has been dealt with."""
         self._heard = list(NOTHING)
 
@@ -174,7 +174,7 @@ def pieces(data: memoryview, go_on: Callable[[], None]) -> Iterator[memoryview]:
         yield data[begin : begin + files.PIECE_BYTES]
 
 
-def leave_word(folder: Place, rank: int, token: str, file: StoredFile) -> None:
+def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None:
     """Tell the first rank's thread that this rank's file is on disk; ``token`` names this save and no other."""
     path, text = _word_of(folder, rank), json.dumps([token, file.name, file.bytes, file.sha256])
     if isinstance(path, ObjectPath):
@@ -187,7 +187,7 @@ def leave_word(folder: Place, rank: int, token: str, file: StoredFile) -> None:
         os.rename(part, path)
 
 
-def await_word(folder: Place, rank: int, token: str, go_on: Callable[[], None]) -> StoredFile:
+def wait_for_marker(folder: Place, rank: int, token: str, go_on: Callable[[], None]) -> StoredFile:
     """The file that a rank has written, once it says so; raises what ``go_on`` raises while it waits."""
     path, pause = _word_of(folder, rank), 0.005
     while True:

@@ -24,7 +24,7 @@ _KINDS: dict[str, type[ShardtrainError]] = {
 }
 
 
-def exchange(value: Any) -> list[Any]:
+def all_gather_json(value: Any) -> list[Any]:
     """What every rank says, by rank (a collective); values are JSON. A process without peers needs no process group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [json.loads(json.dumps(value))]
@@ -39,7 +39,7 @@ def exchange(value: Any) -> list[Any]:
     return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(texts, sizes, strict=True)]
 
 
-def together(action: Callable[[], Any], only_first: bool = False) -> list[Any]:
+def all_ranks(action: Callable[[], Any], only_first: bool = False) -> list[Any]:
     """Do something on every rank (or the first alone) and give what each got, as JSON (a collective).
 
     Raises:
@@ -52,7 +52,7 @@ def together(action: Callable[[], Any], only_first: bool = False) -> list[Any]:
             answer = action()
         except Exception as error:
             failure, told = error, _tell(error)
-    said = exchange([answer, told])
+    said = all_gather_json([answer, told])
     failed = [error for _, error in said if error]
     if failed:
         # an error with a name of ours explains more than a bug that followed from it

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardtrain.checkpoint import async_save, files, retention
 from shardtrain.checkpoint.async_save import Writing
-from shardtrain.checkpoint.collectives import together
+from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.checkpoint.lease import Lease
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.storage import Place
@@ -45,7 +45,7 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
         return [lease.nonce, secrets.token_hex(4)]
 
     rank = dist.get_rank()
-    nonce, token = together(prepare, only_first=True)[0]
+    nonce, token = all_ranks(prepare, only_first=True)[0]
     draft = _draft(checkpoint, nonce)
 
     def write(go_on: Callable[[], None]) -> None:
@@ -53,10 +53,10 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
             exporter.write_share(checkpoint, draft, rank, size, go_on)
         if rank:
             if rank < size:
-                async_save.leave_word(draft, rank, token, StoredFile("share", 0, ""))
+                async_save.write_marker(draft, rank, token, StoredFile("share", 0, ""))
             return
         for other in range(1, size):
-            async_save.await_word(draft, other, token, go_on)
+            async_save.wait_for_marker(draft, other, token, go_on)
         exporter.write_rest(checkpoint, draft)
         files.sync_folder(draft)
         lease.check()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint import manifest, rank0_storage, retention
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.collectives import exchange, together
+from shardtrain.checkpoint.collectives import all_gather_json, all_ranks
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.save import Saver
 from shardtrain.checkpoint.storage import Place
@@ -42,12 +42,12 @@ class Checkpoints(Saver):
         if not self._options.enable:
             return None
         if not self._options.load_only:
-            together(self._begin_to_write, only_first=True)
+            all_ranks(self._begin_to_write, only_first=True)
             if not self._relays:
                 rank0_storage.check_seen_by_all(self._folder, self._lease.nonce)
         self._check_writers(self._folder)
         # the first rank decides: where a shared folder lags, ranks would start from different steps
-        found, without = exchange([self.steps(), self._without_manifest()])[0]
+        found, without = all_gather_json([self.steps(), self._without_manifest()])[0]
         if self._options.load_step != -1:
             return self._chosen(found)
         ways = [manifest.way_from_dcp(self._folder / f"step-{step}") for step in without]
@@ -90,7 +90,7 @@ class Checkpoints(Saver):
             except OSError as error:
                 raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 
-        together(read)
+        all_ranks(read)
         return dict(stored.facts)
 
     def facts(self, path: Place) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Checkpoints(Saver):
         Own is what this process has saved, and what it found up to the step at which it started.
         """
         self.finish()
-        for step in [step for step in reversed(exchange(self.steps())[0]) if step <= last]:
+        for step in [step for step in reversed(all_gather_json(self.steps())[0]) if step <= last]:
             path = self._folder / f"step-{step}"
             damage = self._verify(path)
             if damage:
@@ -120,7 +120,7 @@ class Checkpoints(Saver):
                 continue
             assert self._verified is not None
             stored = self._verified[1]
-            own = step <= started_at or stored.run == exchange(self._lease.nonce)[0]
+            own = step <= started_at or stored.run == all_gather_json(self._lease.nonce)[0]
             if own and not stored.facts.get("weights_only"):
                 return path
         return None
@@ -134,12 +134,12 @@ class Checkpoints(Saver):
                 if step in steps and (step <= started_at or manifest.read(path).run == self._lease.nonce):
                     retention.discard(path)
 
-        together(discard, only_first=True)
+        all_ranks(discard, only_first=True)
 
     def _check_writers(self, folder: Place) -> None:
         """Refuse what anybody may have put there: hashes find damage, and not whose checkpoint it is."""
         looks = self._is_first and isinstance(folder, Path)  # who may write a store, the store decides
-        found = exchange(retention.open_to_all(Path(str(folder))) if looks else "")[0]
+        found = all_gather_json(retention.open_to_all(Path(str(folder))) if looks else "")[0]
         if found and not self._options.allow_shared_writable:
             raise ConfigError(
                 f"checkpoint.folder: {found} can be written by every user, who could put weights of his there; run "
@@ -170,7 +170,7 @@ class Checkpoints(Saver):
             text = manifest.read_bytes(path).decode("latin-1") if self._is_first else None
         except CheckpointError as error:
             problem = str(error)
-        problem, text = exchange([problem, text])[0]
+        problem, text = all_gather_json([problem, text])[0]
         if problem:
             return str(problem)
         try:
@@ -179,7 +179,7 @@ class Checkpoints(Saver):
             return str(error)  # the same bytes on every rank: the same refusal
         if retention.step_of(path) not in (None, stored.step):
             return f"checkpoint {path}: {MANIFEST} is of step {stored.step}"
-        damages = exchange((rank0_storage if self._relays else tensor_files).find_damaged_file(stored, path))
+        damages = all_gather_json((rank0_storage if self._relays else tensor_files).find_damaged_file(stored, path))
         damage = next((f"checkpoint {path}: {found}" for found in damages if found), "")
         if not damage:
             self._verified = path, stored

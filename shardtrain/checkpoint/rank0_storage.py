@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.collectives import exchange
+from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, StoredFile
 from shardtrain.checkpoint.resharding import Box, overlap
 from shardtrain.checkpoint.storage import Place
@@ -36,18 +36,18 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
     """
     if dist.get_world_size() == 1 or not isinstance(folder, Path):
         return  # an object store has one address for all
-    sign = folder / f"probe-{exchange(nonce)[0]}"
+    sign = folder / f"probe-{all_gather_json(nonce)[0]}"
     problem = ""
     if dist.get_rank() == 0:
         try:
             files.write_whole(sign, b"")
         except OSError as error:
             problem = f"cannot write {error.filename}: {error.strerror}; mend job.dump_folder, then start again"
-    problem = exchange(problem)[0]
+    problem = all_gather_json(problem)[0]
     if problem:
         raise StorageError(problem)
     seen = os.environ.get("LOCAL_RANK", "0") != "0" or _appears(sign)
-    blind = sorted({host for host, sees in exchange([os.uname().nodename, seen]) if not sees})
+    blind = sorted({host for host, sees in all_gather_json([os.uname().nodename, seen]) if not sees})
     if dist.get_rank() == 0:
         sign.unlink(missing_ok=True)
     if blind:
@@ -129,7 +129,7 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
         OSError: on the first rank, when all have taken part to the end.
     """
     failure: Exception | None = None
-    for name in sorted({name for names in exchange(list(tensors)) for name in names}):
+    for name in sorted({name for names in all_gather_json(list(tensors)) for name in names}):
         stored = manifest.tensors[name]
         for chunk in stored.chunks:
             reader = None

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardtrain.checkpoint.collectives import exchange
+from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.ops.dtensor import local_tensor
 
 COUNTERS = ("step", "samples_consumed", "order_hash")
@@ -54,7 +54,7 @@ def find_odd(
     if not odd:
         return ""
     _, ranks = parts[odd[0]]
-    said = exchange(int(own[odd[0]]))
+    said = all_gather_json(int(own[odd[0]]))
     names = ", ".join(parts[place][0].removeprefix("model.") for place in odd[:3])
     more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
     return f"{names}{more}: {_who({rank: said[rank] for rank in ranks})}"

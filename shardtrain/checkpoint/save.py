@@ -22,7 +22,7 @@ from shardtrain.checkpoint import async_save, exports, manifest, rank0_storage, 
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.async_save import Saving, Staging, Writing
 from shardtrain.checkpoint.best import Best
-from shardtrain.checkpoint.collectives import exchange, together
+from shardtrain.checkpoint.collectives import all_gather_json, all_ranks
 from shardtrain.checkpoint.exports import Exporter
 from shardtrain.checkpoint.interval import Interval
 from shardtrain.checkpoint.manifest import Manifest, StoredFile
@@ -134,7 +134,7 @@ class Saver:
             if not in_background:
                 self._saved(step)
                 self._export_if_due(step, must or self._options.async_mode == "disabled", must)
-        self.saving.forget()
+        self.saving.clear_flags()
         self.interval.note(time.monotonic() - begun - self.export_seconds)
         self.interval.begin_anew()
 
@@ -167,7 +167,7 @@ class Saver:
             return False
         self.saving.writing = None
         try:
-            together(writing.result)
+            all_ranks(writing.result)
         except BaseException as error:
             self._abandon(writing.step)
             self._tolerate(error, must=writing.is_export and self._export_must)
@@ -219,15 +219,15 @@ class Saver:
     def _save_now(
         self, step: int, tensors: Mapping[str, Tensor], shares: tensor_files.Plan, facts: Mapping[str, Any]
     ) -> None:
-        nonce, _ = together(lambda: self._prepare(step, sum(shares.bytes_of)), only_first=True)[0]
+        nonce, _ = all_ranks(lambda: self._prepare(step, sum(shares.bytes_of)), only_first=True)[0]
         draft = self._draft(step, nonce)
         if self._relays:
-            written = together(lambda: [*map(_fields, rank0_storage.write(tensors, shares, draft))])[0]
+            written = all_ranks(lambda: [*map(_fields, rank0_storage.write(tensors, shares, draft))])[0]
         else:
-            written = together(lambda: _fields(tensor_files.write(tensors, shares, draft)))
+            written = all_ranks(lambda: _fields(tensor_files.write(tensors, shares, draft)))
         found = [StoredFile(*fields) for fields in written if fields]
-        together(lambda: self._commit(draft, self._manifest(step, found, shares, facts)), only_first=True)
-        together(lambda: self._tidy(step, facts), only_first=True)
+        all_ranks(lambda: self._commit(draft, self._manifest(step, found, shares, facts)), only_first=True)
+        all_ranks(lambda: self._tidy(step, facts), only_first=True)
 
     def _begin(
         self, step: int, tensors: Mapping[str, Tensor], shares: tensor_files.Plan, facts: Mapping[str, Any]
@@ -241,7 +241,7 @@ class Saver:
             staged.append(self._staging.copy(own, shares.bytes_of[rank]))
             return self._prepare(step, sum(shares.bytes_of)) if self._is_first else None
 
-        nonce, token = together(ready)[0]
+        nonce, token = all_ranks(ready)[0]
         draft = self._draft(step, nonce)
         others = [rank for rank in range(1, size) if shares.bytes_of[rank]]
 
@@ -251,9 +251,9 @@ class Saver:
                 file = tensor_files.write_blocks(blocks, rank, size, draft)
             if not self._is_first:
                 if file:
-                    async_save.leave_word(draft, rank, token, file)
+                    async_save.write_marker(draft, rank, token, file)
                 return
-            found = [*([file] if file else []), *(async_save.await_word(draft, r, token, go_on) for r in others)]
+            found = [*([file] if file else []), *(async_save.wait_for_marker(draft, r, token, go_on) for r in others)]
             self._commit(draft, self._manifest(step, found, shares, facts))
             self._tidy(step, facts)
 
@@ -275,7 +275,7 @@ class Saver:
         """
         with contextlib.suppress(StorageError):
             self.finish()
-        known = exchange(self._newest_compared() if self._is_first and self._saves else None)[0]
+        known = all_gather_json(self._newest_compared() if self._is_first and self._saves else None)[0]
         advice = "no checkpoint is known to be without it: begin anew"
         if known is not None:
             path = self._folder / f"step-{known}"
@@ -339,7 +339,7 @@ class Saver:
             self.on_written(writing.seconds)
             self.interval.note_write(writing.seconds)
             self._export_if_due(writing.step, wait=False, must=False)
-        elif any(exchange(writing.given_up)):
+        elif any(all_gather_json(writing.given_up)):
             self._abandon(writing.step)
             logger.warning(f"{self._name(writing)} was given up: there was no time for it")
         else:
@@ -363,7 +363,7 @@ class Saver:
 
     def _pass_over(self, step: int) -> None:
         self.skipped += 1
-        self.saving.forget()
+        self.saving.clear_flags()
         self.interval.begin_anew()
         assert self.saving.writing is not None
         logger.warning(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.checkpoint import files
-from shardtrain.checkpoint.collectives import exchange
+from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, StoredFile, StoredTensor
 from shardtrain.checkpoint.resharding import Box, overlap
 from shardtrain.checkpoint.storage import Place
@@ -53,12 +53,12 @@ def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *map(list, box_of(tensor))]
         for name, tensor in tensors.items()
     }
-    if all(exchange(earlier is not None and earlier.own == own)):
+    if all(all_gather_json(earlier is not None and earlier.own == own)):
         assert earlier is not None
         return earlier
     holders: dict[tuple[str, Box], list[int]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for rank, said in enumerate(exchange(own)):
+    for rank, said in enumerate(all_gather_json(own)):
         for name, (dtype, shape, offsets, sizes) in said.items():
             kind = (dtype, tuple(shape))
             if kinds.setdefault(name, kind) != kind or dtype not in ITEM_BYTES:
@@ -116,7 +116,7 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
     """
     asked = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     everyone: dict[str, list[Any]] = {}
-    for said in exchange(asked):  # a pipeline stage holds some of the names only
+    for said in all_gather_json(asked):  # a pipeline stage holds some of the names only
         everyone.update(said)
     for name, (dtype, shape) in sorted(everyone.items()):
         stored = manifest.tensors.get(name)

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardtrain.data.batch import IGNORE, Batch, mark_filler
-    from shardtrain.data.loader import Stream, open_stream
+    from shardtrain.data.loader import DataLoader, open_dataloader
     from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
     from shardtrain.data.workers import death_of_worker
 
 __all__ = [
     "IGNORE",
     "Batch",
-    "Stream",
+    "DataLoader",
     "Tokenizer",
     "death_of_worker",
     "mark_filler",
-    "open_stream",
+    "open_dataloader",
     "open_tokenizer",
 ]
 
@@ -29,9 +29,9 @@ _HOMES = {
     "IGNORE": "batch",
     "Batch": "batch",
     "mark_filler": "batch",
-    "Stream": "loader",
+    "DataLoader": "loader",
     "death_of_worker": "workers",
-    "open_stream": "loader",
+    "open_dataloader": "loader",
     "Tokenizer": "tokenizer",
     "open_tokenizer": "tokenizer",
 }

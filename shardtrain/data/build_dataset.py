@@ -20,13 +20,13 @@ from shardtrain.data.ends import described
 from shardtrain.data.feed import Feed, IndexedFeed
 from shardtrain.data.mix import Mixture, Stage
 from shardtrain.data.packing import Packing
-from shardtrain.data.read_documents import BadRows, Tally, read_documents
+from shardtrain.data.read_documents import BadRows, RowStats, read_documents
 from shardtrain.data.row_template import TemplatedEncoder
 from shardtrain.data.shard_index import read_index
-from shardtrain.data.shards import ShardLine
+from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.sources import BadRow, Request, Shards, Table, every_row
 from shardtrain.data.stream import StreamFeed
-from shardtrain.data.token_buffer import Line, MemoryLine
+from shardtrain.data.token_buffer import MemoryTokenBuffer, TokenBuffer
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
 from shardtrain.utils import sandbox
 from shardtrain.utils.errors import ConfigError, Problem
@@ -40,7 +40,7 @@ MEMORY_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Opened:
+class DataPipeline:
     """Everything that a stream of batches is made of.
 
     end: position of the order at which the data end; None where they repeat, or where only reading tells.
@@ -61,7 +61,7 @@ class Counted(Protocol):
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedDataset:
     """A source with the options that errors about it name."""
 
     name: str
@@ -82,17 +82,17 @@ def tokenizer_of(config: Config) -> Tokenizer:
     return open_tokenizer(config.model.hf_assets_path)
 
 
-def named_sources(config: Config, section: Training | Validation) -> list[Named]:
+def named_sources(config: Config, section: Training | Validation) -> list[NamedDataset]:
     """The sources of training or validation: [data.sources], or the one that the section names."""
     if isinstance(section, Training) and config.data.sources:
         return [
-            Named(name, source, f"data.sources.{name}.dataset", f"data.sources.{name}.dataset_path")
+            NamedDataset(name, source, f"data.sources.{name}.dataset", f"data.sources.{name}.dataset_path")
             for name, source in config.data.sources.items()
         ]
     word = "validation" if isinstance(section, Validation) else "training"
     split = section.split if isinstance(section, Validation) else None
     source = DataSource(dataset=section.dataset, dataset_path=section.dataset_path, split=split)
-    return [Named(section.dataset, source, f"{word}.dataset", f"{word}.dataset_path")]
+    return [NamedDataset(section.dataset, source, f"{word}.dataset", f"{word}.dataset_path")]
 
 
 def is_local(path: str) -> bool:
@@ -100,7 +100,7 @@ def is_local(path: str) -> bool:
     return Path(path).expanduser().exists()
 
 
-def request_for(config: Config, named: Named) -> Request:
+def request_for(config: Config, named: NamedDataset) -> Request:
     """What the source's module is asked to open."""
     _bound(config)
     text_field = named.source.text_field or config.data.text_field
@@ -115,7 +115,7 @@ def request_for(config: Config, named: Named) -> Request:
     )
 
 
-def packing_of(config: Config, section: Training | Validation, tokenizer: Tokenizer, named: Named) -> Packing:
+def packing_of(config: Config, section: Training | Validation, tokenizer: Tokenizer, named: NamedDataset) -> Packing:
     """How the rows of a source are made; what it does with long documents may be its own.
 
     Documents are packed alike and masked in all sources or in none, as the rows of a batch share one kernel.
@@ -132,14 +132,14 @@ def packing_of(config: Config, section: Training | Validation, tokenizer: Tokeni
     return Packing(section.seq_len, kind, masked, long if kind != "concat" else "split", pad)  # type: ignore[arg-type]
 
 
-def _format(config: Config, named: Named) -> str:
+def _format(config: Config, named: NamedDataset) -> str:
     """What a row is; prepared shards remember what theirs were."""
     if named.source.dataset == "tokens" and named.source.dataset_path is not None:
         return read_index(Path(named.source.dataset_path), named.path_option).format
     return named.source.format or config.data.format
 
 
-def open_data(config: Config, section: Training | Validation, *, shuffle: bool, loop: bool | None) -> Opened:
+def open_data(config: Config, section: Training | Validation, *, shuffle: bool, loop: bool | None) -> DataPipeline:
     """Open all sources of a section; ``loop`` None does as training.epochs and training.on_data_end say.
 
     Raises:
@@ -175,7 +175,7 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
         if times is not None and feed.num_rows is not None
     ]
     end = min((end for end in ends if end is not None), default=None)
-    return Opened(feeds, mixture, packings[0], tokenizer, end, [named.name for named in every])
+    return DataPipeline(feeds, mixture, packings[0], tokenizer, end, [named.name for named in every])
 
 
 def _passes(
@@ -196,7 +196,7 @@ def _passes(
 def _open_feed(
     config: Config,
     section: Training | Validation,
-    named: Named,
+    named: NamedDataset,
     tokenizer: Tokenizer,
     packing: Packing,
     seed: int | None,
@@ -206,7 +206,7 @@ def _open_feed(
     request = request_for(config, named)
     started = time.perf_counter()
     if hasattr(module, "open_line"):
-        shards: ShardLine = module.open_line(request, tokenizer)
+        shards: ShardTokenBuffer = module.open_line(request, tokenizer)
         return _indexed(shards, packing, seed, passes, named, shards.files, started)
     source: Table | Shards = module.open_source(request)
     encoder = open_encoder(tokenizer, config.data, named.source)
@@ -223,8 +223,8 @@ def _open_feed(
         )
         logger.info("dataset %s is read as training goes on, by %d virtual readers", named.name, feed.num_readers)
         return feed
-    policy, tally = BadRows.of(config.data), Tally()
-    line = MemoryLine(read_documents(source, encoder, policy, tally), tokenizer.vocab_size)
+    policy, tally = BadRows.of(config.data), RowStats()
+    line = MemoryTokenBuffer(read_documents(source, encoder, policy, tally), tokenizer.vocab_size)
     policy.judge(tally, f"dataset {named.name}")
     for reason in tally.reasons():
         level = logging.WARNING if tally.num_bad else logging.INFO  # empty texts alone are nothing to worry about
@@ -232,7 +232,7 @@ def _open_feed(
     return _indexed(line, packing, seed, passes, named, source.files(), started)
 
 
-def check_template(source: Table | Shards, encoder: Encoder, named: Named) -> None:
+def check_template(source: Table | Shards, encoder: Encoder, named: NamedDataset) -> None:
     """Try a template on the first rows; raises ConfigError where none of them gives a document."""
     if not isinstance(encoder, TemplatedEncoder):
         return
@@ -245,11 +245,11 @@ def check_template(source: Table | Shards, encoder: Encoder, named: Named) -> No
 
 
 def _indexed(
-    line: Line,
+    line: TokenBuffer,
     packing: Packing,
     seed: int | None,
     passes: int | None,
-    named: Named,
+    named: NamedDataset,
     files: Mapping[str, str],
     started: float,
 ) -> IndexedFeed:
@@ -264,7 +264,7 @@ def _indexed(
 
 
 def _streams(
-    config: Config, section: Training | Validation, named: Named, source: Table | Shards, passes: int | None
+    config: Config, section: Training | Validation, named: NamedDataset, source: Table | Shards, passes: int | None
 ) -> bool:
     """Whether a source is read as training goes on, and if so, whether all else that is asked for can then be had."""
     mode = config.data.mode
@@ -291,7 +291,7 @@ def _streams(
     return True
 
 
-def _seed(seed: int, named: Named, several: bool) -> int:
+def _seed(seed: int, named: NamedDataset, several: bool) -> int:
     """A seed for one of several sources; a single one takes the run's own."""
     if not several:
         return seed

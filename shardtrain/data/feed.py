@@ -14,8 +14,8 @@ from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.fitted import pack
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing import Packing, Sequences
-from shardtrain.data.shards import ShardLine
-from shardtrain.data.token_buffer import Line
+from shardtrain.data.shards import ShardTokenBuffer
+from shardtrain.data.token_buffer import TokenBuffer
 from shardtrain.data.watch import Watch
 from shardtrain.utils.errors import DataError, Problem
 
@@ -24,7 +24,7 @@ Cursor = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Moved:
+class CursorUpdate:
     """A reader of a stream has given ``rows`` rows and stands at ``cursor``; the last was of an ``epoch``, from 0."""
 
     reader: int
@@ -58,7 +58,7 @@ class Feed(Protocol):
         """Rows of one pass; None where only reading tells."""
         ...
 
-    def write(self, k: int, out: Sequences, slot: int) -> tuple[int, Moved | None]:
+    def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """Fill row ``slot`` of ``out`` with the k-th row of the order; gives its sample id, -1 where the data ended.
 
         A feed with readers is asked for ascending k.
@@ -85,7 +85,7 @@ class IndexedFeed:
 
     def __init__(
         self,
-        line: Line,
+        line: TokenBuffer,
         packing: Packing,
         *,
         seed: int | None,
@@ -102,7 +102,7 @@ class IndexedFeed:
             raise DataError(str(Problem(option, None, rule, fix)))
         self.mean_targets = self._rows.num_targets / self.num_rows
         self.files = files
-        self.whole_files: list[WholeFile] = line.whole_files() if isinstance(line, ShardLine) else []
+        self.whole_files: list[WholeFile] = line.whole_files() if isinstance(line, ShardTokenBuffer) else []
         self.fingerprint = digest(line.fingerprint, asdict(packing), seed)
 
     @property
@@ -110,7 +110,7 @@ class IndexedFeed:
         """Documents that were cut, and that were left out, because they are longer than a row."""
         return self._rows.cut, self._rows.dropped
 
-    def write(self, k: int, out: Sequences, slot: int) -> tuple[int, Moved | None]:
+    def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """See Feed.
 
         Raises:

@@ -12,13 +12,13 @@ import numpy as np
 
 from shardtrain.data.first_fit import first_fit
 from shardtrain.data.packing import ConcatRows, Packing, Rows, Sequences
-from shardtrain.data.token_buffer import Line, Tokens
+from shardtrain.data.token_buffer import TokenBuffer, Tokens
 
 BLOCK_DOCUMENTS = 8192
 """Documents that are fitted together; rows of a prepared dataset hang on it, so it never changes."""
 
 
-def pack(line: Line, packing: Packing) -> Rows:
+def pack(line: TokenBuffer, packing: Packing) -> Rows:
     """The rows of a line of documents."""
     return ConcatRows(line, packing) if packing.kind == "concat" else FittedRows(line, packing)
 
@@ -65,7 +65,7 @@ class FittedRows:
     cut, dropped: documents that lost their end, or that were left out because they are too long.
     """
 
-    def __init__(self, line: Line, packing: Packing) -> None:
+    def __init__(self, line: TokenBuffer, packing: Packing) -> None:
         self._line, self.packing = line, packing
         begins = line.document_starts()
         blocks: list[Pieces] = []

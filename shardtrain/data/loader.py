@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardtrain.config.schema import Config, DataLoader, Training, Validation
+from shardtrain.config.schema import Config, DataLoaderOptions, Training, Validation
 from shardtrain.data.batch import Batch
-from shardtrain.data.build_dataset import Opened, open_data
+from shardtrain.data.build_dataset import DataPipeline, open_data
 from shardtrain.data.checksum import hash_rows
-from shardtrain.data.feed import Moved, digest
+from shardtrain.data.feed import CursorUpdate, digest
 from shardtrain.data.packing import Sequences
-from shardtrain.data.reader_cursors import Places
-from shardtrain.data.tokenization_work import say_shared_work
+from shardtrain.data.reader_cursors import ReaderCursors
+from shardtrain.data.tokenization_work import warn_duplicate_tokenization
 from shardtrain.data.workers import death_of_worker, in_order
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
@@ -33,7 +33,7 @@ SOURCE_BITS = 48
 
 
 @dataclass(frozen=True)
-class Share:
+class RankSlice:
     """Which rows are this rank's: micro-batches of B rows, ``accumulation`` of them per step, of one rank of R."""
 
     local_batch_size: int
@@ -53,30 +53,30 @@ class Share:
         return samples_consumed + step * self.global_batch + start * self.local_batch_size
 
 
-Made = tuple[Batch, list[tuple[int, Moved]]]
+BatchWithCursors = tuple[Batch, list[tuple[int, CursorUpdate]]]
 """A batch, and for each reader of each source that moved, where it stands after it."""
 
 
-class MicroBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
+class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
     """A rank's micro-batches by number, from a point of the order on; asked for ascending numbers by each worker."""
 
-    def __init__(self, opened: Opened, share: Share, samples_consumed: int) -> None:
+    def __init__(self, opened: DataPipeline, share: RankSlice, samples_consumed: int) -> None:
         self._opened, self._share, self._start = opened, share, samples_consumed
 
-    def __getitem__(self, micro_batch: int) -> Made | ShardtrainError:
+    def __getitem__(self, micro_batch: int) -> BatchWithCursors | ShardtrainError:
         """A micro-batch; an error comes back as a value, so that it crosses from a worker in one line."""
         try:
             return self.make(self._share.first_position(self._start, micro_batch))
         except ShardtrainError as error:
             return error
 
-    def make(self, position: int) -> Made:
+    def make(self, position: int) -> BatchWithCursors:
         """The rows at ``position`` and after."""
         count, opened = self._share.local_batch_size, self._opened
         rows = Sequences(count, opened.packing)
         positions = np.arange(position, position + count, dtype=np.int64)
         sample_ids = np.full(count, -1, dtype=np.int64)
-        moved: dict[tuple[int, int], Moved] = {}
+        moved: dict[tuple[int, int], CursorUpdate] = {}
         located = opened.mixture.locate(positions)
         for slot, (source, number) in enumerate(zip(*(part.tolist() for part in located), strict=True)):
             if opened.end is not None and position + slot >= opened.end:
@@ -92,8 +92,8 @@ class MicroBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
         return batch, [(source, move) for (source, _), move in moved.items()]
 
 
-class Stream:
-    """Iterator over this rank's micro-batches, ``accumulation`` of them per step; see ``open_stream``.
+class DataLoader:
+    """Iterator over this rank's micro-batches, ``accumulation`` of them per step; see ``open_dataloader``.
 
     tokenizer:       the tokenizer of the dataset.
     vocab:           token ids are in 0..vocab-1.
@@ -115,7 +115,9 @@ class Stream:
 
     hash_rows = staticmethod(hash_rows)
 
-    def __init__(self, opened: Opened, share: Share, options: DataLoader, samples_consumed: int) -> None:
+    def __init__(
+        self, opened: DataPipeline, share: RankSlice, options: DataLoaderOptions, samples_consumed: int
+    ) -> None:
         self.tokenizer = opened.tokenizer
         self.vocab = opened.tokenizer.vocab_size
         self.num_samples = opened.feeds[0].num_rows if len(opened.feeds) == 1 else None
@@ -138,8 +140,8 @@ class Stream:
         ]
         self._opened, self._share, self._options = opened, share, options
         self._pins = options.pin_memory and torch.cuda.is_available()
-        self._places = [Places(feed.num_readers) for feed in opened.feeds]
-        self._batches: Iterator[Made | ShardtrainError] | None = None
+        self._places = [ReaderCursors(feed.num_readers) for feed in opened.feeds]
+        self._batches: Iterator[BatchWithCursors | ShardtrainError] | None = None
         self.seek(samples_consumed)
 
     @property
@@ -216,7 +218,7 @@ class Stream:
         self._handed += 1
         return batch.pin_memory() if self._pins else batch
 
-    def _take(self) -> Made:
+    def _take(self) -> BatchWithCursors:
         if self._batches is None:
             self._batches = in_order(MicroBatches(self._opened, self._share, self._start), self._options)
         try:
@@ -240,7 +242,7 @@ class Stream:
                 logger.warning("dataset %s is being re-looped (epoch %d)", self._opened.names[source], epoch + 1)
 
 
-def open_stream(
+def open_dataloader(
     config: Config,
     *,
     batch_rank: int,
@@ -250,7 +252,7 @@ def open_stream(
     section: Training | Validation | None = None,
     shuffle: bool = True,
     loop: bool | None = None,
-) -> Stream:
+) -> DataLoader:
     """Open the data of training or validation, and stand at any point of their order at once.
 
     Ranks that share a batch (tensor, context and pipeline peers) pass the same ``batch_rank``, 0..num_batch_ranks-1.
@@ -273,8 +275,8 @@ def open_stream(
         if getattr(section, key) < 1:
             raise ConfigError(Problem(f"{word}.{key}", getattr(section, key), "must be at least 1", "use 1 or more"))
     opened = open_data(config, section, shuffle=shuffle, loop=loop)
-    share = Share(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
+    share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
     if section.dataloader.pin_memory and not torch.cuda.is_available():
         logger.warning("%s.dataloader.pin_memory=true has no effect without a CUDA device", word)
-    say_shared_work(opened, share, max(1, section.dataloader.num_workers))
-    return Stream(opened, share, section.dataloader, samples_consumed)
+    warn_duplicate_tokenization(opened, share, max(1, section.dataloader.num_workers))
+    return DataLoader(opened, share, section.dataloader, samples_consumed)

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from shardtrain.data.token_buffer import Line, Mask, Tokens
+from shardtrain.data.token_buffer import Mask, TokenBuffer, Tokens
 from shardtrain.ops.targets import IGNORE
 
 
@@ -90,7 +90,7 @@ class ConcatRows:
 
     cut = dropped = 0
 
-    def __init__(self, line: Line, packing: Packing) -> None:
+    def __init__(self, line: TokenBuffer, packing: Packing) -> None:
         self._line, self.packing = line, packing
         self.num_targets = max(0, line.num_tokens - 1)
         self.num_rows = -(-self.num_targets // packing.seq_len)

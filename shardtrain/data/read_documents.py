@@ -17,7 +17,7 @@ _PLACES_KEPT, _REASONS_IN_A_LINE = 3, 3
 
 
 @dataclass
-class Tally:
+class RowStats:
     """What reading found: rows, documents, tokens, and rows that gave no document, by reason."""
 
     rows: int = 0
@@ -48,7 +48,7 @@ class Tally:
         if len(places) < _PLACES_KEPT:
             places.append(place)
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: RowStats) -> None:
         """Add what another reader of later rows found."""
         self.rows, self.documents = self.rows + other.rows, self.documents + other.documents
         self.tokens, self.learned = self.tokens + other.tokens, self.learned + other.learned
@@ -95,7 +95,7 @@ class BadRows:
             fix = 'correct or remove the row, name its columns in [data], or set data.bad_rows="skip"'
             raise DataError(f"{place}: {row}; {fix}")
 
-    def judge(self, tally: Tally, dataset: str) -> None:
+    def judge(self, tally: RowStats, dataset: str) -> None:
         """Look at the whole: too many bad rows, or no usable one, is an error.
 
         Raises:
@@ -114,7 +114,7 @@ def read_documents(
     source: Table | Shards,
     encoder: Encoder,
     policy: BadRows,
-    tally: Tally,
+    tally: RowStats,
     keyed_rows: Iterable[tuple[Key, Row]] | None = None,
 ) -> Iterator[Document]:
     """Documents of all rows of a source, or of ``keyed_rows`` of it, in their order; counted in ``tally``.

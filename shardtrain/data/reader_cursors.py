@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.feed import Moved
+from shardtrain.data.feed import CursorUpdate
 from shardtrain.data.stream import rows_of_reader
 
 
-class Places:
+class ReaderCursors:
     """Where the readers of one feed stand, as far as this rank has taken their rows."""
 
     def __init__(self, num_readers: int) -> None:
@@ -26,7 +26,7 @@ class Places:
         """Remember these places: a step begins, and may be given up before all ranks have read it."""
         self._before = self._rows.copy(), self._cursors.copy()
 
-    def move(self, move: Moved) -> None:
+    def move(self, move: CursorUpdate) -> None:
         """Take note of a reader that has given a row."""
         self._rows[move.reader], self._cursors[move.reader] = move.rows, move.cursor
 

@@ -1,8 +1,8 @@
-"""Rows of a task, any of them at once, as batches that the task puts together: the same face as ``loader.Stream``.
+"""Rows of a task, any of them at once, as batches that the task puts together: the same face as ``loader.DataLoader``.
 
-The order of rows, the share of a rank and the place to continue from are those of ``loader.Stream``. A batch holds as
-many rows as there are: where the last one of the data has fewer, it is smaller, and a rank that has none gets a row
-that counts for nothing, so that it takes part in what all ranks do together.
+Order, share of a rank and the place to continue from are those of ``loader.DataLoader``. A batch holds as many rows as
+there are: where the last one of the data has fewer, it is smaller, and a rank that has none gets a row that counts for
+nothing, so that it takes part in what all ranks do together.
 
 Where epochs end at their borders (``last_batch`` "keep" or "discard"), an epoch of N rows takes E places of the stream:
 N rounded up, or down, to whole steps. A step lies within one epoch, and what is counted, saved and sought are places.
@@ -19,13 +19,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardtrain.config.schema import DataLoader
+from shardtrain.config.schema import DataLoaderOptions
 from shardtrain.data import checksum
 from shardtrain.data.feed import digest
-from shardtrain.data.loader import Made, Share, Stream
+from shardtrain.data.loader import BatchWithCursors, DataLoader, RankSlice
 from shardtrain.data.mix import Mixture, Stage
 from shardtrain.data.order import sample_at
-from shardtrain.data.reader_cursors import Places
+from shardtrain.data.reader_cursors import ReaderCursors
 from shardtrain.data.workers import in_order
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
@@ -99,15 +99,15 @@ class RowFeed:
         return max(0, rows - 1) // self.num_rows
 
 
-class RowBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
+class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
     """A rank's batches by number, from a point of the order on."""
 
-    def __init__(self, stream: RowStream, samples_consumed: int) -> None:
+    def __init__(self, stream: RowDataLoader, samples_consumed: int) -> None:
         self._feed, self._collate, self._count = stream.feed, stream.collate, stream.count_targets
         self._share, self._end, self._start = stream.share, stream.end, samples_consumed
         self._rows, self._epoch = stream.feed.num_rows, stream.places_per_epoch
 
-    def __getitem__(self, number: int) -> Made | ShardtrainError:
+    def __getitem__(self, number: int) -> BatchWithCursors | ShardtrainError:
         """A batch; an error comes back as a value, so that it crosses from a worker in one line."""
         position = self._share.first_position(self._start, number)
         places = self._places(position)
@@ -123,7 +123,7 @@ class RowBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
         return RowBatch(tensors, ids, targets), []  # type: ignore[return-value]
 
     def _places(self, position: int) -> range:
-        """Places in the order of rows of the batch at a place of the stream; none where the data have ended."""
+        """ReaderCursors in the order of rows of the batch at a place of the stream; none where the data have ended."""
         size = self._share.local_batch_size
         if self._end is not None:
             size = min(size, max(0, self._end - position))
@@ -134,8 +134,8 @@ class RowBatches(torch.utils.data.Dataset[Made | ShardtrainError]):
         return range(first, max(first, min(first + size, last)))
 
 
-class RowStream(Stream):
-    """See ``loader.Stream``; made of the rows of a task in place of documents."""
+class RowDataLoader(DataLoader):
+    """See ``loader.DataLoader``; made of the rows of a task in place of documents."""
 
     places_per_epoch: int
 
@@ -144,8 +144,8 @@ class RowStream(Stream):
         feed: RowFeed,
         collate: Collate,
         count_targets: Callable[[Mapping[str, Tensor]], int],
-        share: Share,
-        options: DataLoader,
+        share: RankSlice,
+        options: DataLoaderOptions,
         vocab: int = 0,
         last_batch: str = "rollover",
     ) -> None:
@@ -168,7 +168,7 @@ class RowStream(Stream):
         self.num_readers, self.ends_without_notice = 0, False
         self._opened, self._share, self._options = _Opened(feed), share, options  # type: ignore[assignment]
         self._pins = options.pin_memory and torch.cuda.is_available()
-        self._places = [Places(0)]
+        self._places = [ReaderCursors(0)]
         self.seek(0)
 
     def hash_rows(self, batch: RowBatch, first_position: int) -> int:  # type: ignore[override]
@@ -178,14 +178,14 @@ class RowStream(Stream):
     def _epochs_after(self, rows: list[int]) -> list[int]:
         return [self.feed.epoch_after(-(-count * self.feed.num_rows // self.places_per_epoch)) for count in rows]
 
-    def _take(self) -> Made:
+    def _take(self) -> BatchWithCursors:
         if self._batches is None:
             self._batches = in_order(RowBatches(self, self._start), self._options)
         return super()._take()
 
 
 class _Opened:
-    """What ``Stream`` asks of opened data: one feed, not mixed."""
+    """What ``DataLoader`` asks of opened data: one feed, not mixed."""
 
     def __init__(self, feed: RowFeed) -> None:
         self.feeds, self.names, self.mixture = [feed], ["training"], Mixture([Stage((1.0,))])

@@ -27,8 +27,8 @@ _MAX_OPEN_FILES = 64
 _BLOCK_BYTES = 16 * 2**20
 
 
-class ShardLine:
-    """A folder made by ``shardtrain data prepare``, as a ``Line``. Forked processes may share one.
+class ShardTokenBuffer:
+    """A folder made by ``shardtrain data prepare``, as a ``TokenBuffer``. Forked processes may share one.
 
     Raises:
         ConfigError: at opening or reading, naming the file that is missing, damaged, swapped or changed.
@@ -58,7 +58,7 @@ class ShardLine:
         return [WholeFile(file.name, str(self.folder / file.name), self.option, file.sha256) for file in files]
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """See Line."""
+        """See TokenBuffer."""
         self._check_range(start, stop)
         out = np.empty(stop - start, dtype=np.int64)
         for number, first, last, at in self._parts(start, stop):
@@ -69,7 +69,7 @@ class ShardLine:
         return out
 
     def learned(self, start: int, stop: int) -> Mask:
-        """See Line."""
+        """See TokenBuffer."""
         self._check_range(start, stop)
         out = np.ones(stop - start, dtype=np.bool_)
         for number, first, last, at in self._parts(start, stop):
@@ -80,18 +80,18 @@ class ShardLine:
         return out
 
     def starts(self, start: int, stop: int) -> Tokens:
-        """See Line."""
+        """See TokenBuffer."""
         self._check_starts()
         first, last = np.searchsorted(self._starts, (start, stop))
         return np.array(self._starts[first:last], dtype=np.int64)
 
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """See Line; a mapped file."""
+        """See TokenBuffer; a mapped file."""
         self._check_starts()
         return self._starts
 
     def check_unchanged(self) -> None:
-        """See Line."""
+        """See TokenBuffer."""
         for name, stamp in self._stamps.items():
             if _stamp(self.folder / name) != stamp:
                 raise _changed(self.folder / name, self.option)
@@ -164,7 +164,7 @@ class _OpenFiles:
             os.close(self._descriptors.popitem()[1])
 
 
-def check_tokenizer(line: ShardLine, tokenizer: Tokenizer, option: str = "model.hf_assets_path") -> None:
+def check_tokenizer(line: ShardTokenBuffer, tokenizer: Tokenizer, option: str = "model.hf_assets_path") -> None:
     """Stop unless the tokens were made by this tokenizer.
 
     Raises:
@@ -181,7 +181,7 @@ def check_tokenizer(line: ShardLine, tokenizer: Tokenizer, option: str = "model.
     check_vocabulary(line, tokenizer.vocab_size, option)
 
 
-def check_vocabulary(line: ShardLine, vocab_size: int, option: str = "model.flavor") -> None:
+def check_vocabulary(line: ShardTokenBuffer, vocab_size: int, option: str = "model.flavor") -> None:
     """Stop where tokens have ids that a vocabulary (a model's embedding, a tokenizer) lacks.
 
     Raises:
@@ -196,7 +196,7 @@ def check_vocabulary(line: ShardLine, vocab_size: int, option: str = "model.flav
         raise ConfigError(Problem(option, None, rule, fix))
 
 
-def verify(line: ShardLine) -> Iterator[tuple[str, list[str]]]:
+def verify(line: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
     """Read every byte of every file: yields each file's name with what is wrong with it, one after the other.
 
     Hashes are compared with the index; ids must be in the vocabulary and at most the largest that the index names,

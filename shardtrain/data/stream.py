@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data.document import Document, Encoder
-from shardtrain.data.feed import Cursor, Moved, digest
+from shardtrain.data.feed import Cursor, CursorUpdate, digest
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing import Packing, Sequences
@@ -66,7 +66,7 @@ class StreamFeed:
         self.whole_files: list[WholeFile] = source.whole_files() if isinstance(source, FileSource) else []
         self._watch = Watch(source.check_unchanged, len(self.files))
 
-    def write(self, k: int, out: Sequences, slot: int) -> tuple[int, Moved | None]:
+    def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """See Feed.
 
         Raises:
@@ -81,7 +81,7 @@ class StreamFeed:
         while reader.rows < k // self.num_readers:
             reader.skip()
         given = reader.write(out, slot)
-        return k if given else -1, Moved(index, reader.rows, reader.cursor, reader.epoch)
+        return k if given else -1, CursorUpdate(index, reader.rows, reader.cursor, reader.epoch)
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """See Feed; without cursors each reader begins at its start and reads up to its place."""

@@ -13,7 +13,7 @@ from shardtrain.data.document import Document
 from shardtrain.data.feed import Cursor
 from shardtrain.data.fitted import pack
 from shardtrain.data.packing import Packing, Rows, Sequences, write_window
-from shardtrain.data.token_buffer import MemoryLine
+from shardtrain.data.token_buffer import MemoryTokenBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class FittedPacker:
             if not block:
                 return False
             self._after = block[-1][0]
-            self._block = pack(MemoryLine((document for _, document in block), self._vocab_size), self._packing)
+            self._block = pack(MemoryTokenBuffer((document for _, document in block), self._vocab_size), self._packing)
             if not self._block.num_rows and self._after[0] > self.part + FRUITLESS_PASSES * self._parts_per_epoch:
                 text = "a reader has no document that fits, in %d passes, and gives none any more (data.long_documents)"
                 logger.warning(text, FRUITLESS_PASSES)

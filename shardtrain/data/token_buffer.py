@@ -16,7 +16,7 @@ Tokens = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 
-class Line(Protocol):
+class TokenBuffer(Protocol):
     """Documents end to end. Token and document numbers count from 0 over the whole dataset.
 
     num_tokens, num_documents: of the whole line.
@@ -53,7 +53,7 @@ class Line(Protocol):
         ...
 
 
-class MemoryLine:
+class MemoryTokenBuffer:
     """A line in memory; tokens in 2 bytes where the vocabulary allows it, else in 4."""
 
     def __init__(self, documents: Iterable[Document], vocab_size: int) -> None:
@@ -72,31 +72,31 @@ class MemoryLine:
 
     @cached_property
     def fingerprint(self) -> str:
-        """See Line."""
+        """See TokenBuffer."""
         digest = hashlib.sha256(self._tokens.dtype.str.encode())
         for part in (self._tokens, self._starts, *(() if self._mask is None else (self._mask,))):
             digest.update(hashlib.sha256(np.ascontiguousarray(part).data).digest())
         return digest.hexdigest()
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """See Line."""
+        """See TokenBuffer."""
         return self._tokens[start:stop].astype(np.int64)
 
     def learned(self, start: int, stop: int) -> Mask:
-        """See Line."""
+        """See TokenBuffer."""
         return np.ones(stop - start, dtype=np.bool_) if self._mask is None else self._mask[start:stop]
 
     def starts(self, start: int, stop: int) -> Tokens:
-        """See Line."""
+        """See TokenBuffer."""
         first, last = np.searchsorted(self._starts, (start, stop))
         return self._starts[first:last]
 
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """See Line."""
+        """See TokenBuffer."""
         return self._starts
 
     def check_unchanged(self) -> None:
-        """See Line; what is in memory stays as it is."""
+        """See TokenBuffer; what is in memory stays as it is."""
 
 
 def _join(masks: list[Mask | int]) -> Mask | None:

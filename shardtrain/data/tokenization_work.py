@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from shardtrain.data.build_dataset import Opened
-    from shardtrain.data.loader import Share
+    from shardtrain.data.build_dataset import DataPipeline
+    from shardtrain.data.loader import RankSlice
 
 logger = logging.getLogger(__name__)
 
 _POSITIONS_LOOKED_AT = 2**18
 
 
-def say_shared_work(opened: Opened, share: Share, workers: int) -> None:
+def warn_duplicate_tokenization(opened: DataPipeline, share: RankSlice, workers: int) -> None:
     """Warn of it, by the first 262,144 positions of the order; ``workers`` are those of each rank, at least 1."""
     if share.num_batch_ranks * workers == 1 or not any(feed.num_readers for feed in opened.feeds):
         return

@@ -10,13 +10,13 @@ from typing import TypeVar
 
 import torch
 
-from shardtrain.config.schema import DataLoader
+from shardtrain.config.schema import DataLoaderOptions
 from shardtrain.utils.errors import DataError
 
 T = TypeVar("T")
 
 
-def in_order(items: torch.utils.data.Dataset[T], options: DataLoader) -> Iterator[T]:
+def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> Iterator[T]:
     """Items 0, 1, 2, ... without end; worker processes live as long as the iterator."""
     if not options.num_workers:
         return map(items.__getitem__, itertools.count())

@@ -19,7 +19,7 @@ from shardtrain.distributed import (
     tensor_parallel,
 )
 from shardtrain.distributed.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
-from shardtrain.distributed.runner import Parts, PlainRunner, Runner
+from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
 from shardtrain.layout import Layout
 from shardtrain.ops.cross_entropy import ChunkFunction, split_vocabulary_chunk_loss
 
@@ -49,7 +49,7 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     for module in modules:
         for step in STEPS:
             step(module, layout, mesh, config)
-    parts = Parts(modules, mesh, config, _chunk_loss(mesh, config, vocab_size))
+    parts = ModelParts(modules, mesh, config, _chunk_loss(mesh, config, vocab_size))
     return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size) if piped else PlainRunner(parts)
 
 

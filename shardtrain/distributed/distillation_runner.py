@@ -11,7 +11,7 @@ from shardtrain.distributed import context_parallel
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.mesh import LOSS_AXES
-from shardtrain.distributed.runner import Parts, PlainRunner, Runner
+from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
 from shardtrain.distributed.tensor_parallel import AXIS, SplitVocabulary
 from shardtrain.ops.distillation_loss import Mix, distillation_sum
 from shardtrain.ops.targets import IGNORE
@@ -21,7 +21,7 @@ class DistillationRunner(PlainRunner):
     """See PlainRunner; ``teacher`` is put there before the first step. ``evaluate`` is the student's cross-entropy."""
 
     def __init__(self, plain: Runner, mix: Mix, vocab_size: int) -> None:
-        super().__init__(Parts(plain.parts, plain._mesh, plain._config, plain._chunk_loss))
+        super().__init__(ModelParts(plain.parts, plain._mesh, plain._config, plain._chunk_loss))
         self.teacher: nn.Module | None = None
         self._mix, self._vocabulary = mix, None
         if self._mesh.size(AXIS) > 1 and not self._config.parallelism.disable_loss_parallel:

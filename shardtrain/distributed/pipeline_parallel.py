@@ -27,7 +27,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import chain, context_parallel, expert_parallel, fsdp
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.distributed.runner import Parts, Runner
+from shardtrain.distributed.runner import ModelParts, Runner
 from shardtrain.layout import Layout
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.ops.tied import tied_names
@@ -112,7 +112,7 @@ class _Stage(PipelineStage):
 class PipelineRunner(Runner):
     """Some stages of a model, run by a schedule."""
 
-    def __init__(self, parts: Parts, whole: nn.Module, layout: Layout, vocab_size: int) -> None:
+    def __init__(self, parts: ModelParts, whole: nn.Module, layout: Layout, vocab_size: int) -> None:
         super().__init__(parts)
         config, mesh = parts.config, parts.mesh
         count = stages.num_stages(config.parallelism, len(getattr(whole, layout.layers)))

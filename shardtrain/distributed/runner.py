@@ -25,7 +25,7 @@ from shardtrain.ops.tied import tie, tied_names
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """A rank's share of a model, cut and sharded: one part, or one per pipeline stage that the rank holds."""
 
     modules: Sequence[nn.Module]
@@ -37,7 +37,7 @@ class Parts:
 class Runner(ABC):
     """A model on a mesh."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ModelParts) -> None:
         self.parts = parts.modules
         self._mesh, self._config, self._chunk_loss = parts.mesh, parts.config, parts.chunk_loss
         self._split_states: SplitStates | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.distributed import expert_parallel
-from shardtrain.distributed.runner import Parts, PlainRunner, Runner
+from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
 
 
 class TaskLoss(Protocol):
@@ -41,7 +41,7 @@ class TaskRunner(PlainRunner):
     """See PlainRunner; batches are ``data.row_stream.RowBatch``."""
 
     def __init__(self, plain: Runner, task: TaskLoss) -> None:
-        super().__init__(Parts(plain.parts, plain._mesh, plain._config, plain._chunk_loss))
+        super().__init__(ModelParts(plain.parts, plain._mesh, plain._config, plain._chunk_loss))
         self.task = task
 
     @property

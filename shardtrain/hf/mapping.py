@@ -59,10 +59,10 @@ def translate(hub: Hub, config: Any, shapes: Mapping[str, Shape]) -> Translation
         CheckpointError: for a tensor that their format has no place for.
     """
     found = {name: hub.source(name, config) for name in shapes}
-    homeless = [name for name, source in found.items() if source is None]
-    if homeless:
+    unmapped = [name for name, source in found.items() if source is None]
+    if unmapped:
         raise CheckpointError(
-            f"the format of {hub.architecture} has no place for {_first(homeless)}; train without it, or keep this "
+            f"the format of {hub.architecture} has no place for {_first(unmapped)}; train without it, or keep this "
             "project's own checkpoints"
         )
     return Translation(hub, shapes, config, {name: source for name, source in found.items() if source is not None})

@@ -119,7 +119,7 @@ def _of_storage(error: BaseException, run_folder: Path) -> BaseException:
     return told.with_traceback(error.__traceback__)
 
 
-def _listen(loaded: Loaded, hurry: Callable[[str], None], parent: int = 0) -> signals.Stop:
+def _listen(loaded: Loaded, hurry: Callable[[str], None], parent: int = 0) -> signals.StopRequest:
     options = loaded.config.checkpoint
     end_time = signals.end_time_of(os.environ)
     return signals.listen(options.grace_seconds, _saves(loaded), hurry, parent, end_time)

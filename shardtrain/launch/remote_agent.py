@@ -1,8 +1,9 @@
 """What ssh starts on a host: it takes the command and its variables from standard input, and ends with that input.
 
 ``python -m shardtrain.launch.remote_agent`` imports the standard library alone. Nothing that it is told stands in a
-list of processes, no shell reads it, and when the launcher, its machine or the connection dies, the run here is stopped. A
-network that is cut ends no input, so the launcher says something every few seconds, and its silence is an end too.
+list of processes, no shell reads it, and when the launcher, its machine or the connection dies, the run here is
+stopped. A network that is cut ends no input, so the launcher says something every few seconds, and its silence is an
+end too.
 """
 
 from __future__ import annotations

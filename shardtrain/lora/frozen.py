@@ -179,7 +179,7 @@ def fingerprint_of(path: Path) -> str:
     in_hub = not (path / manifest.MANIFEST).exists()
     rank, size = _place() if in_hub else (0, 1)
     hashes: dict[str, str] = {}
-    for share in collectives.exchange(fingerprint(path, in_hub, rank, size)):
+    for share in collectives.all_gather_json(fingerprint(path, in_hub, rank, size)):
         hashes |= share
     return joined(hashes)
 
@@ -187,7 +187,7 @@ def fingerprint_of(path: Path) -> str:
 def _refuse_damage(path: Path, stored: manifest.Manifest) -> None:
     rank, size = _place()
     damages = (files.find_damage(path, file) for file in stored.files[rank::size])
-    said = collectives.exchange(next((damage for damage in damages if damage), ""))
+    said = collectives.all_gather_json(next((damage for damage in damages if damage), ""))
     if damage := next((text for text in said if text), ""):
         raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
 

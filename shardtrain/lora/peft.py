@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import models, tasks
-from shardtrain.checkpoint.collectives import together
+from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.hf import as_is
 from shardtrain.hf.config_json import read_json
 from shardtrain.hf.format import Stacked
@@ -127,10 +127,10 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, held: Mapping[str, tupl
     model = models.build(module, shape)
     known = dict(model.named_modules())
     theirs = their_names(spec.modules, module, shape)
-    homeless = [path for path in spec.modules if path not in theirs]
-    if homeless:
+    unmapped = [path for path in spec.modules if path not in theirs]
+    if unmapped:
         raise ConfigError(
-            f"{homeless[0]} is no module of its own in the Hugging Face format of this model, so its adapter has no "
+            f"{unmapped[0]} is no module of its own in the Hugging Face format of this model, so its adapter has no "
             "form there; merge the adapters (shardtrain merge) and export the sum"
         )
     found, shapes, experts = {}, {}, {}
@@ -310,7 +310,7 @@ def load(run: Run, folder: Path) -> None:
             raise ConfigError(f"lora.initial_load_path={folder}: {'; '.join(differ)}; set [lora] to what it says")
         found.fill(run.runner.parameters())
 
-    together(fill)
+    all_ranks(fill)
     logger.info(f"starting from the adapters of {folder}")
 
 

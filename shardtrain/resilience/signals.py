@@ -73,7 +73,7 @@ class Interrupted(BaseException):
     """Leaves a wait for data, in the main thread, when a request arrives."""
 
 
-class Stop:
+class StopRequest:
     """Whether this process has been asked to stop, why, and how long it has."""
 
     def __init__(self, grace_seconds: float = math.inf, can_save: bool = True, end_time: float | None = None) -> None:
@@ -105,7 +105,7 @@ class Stop:
         """Seconds until this process must have gone; infinite before a request."""
         return self._deadline - time.monotonic()
 
-    def word(self) -> float:
+    def flag(self) -> float:
         """What this rank adds to the reduction that begins a step: 0, 1 for a request, more where a save is too late.
 
         A save is too late when the slowest of the earlier ones would not fit; before the first nobody knows.
@@ -195,24 +195,24 @@ class Stop:
         return LOOK_SECONDS / 2 if self._end < math.inf else 3600.0
 
 
-_current = Stop()
+_current = StopRequest()
 
 
-def current() -> Stop:
+def current() -> StopRequest:
     """The requests of this process; before ``listen`` there are none."""
     return _current
 
 
 def listen(
     grace_seconds: float, can_save: bool, hurry: Callable[[str], None], parent: int = 0, end_time: float | None = None
-) -> Stop:
+) -> StopRequest:
     """Take requests to stop from now on; called once per process, in its main thread.
 
     ``hurry`` is called in a thread when the grace is over or a second SIGINT comes, and ends the process. ``parent`` is
     the process of our launcher, which is told of the first request so that it asks the other ranks too.
     """
     global _current
-    _current = stop = Stop(grace_seconds, can_save, end_time)
+    _current = stop = StopRequest(grace_seconds, can_save, end_time)
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     for number in GRACEFUL:

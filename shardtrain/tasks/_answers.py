@@ -27,7 +27,7 @@ from shardtrain.data.document import Document
 from shardtrain.data.encode import PromptEncoder
 from shardtrain.data.ends import described
 from shardtrain.data.feed import digest
-from shardtrain.data.loader import Stream
+from shardtrain.data.loader import DataLoader
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
 from shardtrain.hf import initial_weights
@@ -77,7 +77,7 @@ class AnswerTask(TextTask):
         self.reference: nn.Module | None = None
         self._width = config.parallelism.tensor_parallel_degree  # which deals equal parts of a row
 
-    def check(self, stream: Stream, module: ModuleType, shape: Any) -> None:
+    def check(self, stream: DataLoader, module: ModuleType, shape: Any) -> None:
         """See RowTask; the model must be causal, since what fills up rows comes after them."""
         super().check(stream, module, shape)
         if not getattr(module, "CAUSAL", True):

@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 
 from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sources
-from shardtrain.data.build_dataset import Named, request_for
-from shardtrain.data.read_documents import BadRows, Tally, chunks
+from shardtrain.data.build_dataset import NamedDataset, request_for
+from shardtrain.data.read_documents import BadRows, RowStats, chunks
 from shardtrain.data.row_template import completed, template_of
 from shardtrain.data.sources import BadRow, Row, Shards, Table, every_row, place_of
 from shardtrain.utils.errors import DataError
@@ -26,16 +26,16 @@ class FileRows(list[T], Generic[T]):
     files: Mapping[str, str]
 
 
-def section_of(config: Config, split: str) -> tuple[Training | Validation, Named]:
+def section_of(config: Config, split: str) -> tuple[Training | Validation, NamedDataset]:
     """The options that name a split's files: "train", "validation" or "test"."""
     training, v = config.training, config.validation
     if split == "train":
         source = DataSource(training.dataset, training.dataset_path)
-        return training, Named(training.dataset, source, "training.dataset", "training.dataset_path")
+        return training, NamedDataset(training.dataset, source, "training.dataset", "training.dataset_path")
     path, part, option = v.dataset_path, v.split, "validation.dataset_path"
     if split == "test":
         path, part, option = config.task.test_dataset_path, config.task.test_split, "task.test_dataset_path"
-    return v, Named(v.dataset, DataSource(v.dataset, path, split=part), "validation.dataset", option)
+    return v, NamedDataset(v.dataset, DataSource(v.dataset, path, split=part), "validation.dataset", option)
 
 
 def open_files(config: Config, split: str) -> Table | Shards:
@@ -52,7 +52,7 @@ def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
         DataError: at a row that cannot be used, with file and line; data.bad_rows may leave those of training out.
     """
     source, (_, named) = open_files(config, split), section_of(config, split)
-    policy, tally = BadRows.of(config.data), Tally()
+    policy, tally = BadRows.of(config.data), RowStats()
     template = template_of(config.data, None, "row")
 
     def make_of_columns(rows: Sequence[Row | BadRow]) -> Iterable[T | BadRow]:
@@ -67,7 +67,7 @@ def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
     return found
 
 
-def _good_rows(source: Table | Shards, split: str, make: Make[T], policy: BadRows, tally: Tally) -> Iterator[T]:
+def _good_rows(source: Table | Shards, split: str, make: Make[T], policy: BadRows, tally: RowStats) -> Iterator[T]:
     for chunk in chunks(every_row(source)):
         made = make([row for _, row in chunk])
         for (key, _), one in zip(chunk, made, strict=True):

@@ -41,15 +41,15 @@ class Distillation(LanguageModel):
             raise ConfigError(found)
         return found
 
-    def open_stream(self, **options: Any) -> data.Stream:
-        """See ``data.open_stream``; a run continues with no other teacher than its own."""
-        stream = super().open_stream(**options)
+    def open_dataloader(self, **options: Any) -> data.DataLoader:
+        """See ``data.open_dataloader``; a run continues with no other teacher than its own."""
+        stream = super().open_dataloader(**options)
         known = initial_weights.of_folder(Path(self.config.task.teacher_path))
         stream.files = {**stream.files, "teacher": known}
         stream.fingerprint = digest(stream.fingerprint, known)
         return stream
 
-    def check(self, stream: data.Stream, module: ModuleType, shape: Any) -> None:
+    def check(self, stream: data.DataLoader, module: ModuleType, shape: Any) -> None:
         """Refuse data, a model and a teacher that do not fit together; raises ConfigError."""
         super().check(stream, module, shape)
         teacher, path = self.teacher(), self.config.task.teacher_path

@@ -40,11 +40,11 @@ class LanguageModel:
         """Features of the model's output."""
         return int(shape.vocab_size)
 
-    def open_stream(self, **options: Any) -> data.Stream:
-        """See ``data.open_stream``."""
-        return data.open_stream(self.config, **options)
+    def open_dataloader(self, **options: Any) -> data.DataLoader:
+        """See ``data.open_dataloader``."""
+        return data.open_dataloader(self.config, **options)
 
-    def check(self, stream: data.Stream, module: ModuleType, shape: Any) -> None:
+    def check(self, stream: data.DataLoader, module: ModuleType, shape: Any) -> None:
         """Refuse data and a model that do not fit together; raises ConfigError."""
         check_vocabulary(self.config, stream.vocab, shape)
         if stream.masks_documents:

@@ -23,7 +23,7 @@ from shardtrain.data import columns
 from shardtrain.data.batch import filler_documents
 from shardtrain.data.columns import Unusable
 from shardtrain.data.feed import digest
-from shardtrain.data.loader import Stream
+from shardtrain.data.loader import DataLoader
 from shardtrain.data.row_stream import RowBatch, RowFeed, Rows
 from shardtrain.data.sources import BadRow
 from shardtrain.ops.cross_entropy import cross_entropy_sum
@@ -106,7 +106,7 @@ class MaskedLanguageModel(ExampleTask):
         """Right and chosen tokens of a row."""
         return f"{int(row['right'])}\t{int(row['chosen'])}"
 
-    def check(self, stream: Stream, module: ModuleType, shape: Any) -> None:
+    def check(self, stream: DataLoader, module: ModuleType, shape: Any) -> None:
         """Refuse a causal model too, which would see hidden tokens from one side alone; raises ConfigError."""
         super().check(stream, module, shape)
         if not getattr(module, "AS_IS", False) and getattr(module, "CAUSAL", True):

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardtrain.config.schema import Config, Training, Validation
-from shardtrain.data.loader import Share, Stream
-from shardtrain.data.row_stream import RowBatch, RowFeed, Rows, RowStream
+from shardtrain.data.loader import DataLoader, RankSlice
+from shardtrain.data.row_stream import RowBatch, RowDataLoader, RowFeed, Rows
 from shardtrain.layout import Layout
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
@@ -129,7 +129,7 @@ class RowTask:
         """Features of the model's output, or 0 where the task alone knows."""
         return self.num_labels
 
-    def open_stream(
+    def open_dataloader(
         self,
         *,
         batch_rank: int,
@@ -139,8 +139,8 @@ class RowTask:
         shuffle: bool = True,
         loop: bool | None = None,
         split: str = "",
-    ) -> RowStream:
-        """As ``data.open_stream``; ``split`` is that of the section unless given.
+    ) -> RowDataLoader:
+        """As ``data.open_dataloader``; ``split`` is that of the section unless given.
 
         Raises:
             DataError: when a row cannot be used, or there is none.
@@ -151,9 +151,9 @@ class RowTask:
         if not len(rows):
             raise DataError(f"the {split} set has no rows")
         feed = self.feed(rows, self.config.debug.seed if shuffle else None, self._passes(loop))
-        share = Share(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
+        share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
         last = self.config.training.last_batch if section is self.config.training else "rollover"
-        return RowStream(feed, self.collate, self.num_targets, share, section.dataloader, self.vocab, last)
+        return RowDataLoader(feed, self.collate, self.num_targets, share, section.dataloader, self.vocab, last)
 
     def feed(self, rows: Rows, seed: int | None, passes: int | None) -> RowFeed:
         """Rows in an order; to be overridden where what a row is depends on its place in it, such as the epoch."""
@@ -164,7 +164,7 @@ class RowTask:
     kind: str = ""
     """What a network of ``transformers`` must be for, to learn this task: one of ``hub.architecture.KINDS``."""
 
-    def check(self, stream: Stream, module: ModuleType, shape: Any) -> None:
+    def check(self, stream: DataLoader, module: ModuleType, shape: Any) -> None:
         """Refuse data and a model that do not fit together; raises ConfigError."""
         check_vocabulary(self.config, stream.vocab, shape)
 

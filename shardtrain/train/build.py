@@ -68,7 +68,7 @@ def build(config: Config, here: World) -> Run:
     scaler = None
     if derived.compute_dtype(config) == "float16":
         scaler = optim.LossScaler(training.initial_loss_scale, training.loss_scale_growth_interval)
-    stream = task.open_stream(
+    stream = task.open_dataloader(
         batch_rank=mesh.rank(*BATCH_AXES),
         num_batch_ranks=mesh.size(*BATCH_AXES),
         accumulation=derived.accumulation_steps(config, here.size),

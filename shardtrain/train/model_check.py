@@ -1,8 +1,8 @@
 """Before a model file of a user's is trained in parts, a small copy of it is compared with one process.
 
 The words of a layout are its author's promise, and a wrong one trains without an error: a matrix that is cut across
-heads, dropout of what every rank holds. The first rank has ``shardtrain.tools.verify.before_training`` look, in a process
-of its own, on this machine's CPU; all ranks are told what it found.
+heads, dropout of what every rank holds. The first rank has ``shardtrain.tools.verify.before_training`` look, in a
+process of its own, on this machine's CPU; all ranks are told what it found.
 """
 
 from __future__ import annotations

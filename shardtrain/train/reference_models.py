@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from shardtrain.checkpoint import manifest, tensors
-from shardtrain.checkpoint.collectives import together
+from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
@@ -61,7 +61,7 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
         if name == "teacher":
             assert isinstance(runner, DistillationRunner)
             folder = Path(config.task.teacher_path)
-            together(partial(importing.fill, _tensors(built), folder, built.module, built.shape))
+            all_ranks(partial(importing.fill, _tensors(built), folder, built.module, built.shape))
             runner.teacher = built.runner.parts[0]
             logger.info(
                 f"teacher: {folder}, {frozen.model.name} of {format_count(built.num_params)} parameters, frozen"
@@ -84,14 +84,14 @@ def _fill(built: Built, config: Config, start: Place) -> None:
     if config.checkpoint.initial_load_in_hf:
         quantized = config.checkpoint.initial_load_in_hf_quantized
         resize = config.checkpoint.initial_load_resize_embeddings
-        together(lambda: importing.fill(weights, Path(str(start)), built.module, built.shape, quantized, resize))
+        all_ranks(lambda: importing.fill(weights, Path(str(start)), built.module, built.shape, quantized, resize))
         return
 
     def verify() -> None:
         if damage := tensors.find_damaged_file(manifest.read(start), start):
             raise CheckpointError(f"checkpoint {start} cannot be used: {damage}; use another one")
 
-    together(verify)
+    all_ranks(verify)
     stored = manifest.read(start)
     tensors.check_names(weights, stored, start)
-    together(lambda: tensors.read(weights, stored, start))
+    all_ranks(lambda: tensors.read(weights, stored, start))

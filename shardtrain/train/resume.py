@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import models, optim, tasks
-from shardtrain.checkpoint.collectives import exchange, together
+from shardtrain.checkpoint.collectives import all_gather_json, all_ranks
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
@@ -33,8 +33,8 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     facts: dict[str, Any] = {
         "state": run.state.to_dict(),
         "guard": run.guard.to_dict(),
-        "data_fingerprint": run.stream.fingerprint,
-        "data_files": dict(run.stream.files),
+        "data_fingerprint": run.dataloader.fingerprint,
+        "data_files": dict(run.dataloader.files),
         "data_contents": run.contents.record(),
         "data_cursors": _cursors(run),
         "best": checkpoints.best.to_dict(),
@@ -72,7 +72,7 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
         return
     if initial and not lora.enable and not options.initial_load_in_hf and saved_file.is_saved_file(path):
         tensors = weights(run)
-        together(lambda: saved_file.load(run, Path(str(path)), tensors, options.initial_load_model_only))
+        all_ranks(lambda: saved_file.load(run, Path(str(path)), tensors, options.initial_load_model_only))
         return
     if initial and options.initial_load_in_hf and not lora.enable:
         _load_hub(run, path)
@@ -115,7 +115,7 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
         run.guard.rewinds = []  # the rows that they leave out are those of other data
     elif "train_state" not in excluded:
         cursors = _saved_cursors(path, facts)
-    run.stream.seek(run.state.samples_consumed, cursors)
+    run.dataloader.seek(run.state.samples_consumed, cursors)
     if not is_new_run:
         compatibility.keep_history(run, facts, changes)
 
@@ -131,7 +131,7 @@ def _load_hub(run: Run, folder: Place) -> None:
         head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
         logger.info(f"the head of {run.config.task.name} is not in the folder, and starts anew")
-    together(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized, resize, legacy))
+    all_ranks(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized, resize, legacy))
     logger.info(f"starting from the weights of {folder}")
 
 
@@ -176,7 +176,7 @@ def _load_guard(run: Run, path: Place, facts: Mapping[str, Any]) -> None:
 
 def _cursors(run: Run) -> list[list[int]] | None:
     """Where the readers of streamed datasets stand, put together from all ranks; None where nobody knows of one."""
-    own = torch.from_numpy(run.stream.cursors(run.state.samples_consumed))
+    own = torch.from_numpy(run.dataloader.cursors(run.state.samples_consumed))
     if not len(own):
         return []
     # whoever knows a cursor knows the same one, and -1 stands for not knowing
@@ -203,10 +203,10 @@ def _scaler_state(path: Place, facts: Mapping[str, Any]) -> dict[str, float]:
 
 def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     """How the data differ from those of the checkpoint; empty when they are the same."""
-    differing = exchange(run.contents.expect(facts.get("data_contents")))[0]
-    if facts.get("data_fingerprint") == run.stream.fingerprint:
+    differing = all_gather_json(run.contents.expect(facts.get("data_contents")))[0]
+    if facts.get("data_fingerprint") == run.dataloader.fingerprint:
         return f"{_some(differing)} differ at equal size" if differing else ""
-    old, new = facts.get("data_files", {}), run.stream.files
+    old, new = facts.get("data_files", {}), run.dataloader.files
     old = old if isinstance(old, dict) else {}
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:

@@ -30,12 +30,12 @@ class Run:
     runner: Runner
     optimizer: torch.optim.Optimizer
     scaler: optim.LossScaler | None
-    stream: data.Stream
+    dataloader: data.DataLoader
     state: TrainState
     total_steps: int
     num_params: int
     flops_per_token: float
-    stop: signals.Stop = field(default_factory=signals.current)
+    stop: signals.StopRequest = field(default_factory=signals.current)
     phases: Phases = field(default_factory=Phases)
     saving: Saving = field(default_factory=Saving)
     ledger: Ledger = field(default_factory=Ledger)
@@ -44,7 +44,7 @@ class Run:
     """Of all parameters of the whole model, in its order."""
     adapters: Spec | None = None
     lora: dict[str, Any] = field(default_factory=dict)  # what checkpoints say of adapters, see lora/base_weights.py
-    stop_word: float = 0.0
+    stop_flag: float = 0.0
     """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
     compares_norms: bool = True
     """Whether a step stops where ranks found different gradient norms; verify lets it go on, and finds the cause."""

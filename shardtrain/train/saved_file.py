@@ -1,8 +1,9 @@
 """A checkpoint that is one file of ``torch.save``, as PyTorch's tutorials and pytorch_universal_trainer write it.
 
 The file is a table with ``model_state_dict`` and, where training is to go on, ``optimizer_state_dict``,
-``scheduler_state_dict``, ``scaler_state_dict`` and ``global_step``. It is read as data (``checkpoint/torch_file.py``): nothing
-in it is run, and one tensor at a time is in memory. Everything is compared before the first number of the run changes.
+``scheduler_state_dict``, ``scaler_state_dict`` and ``global_step``. It is read as data (``checkpoint/torch_file.py``):
+nothing in it is run, and one tensor at a time is in memory. Everything is compared before the first number of the run
+changes.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
             raise CheckpointError(f"{path}: scaler_state_dict holds no loss scale; use another file")
         run.scaler.load({"scale": min(LARGEST, max(SMALLEST, float(scale))), "finite_steps": max(0, grown)})
     run.state.step, run.state.updates = step, updates
-    run.stream.seek(step * run.stream.global_batch)
-    run.state.samples_consumed = run.state.tokens_seen = run.stream.samples_consumed
+    run.dataloader.seek(step * run.dataloader.global_batch)
+    run.state.samples_consumed = run.state.tokens_seen = run.dataloader.samples_consumed
     whole_run = weights.table.get("num_train_optimization_steps")
     if type(whole_run) is int and whole_run != run.total_steps:
         logger.warning(f"{path} is of a run of {whole_run} steps, and this one has {run.total_steps}: rates differ")

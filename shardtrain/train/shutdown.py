@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain import data
-from shardtrain.checkpoint.collectives import exchange
+from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.data.data_budget import check_enough
@@ -37,9 +37,9 @@ def expect(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> N
     Raises:
         DataError: when a run that begins is known to have too few data, unless training.on_data_end allows it.
     """
-    left, position = run.stream.steps_left, run.stream.samples_consumed
-    if left is not None and run.stream.end is not None:
-        left -= run.guard.steps_left_out(position, run.stream.end, run.stream.global_batch)
+    left, position = run.dataloader.steps_left, run.dataloader.samples_consumed
+    if left is not None and run.dataloader.end is not None:
+        left -= run.guard.steps_left_out(position, run.dataloader.end, run.dataloader.global_batch)
         training = run.config.training
         if training.epochs is not None:
             run.total_steps = run.state.step + left
@@ -99,7 +99,7 @@ def note_validation(run: Run, checkpoints: Checkpoints, values: Mapping[str, flo
     config = run.config
     if config.checkpoint.keep_best or config.validation.patience:
         # sums over different groups of ranks may differ in the last bit, and all ranks must agree on what is better
-        checkpoints.best.observe(run.state.step, exchange(dict(values))[0])
+        checkpoints.best.observe(run.state.step, all_gather_json(dict(values))[0])
         if checkpoints.best.exhausted:
             _no_patience(run, checkpoints)
 
@@ -138,11 +138,11 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
     with run.phases.within("checkpoint"):
         checkpoints.give_up_export()
         seconds = 0.9 * run.stop.remaining_seconds()
-        in_time = checkpoints.finish(None if seconds == math.inf else seconds) and run.stop_word < signals.NOT_IN_TIME
+        in_time = checkpoints.finish(None if seconds == math.inf else seconds) and run.stop_flag < signals.NOT_IN_TIME
         if step > checkpoints.saved_step:
             # waiting for the save in flight has taken of the time
             late = (run.stop.saves.p95() or 0.0) > run.stop.remaining_seconds()
-            if any(exchange(late)) or not in_time:
+            if any(all_gather_json(late)) or not in_time:
                 newest = signals.newest_checkpoint(folder)
                 raise NotSaved(
                     f"stopped by {reason} after step {step}; a save would have taken longer than the time left of "
@@ -183,8 +183,8 @@ def _folder(run: Run) -> Place:
 def explain(error: Exception, run: Run) -> Exception:
     """An error of a step, with the step and its data; it names what failed where PyTorch's own words do not."""
     first, step = run.state.samples_consumed, run.state.step + 1
-    if run.stream.global_batch:
-        error.add_note(f"in step {step} (sequences {first} to {first + run.stream.global_batch - 1} of the data)")
+    if run.dataloader.global_batch:
+        error.add_note(f"in step {step} (sequences {first} to {first + run.dataloader.global_batch - 1} of the data)")
     if not isinstance(error, RuntimeError):
         return error
     if dead := data.death_of_worker(error):

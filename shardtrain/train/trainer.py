@@ -17,7 +17,7 @@ from torch.distributed import Store
 
 from shardtrain import config as configs
 from shardtrain import data, models, optim
-from shardtrain.checkpoint.collectives import together
+from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.data import checksum
@@ -90,11 +90,11 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
         run = build(config, here)
         run.phases = phases
         if here.rank == 0:
-            contents = run.contents = Contents(getattr(run.stream, "whole_files", ()), folder)
-        together(contents.look, only_first=True)
+            contents = run.contents = Contents(getattr(run.dataloader, "whole_files", ()), folder)
+        all_ranks(contents.look, only_first=True)
         resume(run, checkpoints)
         contents.start(run.state.step)
-        if run.stream.masks_documents:
+        if run.dataloader.masks_documents:
             document_isolation.check(run.runner.parts[0], models.find(config.model.name), run.mesh)
             teacher = getattr(run.runner, "teacher", None)
             if teacher is not None and hasattr(teacher, "hf"):
@@ -106,10 +106,10 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
             return run.state
         if here.rank == 0:
             write_resolved_config(loaded, folder, here.size)
-        of_epoch = run.stream.num_samples, run.stream.places_per_epoch
+        of_epoch = run.dataloader.num_samples, run.dataloader.places_per_epoch
         for line in describe(loaded, run.mesh, run.num_params, run.total_steps, *of_epoch):
             logger.info(line)
-        validator = Validator(config, run.runner, run.mesh, run.stop, run.stream.places_per_epoch)
+        validator = Validator(config, run.runner, run.mesh, run.stop, run.dataloader.places_per_epoch)
         started_at = run.state.step
         with run.ledger:
             while True:
@@ -119,8 +119,8 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
                         _steps(run, here, checkpoints, validator, metrics)
                     run.stop.close()  # the last step is done and saved
                     return run.state
-                except loss_spikes.GoBack as why:
-                    loss_spikes.go_back(run, checkpoints, why, started_at)
+                except loss_spikes.RollbackRequested as why:
+                    loss_spikes.rollback(run, checkpoints, why, started_at)
                     shutdown.expect(run, checkpoints, may_end_early=True)
     finally:
         contents.close()
@@ -144,7 +144,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
             except Exception as error:
                 raise shutdown.explain(error, run) from error
             if outcome is None:
-                if state.step >= first_step and not run.stop_word and validator.is_due(state.step, state.step):
+                if state.step >= first_step and not run.stop_flag and validator.is_due(state.step, state.step):
                     _validate(run, validator, metrics, checkpoints)
                 break
             _check_that_something_is_learned(run)
@@ -163,7 +163,7 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
                 process_group.set_timeout(config.comm.train_timeout_seconds)
                 run.phases.begin("step")
     run.phases.begin("end")
-    if run.stop_word:
+    if run.stop_flag:
         shutdown.leave(run, checkpoints)
     if state.step < run.total_steps:
         shutdown.data_ended(run, checkpoints)
@@ -234,7 +234,7 @@ def step(run: Run) -> Outcome | None:
         optim.set_learning_rate(run.optimizer, lr)
         run.runner.update(run.optimizer)
     run.runner.forget_gradients()
-    state.advance(run.stream.samples_consumed, int(tokens), checksum.join(hash_parts), apply, finite)
+    state.advance(run.dataloader.samples_consumed, int(tokens), checksum.join(hash_parts), apply, finite)
     local_tokens = run.runner.own_targets(local)
     return Outcome(loss / weight, local_tokens, int(tokens), grad_norm, norm, lr, data_seconds)
 
@@ -247,29 +247,29 @@ def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
     """
     empty, data_seconds = 0, 0.0
     while True:
-        started, first_row = time.perf_counter(), run.stream.samples_consumed
+        started, first_row = time.perf_counter(), run.dataloader.samples_consumed
         try:
-            read = run.stop.read(lambda: [next(run.stream) for _ in range(run.stream.accumulation)])
+            read = run.stop.read(lambda: [next(run.dataloader) for _ in range(run.dataloader.accumulation)])
         except StopIteration:
             return None
-        if read is None and run.stream.has_ended:
+        if read is None and run.dataloader.has_ended:
             return None
         data_seconds += time.perf_counter() - started
         local = read or []
         counts = [sum(batch.num_targets for batch in local), sum(batch.num_rows for batch in local)]
         # all ranks in one sum, so that they stop together; of those that hold the same rows the first one counts them
         is_first = run.mesh.rank("pp", "cp", "tp") == 0
-        own = [*counts, *checksum.split(run.stream.step_hash)] if is_first else [0.0] * 6
-        whole = torch.tensor([*own, run.stop.word(), *run.saving.tell()], dtype=torch.float64)
-        *_, run.stop_word, ended, failed, due = (sums := run.mesh.sum_of_all(whole.to(run.mesh.device))).tolist()
-        run.saving.hear([ended, failed, due])
-        if run.stop_word:
+        own = [*counts, *checksum.split(run.dataloader.step_hash)] if is_first else [0.0] * 6
+        whole = torch.tensor([*own, run.stop.flag(), *run.saving.pack_flags()], dtype=torch.float64)
+        *_, run.stop_flag, ended, failed, due = (sums := run.mesh.sum_of_all(whole.to(run.mesh.device))).tolist()
+        run.saving.unpack_flags([ended, failed, due])
+        if run.stop_flag:
             return None
         sums = sums[: len(own)]
-        left_out = run.guard.leaves_out(first_row, first_row + run.stream.global_batch)
-        if not left_out and (not run.stream.ends_without_notice or sums[1] > 0):
+        left_out = run.guard.leaves_out(first_row, first_row + run.dataloader.global_batch)
+        if not left_out and (not run.dataloader.ends_without_notice or sums[1] > 0):
             return local, sums, data_seconds
-        empty += 0 if left_out else run.stream.global_batch
-        run.state.samples_consumed = run.stream.samples_consumed
-        if empty >= run.stream.num_readers and not left_out:
+        empty += 0 if left_out else run.dataloader.global_batch
+        run.state.samples_consumed = run.dataloader.samples_consumed
+        if empty >= run.dataloader.num_readers and not left_out:
             return None

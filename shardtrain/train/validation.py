@@ -24,7 +24,7 @@ from shardtrain.distributed import BATCH_AXES, LOSS_AXES, Mesh, Runner, process_
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.task_runner import TaskRunner
 from shardtrain.resilience import progress
-from shardtrain.resilience.signals import Interrupted, Stop
+from shardtrain.resilience.signals import Interrupted, StopRequest
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 from shardtrain.utils.log import logger
 
@@ -57,10 +57,10 @@ class Evaluation:
 
 def evaluate(
     runner: Runner,
-    stream: data.Stream,
+    stream: data.DataLoader,
     mesh: Mesh,
     max_batches: int = -1,
-    stop: Stop | None = None,
+    stop: StopRequest | None = None,
     labelled: bool = True,
 ) -> Evaluation | None:
     """Read a stream that ends from its beginning, and measure the loss (a collective: every rank calls it).
@@ -80,7 +80,7 @@ def evaluate(
     try:
         for part in runner.parts:
             part.eval()
-        for batch in _batches(stream, max_batches, mesh, stop or Stop()):
+        for batch in _batches(stream, max_batches, mesh, stop or StopRequest()):
             tokens += batch.num_targets
             rows += int((batch.sample_ids_B >= 0).sum())
             moved = batch.to(mesh.device, non_blocking=True)
@@ -144,7 +144,7 @@ def _gather(values: Tensor, mesh: Mesh) -> list[Tensor]:
     return [part[:length].cpu() for part, length in zip(every, lengths, strict=True)]
 
 
-def _batches(stream: data.Stream, limit: int, mesh: Mesh, stop: Stop) -> Iterator[data.Batch]:
+def _batches(stream: data.DataLoader, limit: int, mesh: Mesh, stop: StopRequest) -> Iterator[data.Batch]:
     """The batches of a stream that ends, or ``limit`` of them where it is not below 0; all ranks agree on each.
 
     Raises:
@@ -168,14 +168,19 @@ class Validator:
     """Held-out data of a run, and when to evaluate on them; idle unless ``validation.enable``."""
 
     def __init__(
-        self, config: Config, runner: Runner, mesh: Mesh, stop: Stop | None = None, num_samples: int | None = None
+        self,
+        config: Config,
+        runner: Runner,
+        mesh: Mesh,
+        stop: StopRequest | None = None,
+        num_samples: int | None = None,
     ) -> None:
         self._options, self._runner, self._mesh, self._stop = config.validation, runner, mesh, stop
         self._epoch_rows, self._step_rows = num_samples, derived.global_batch_size(config, mesh.device_mesh.size())
         if self._options.enable and self._options.per_epoch and num_samples is None:
             rule = "needs the number of training rows, and only reading these data tells"
             raise ConfigError(Problem("validation.per_epoch", self._options.per_epoch, rule, "use validation.freq"))
-        self._stream = open_stream(config, mesh) if config.validation.enable else None
+        self._stream = open_dataloader(config, mesh) if config.validation.enable else None
         self._last_step = 0
 
     def is_due(self, step: int, total_steps: int) -> bool:
@@ -202,9 +207,9 @@ class Validator:
         return evaluate(self._runner, self._stream, self._mesh, self._options.steps, self._stop)
 
 
-def open_stream(config: Config, mesh: Mesh) -> data.Stream:
+def open_dataloader(config: Config, mesh: Mesh) -> data.DataLoader:
     """The validation set in its own order, once, dealt to the data-parallel ranks (a collective)."""
-    stream = tasks.open_task(config).open_stream(
+    stream = tasks.open_task(config).open_dataloader(
         section=section(config, mesh.device_mesh.size()),
         batch_rank=mesh.rank(*BATCH_AXES),
         num_batch_ranks=mesh.size(*BATCH_AXES),

@@ -25,7 +25,7 @@ from shardtrain.checkpoint import save as saves
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config
 from shardtrain.resilience.phases import Phases
-from shardtrain.resilience.signals import Stop
+from shardtrain.resilience.signals import StopRequest
 from shardtrain.train import shutdown
 from shardtrain.utils.errors import ConfigError, NotSaved, Preempted, StorageError
 
@@ -38,9 +38,9 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 def hear(kept: Checkpoints) -> None:
     """What the sum that begins a step does."""
-    sums = torch.tensor(kept.saving.tell(), dtype=torch.float64)
+    sums = torch.tensor(kept.saving.pack_flags(), dtype=torch.float64)
     dist.all_reduce(sums)
-    kept.saving.hear(sums.tolist())
+    kept.saving.unpack_flags(sums.tolist())
 
 
 @contextlib.contextmanager
@@ -321,11 +321,11 @@ def test_a_run_that_saves_in_the_background_has_the_same_numbers_and_hears_of_a_
 
 
 def leaving(root: Path, kept: Checkpoints, grace_seconds: float) -> Any:
-    stop = Stop(grace_seconds)
+    stop = StopRequest(grace_seconds)
     stop._note("SIGTERM")
     options = Config(checkpoint=Checkpoint(enable=True))
     state = SimpleNamespace(step=2)
-    return SimpleNamespace(config=options, state=state, stop=stop, stop_word=1.0, phases=Phases())
+    return SimpleNamespace(config=options, state=state, stop=stop, stop_flag=1.0, phases=Phases())
 
 
 def test_who_is_asked_to_stop_waits_for_the_save_in_flight_and_saves_the_newest_step(
@@ -359,8 +359,8 @@ def test_where_the_save_in_flight_takes_all_the_time_nothing_else_is_begun(
 
 def test_a_word_of_another_save_is_not_taken_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
     file = files.StoredFile("rank-00001.bin", 4, "ab")
-    async_save.leave_word(tmp_path, 1, "old", file)
-    async_save.leave_word(tmp_path, 2, "new", file)
+    async_save.write_marker(tmp_path, 1, "old", file)
+    async_save.write_marker(tmp_path, 2, "new", file)
     looks = 0
 
     def go_on() -> None:
@@ -370,10 +370,10 @@ def test_a_word_of_another_save_is_not_taken_and_a_broken_one_is_an_error(tmp_pa
             raise async_save.GivenUp
 
     with pytest.raises(async_save.GivenUp):
-        async_save.await_word(tmp_path, 1, "new", go_on)
-    assert async_save.await_word(tmp_path, 2, "new", lambda: None) == file
+        async_save.wait_for_marker(tmp_path, 1, "new", go_on)
+    assert async_save.wait_for_marker(tmp_path, 2, "new", lambda: None) == file
     assert not (tmp_path / "rank-00002.done").exists(), "it is no part of the checkpoint"
     for text in ("", "[]", "{", "3", '["new"]', '["new", "a", "b", "c"]', "[" * 4000):
         (tmp_path / "rank-00003.done").write_text(text)
         with pytest.raises(StorageError, match=r"rank-00003\.done: it holds no word"):
-            async_save.await_word(tmp_path, 3, "new", lambda: None)
+            async_save.wait_for_marker(tmp_path, 3, "new", lambda: None)

@@ -221,7 +221,7 @@ class Folder(RuleBasedStateMachine):
 
     @precondition(lambda self: self.good())
     @rule(data=st.data())
-    def go_back(self, data: st.DataObject) -> None:
+    def rollback(self, data: st.DataObject) -> None:
         self.land()
         step = data.draw(st.sampled_from(sorted(self.good())))
         self.kept.close()

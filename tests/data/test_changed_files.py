@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardtrain.config.schema import Config, Data, DataLoader, Training
-from shardtrain.data import open_stream
+from shardtrain.config.schema import Config, Data, DataLoaderOptions, Training
+from shardtrain.data import open_dataloader
 from shardtrain.tools.data import prepare
 from shardtrain.utils.errors import ConfigError
 
@@ -60,9 +60,9 @@ def rename(file):
 @pytest.mark.parametrize("kind", ["stream", "compressed stream", "tokens"])
 def test_a_file_that_changes_under_a_run_stops_it(kind, change, workers, tmp_path):
     options, data, file = make(kind, tmp_path)
-    loader = DataLoader(num_workers=workers)
+    loader = DataLoaderOptions(num_workers=workers)
     training = Training(seq_len=32, local_batch_size=4, on_data_end="repeat", dataloader=loader, **options)
-    stream = open_stream(Config(training=training, data=data), batch_rank=0, num_batch_ranks=1, accumulation=1)
+    stream = open_dataloader(Config(training=training, data=data), batch_rank=0, num_batch_ranks=1, accumulation=1)
     next(stream)
     change(file)
     with pytest.raises(ConfigError) as caught:
@@ -70,7 +70,7 @@ def test_a_file_that_changes_under_a_run_stops_it(kind, change, workers, tmp_pat
             next(stream)
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
-    reopened = replace(training, dataloader=DataLoader())
+    reopened = replace(training, dataloader=DataLoaderOptions())
     if change is not replace_by_a_copy and change is not edit:
         with pytest.raises(ConfigError):  # nor does a run begin or go on without it
-            open_stream(Config(training=reopened, data=data), batch_rank=0, num_batch_ranks=1, accumulation=1)
+            open_dataloader(Config(training=reopened, data=data), batch_rank=0, num_batch_ranks=1, accumulation=1)

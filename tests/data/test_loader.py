@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardtrain.config.schema import Config, Data, DataLoader, DataSource, Debug, Model, Training, Validation
-from shardtrain.data import IGNORE, Batch, death_of_worker, open_stream
+from shardtrain.config.schema import Config, Data, DataLoaderOptions, DataSource, Debug, Model, Training, Validation
+from shardtrain.data import IGNORE, Batch, death_of_worker, open_dataloader
 from shardtrain.data.order import sample_at
 from shardtrain.utils.errors import ConfigError, DataError
 
@@ -32,7 +32,7 @@ def with_training(config, **changes):
 def open_rank(config, rank=0, ranks=1, accumulation=1, **options):
     """A stream of one rank such that the global batch is GLOBAL_BATCH."""
     config = with_training(config, local_batch_size=GLOBAL_BATCH // ranks // accumulation)
-    return open_stream(config, batch_rank=rank, num_batch_ranks=ranks, accumulation=accumulation, **options)
+    return open_dataloader(config, batch_rank=rank, num_batch_ranks=ranks, accumulation=accumulation, **options)
 
 
 def global_steps(config, ranks, accumulation, steps, samples_consumed=0):
@@ -132,7 +132,7 @@ def test_the_fingerprint_changes_with_data_tokens_length_and_seed_alone(config, 
     first = open_rank(config).fingerprint
     assert open_rank(config, 1, 4, 2, samples_consumed=80).fingerprint == first
     assert (
-        open_stream(with_training(config, seq_len=5), batch_rank=0, num_batch_ranks=1, accumulation=1).fingerprint
+        open_dataloader(with_training(config, seq_len=5), batch_rank=0, num_batch_ranks=1, accumulation=1).fingerprint
         != first
     )
     assert open_rank(replace(config, debug=Debug(seed=8))).fingerprint != first
@@ -143,17 +143,17 @@ def test_the_fingerprint_changes_with_data_tokens_length_and_seed_alone(config, 
 
 def test_validation_reads_its_own_section(config):
     validation = Validation(dataset="text", dataset_path=config.training.dataset_path, local_batch_size=3, seq_len=6)
-    stream = open_stream(config, batch_rank=0, num_batch_ranks=1, accumulation=1, section=validation)
+    stream = open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1, section=validation)
     assert next(stream).tokens_BT.shape == (3, 6)
     with pytest.raises(ConfigError, match=r"validation.dataset="):
-        open_stream(
+        open_dataloader(
             config, batch_rank=0, num_batch_ranks=1, accumulation=1, section=replace(validation, dataset="nothing")
         )
 
 
 def test_options_without_effect_are_said_aloud(config, caplog, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    open_rank(with_training(config, dataloader=DataLoader(pin_memory=True)))
+    open_rank(with_training(config, dataloader=DataLoaderOptions(pin_memory=True)))
     assert "pin_memory=true has no effect" in caplog.text
 
 
@@ -168,7 +168,7 @@ def test_data_end_where_the_options_say(config):
 
 
 def test_a_dead_worker_is_an_error_of_one_line(config):
-    stream = open_rank(with_training(config, dataloader=DataLoader(num_workers=1)))
+    stream = open_rank(with_training(config, dataloader=DataLoaderOptions(num_workers=1)))
     next(stream)
     for worker in stream._batches._workers:
         worker.kill()
@@ -211,7 +211,7 @@ def jsonl_config(config, tmp_path, count=40, **data):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_says_once_that_it_begins_again(config, tmp_path, caplog, workers):
     # 40 documents of 15 tokens are 150 rows of 4
-    config = with_training(jsonl_config(config, tmp_path, readers=4), dataloader=DataLoader(num_workers=workers))
+    config = with_training(jsonl_config(config, tmp_path, readers=4), dataloader=DataLoaderOptions(num_workers=workers))
     stream = open_rank(config)
     for _ in range(45):
         next(stream)
@@ -255,7 +255,7 @@ def test_a_weight_that_is_too_small_to_be_read_is_said_aloud(config, tmp_path, c
 def test_documents_that_several_processes_tokenize_are_said_aloud(
     config, tmp_path, caplog, readers, ranks, workers, warns
 ):
-    config = with_training(jsonl_config(config, tmp_path, 300, readers=readers), dataloader=DataLoader(workers))
+    config = with_training(jsonl_config(config, tmp_path, 300, readers=readers), dataloader=DataLoaderOptions(workers))
     stream = open_rank(config, ranks=ranks)
     assert stream.num_readers == readers
     assert ("each document is tokenized by" in caplog.text) is warns

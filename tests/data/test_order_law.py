@@ -13,8 +13,8 @@ import pytest
 import torch
 from tiers import cases
 
-from shardtrain.config.schema import Config, Data, DataLoader, DataSource, DataStage, Debug, Training
-from shardtrain.data import IGNORE, open_stream
+from shardtrain.config.schema import Config, Data, DataLoaderOptions, DataSource, DataStage, Debug, Training
+from shardtrain.data import IGNORE, open_dataloader
 from shardtrain.tools.data import prepare
 
 GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 32, 9
@@ -133,9 +133,9 @@ def config_of(kind, folder):
 def open_ranks(config, ranks, workers, samples_consumed, cursors):
     accumulation = 2 if ranks == 2 else 1  # accumulation changes with the ranks, as the batch stays
     local = GLOBAL_BATCH // ranks // accumulation
-    training = replace(config.training, local_batch_size=local, dataloader=DataLoader(num_workers=workers))
+    training = replace(config.training, local_batch_size=local, dataloader=DataLoaderOptions(num_workers=workers))
     options = {"num_batch_ranks": ranks, "accumulation": accumulation}
-    streams = [open_stream(replace(config, training=training), batch_rank=rank, **options) for rank in range(ranks)]
+    streams = [open_dataloader(replace(config, training=training), batch_rank=rank, **options) for rank in range(ranks)]
     for stream in streams:
         stream.seek(samples_consumed, cursors)
     return streams, accumulation
@@ -197,7 +197,7 @@ def test_every_token_is_a_target_once_an_epoch_at_any_number_of_ranks(kind, tmp_
         training = replace(config.training, local_batch_size=3)
         rows, targets = {}, 0
         options = {"num_batch_ranks": ranks, "accumulation": 1}
-        streams = [open_stream(replace(config, training=training), batch_rank=r, **options) for r in range(ranks)]
+        streams = [open_dataloader(replace(config, training=training), batch_rank=r, **options) for r in range(ranks)]
         empty = 0
         while not streams[0].ends_without_notice or empty < streams[0].num_readers:
             try:

@@ -11,7 +11,7 @@ from shardtrain.data.document import Document
 from shardtrain.data.first_fit import first_fit
 from shardtrain.data.fitted import pack
 from shardtrain.data.packing import Packing, Sequences
-from shardtrain.data.token_buffer import MemoryLine
+from shardtrain.data.token_buffer import MemoryTokenBuffer
 from shardtrain.ops.cross_entropy import IGNORE
 
 KINDS = ("concat", "first_fit", "padded")
@@ -28,7 +28,7 @@ def documents_of(lengths, learned=None):
 
 
 def rows_of(documents, packing):
-    rows = pack(MemoryLine(documents, vocab_size=60_000), packing)
+    rows = pack(MemoryTokenBuffer(documents, vocab_size=60_000), packing)
     out = Sequences(rows.num_rows, packing)
     for row in range(rows.num_rows):
         rows.write(row, out, row)
@@ -132,7 +132,7 @@ def test_first_fit_takes_the_first_row_with_room():
 
 def test_a_line_keeps_two_bytes_a_token_where_ids_allow():
     documents = documents_of([3, 2])
-    assert MemoryLine(documents, 2**16)._tokens.dtype == np.uint16
-    assert MemoryLine(documents, 2**16 + 1)._tokens.dtype == np.int32
-    assert MemoryLine(documents, 2**16).tokens(1, 4).dtype == np.int64
-    assert MemoryLine(documents, 2**16).fingerprint != MemoryLine(documents_of([2, 3]), 2**16).fingerprint
+    assert MemoryTokenBuffer(documents, 2**16)._tokens.dtype == np.uint16
+    assert MemoryTokenBuffer(documents, 2**16 + 1)._tokens.dtype == np.int32
+    assert MemoryTokenBuffer(documents, 2**16).tokens(1, 4).dtype == np.int64
+    assert MemoryTokenBuffer(documents, 2**16).fingerprint != MemoryTokenBuffer(documents_of([2, 3]), 2**16).fingerprint

@@ -8,7 +8,7 @@ import pytest
 from shardtrain.config.schema import Data
 from shardtrain.data import read_documents as reading
 from shardtrain.data.document import Document
-from shardtrain.data.read_documents import BadRows, Tally, chunks, read_documents
+from shardtrain.data.read_documents import BadRows, RowStats, chunks, read_documents
 from shardtrain.data.sources import BadRow
 from shardtrain.utils.errors import DataError
 
@@ -45,7 +45,7 @@ class Bytes:
 
 
 def read(source, policy):
-    tally = Tally()
+    tally = RowStats()
     return list(read_documents(source, Bytes(), policy, tally)), tally
 
 
@@ -79,7 +79,7 @@ def test_more_bad_rows_than_allowed_stop_with_the_count():
 
 
 def test_the_line_of_an_error_names_the_main_reasons_and_how_many_more():
-    tally = Tally()
+    tally = RowStats()
     for number in range(5):
         for _ in range(number + 1):
             tally.add_bad(BadRow(f"reason {number}"), f"a:{number}")
@@ -94,16 +94,16 @@ def test_a_dataset_without_a_usable_row_says_what_its_rows_are():
     with pytest.raises(DataError, match=expected):
         BadRows(skip=True, max_fraction=1).judge(tally, "x")
     with pytest.raises(DataError, match="x has 0 usable of 0 rows: there are none"):
-        BadRows().judge(Tally(), "x")
+        BadRows().judge(RowStats(), "x")
 
 
 def test_tallies_of_parts_add_up_to_that_of_the_whole():
     policy = BadRows(skip=True, max_fraction=1)
     source = Rows(600, bad=[5, 50, 500], empty=[7])
     _, whole = read(source, policy)
-    merged = Tally()
+    merged = RowStats()
     for start in range(0, 600, 150):
-        part = Tally()
+        part = RowStats()
         keyed = (((0, index), source.row(index)) for index in range(start, start + 150))
         list(read_documents(source, Bytes(), policy, part, keyed))
         merged.merge(part)

@@ -106,7 +106,7 @@ def test_a_template_is_tried_on_the_first_rows(tmp_path: Path) -> None:
     loaded = config_of(tmp_path, [QUESTION] * 20, text)
     assert list(rules(loaded)) == []
     with pytest.raises(ConfigError, match="data.template makes nothing of the first 8 rows .*'quest' is undefined"):
-        data.open_stream(loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+        data.open_dataloader(loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,9 @@ def rows_of(tmp_path: Path, options: str) -> list[tuple[str, str]]:
         tmp_path / "a", [long, {"prompt": "a", "completion": "b"}], f'[data]\nformat = "prompt_completion"\n{options}'
     )
     assert list(rules(loaded)) == []
-    stream = data.open_stream(loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False)
+    stream = data.open_dataloader(
+        loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
+    )
     found = []
     for batch in stream:
         for tokens, targets in zip(batch.tokens_BT, batch.targets_BT, strict=True):

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from shardtrain.data.document import Document
 from shardtrain.data.shard_index import INDEX
 from shardtrain.data.shard_writer import ShardWriter, default_shard_tokens
-from shardtrain.data.shards import ShardLine, check_tokenizer, check_vocabulary, verify
+from shardtrain.data.shards import ShardTokenBuffer, check_tokenizer, check_vocabulary, verify
 from shardtrain.data.sources import Request, tokens
-from shardtrain.data.token_buffer import Line, MemoryLine
+from shardtrain.data.token_buffer import MemoryTokenBuffer, TokenBuffer
 from shardtrain.data.tokenizer import ByteTokenizer
 from shardtrain.utils.errors import ConfigError
 
@@ -41,7 +41,7 @@ def documents(draw: st.DrawFn, vocab_size: int) -> list[Document]:
     return result
 
 
-def assert_same(line: ShardLine, memory: Line, ranges: list[tuple[int, int]]) -> None:
+def assert_same(line: ShardTokenBuffer, memory: TokenBuffer, ranges: list[tuple[int, int]]) -> None:
     assert (line.num_tokens, line.num_documents) == (memory.num_tokens, memory.num_documents)
     assert np.array_equal(line.document_starts(), memory.document_starts())
     for start, stop in [(0, memory.num_tokens), *ranges]:
@@ -58,8 +58,8 @@ def test_shards_hold_what_memory_would(data: st.DataObject, vocab_size: int, sha
     given_documents = data.draw(documents(vocab_size))
     ranges = data.draw(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=5))
     with tempfile.TemporaryDirectory() as folder:
-        line = ShardLine(write(Path(folder) / "x", given_documents, vocab_size, shard_tokens))
-        assert_same(line, MemoryLine(given_documents, vocab_size), ranges)
+        line = ShardTokenBuffer(write(Path(folder) / "x", given_documents, vocab_size, shard_tokens))
+        assert_same(line, MemoryTokenBuffer(given_documents, vocab_size), ranges)
         assert line.has_mask == any(d.learned is not None and not d.learned.all() for d in given_documents)
         assert [wrong for _, several in verify(line) for wrong in several] == []
 
@@ -103,7 +103,7 @@ def test_a_folder_without_index_is_no_dataset(tmp_path: Path) -> None:
     writer.add_tokens(np.arange(3))
     writer.position()
     with pytest.raises(ConfigError, match=r"has no index\.json; run .shardtrain data prepare. first"):
-        ShardLine(tmp_path / "x")
+        ShardTokenBuffer(tmp_path / "x")
 
 
 def test_opening_reads_no_more_than_the_ends_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_opening_reads_no_more_than_the_ends_of_files(tmp_path: Path, monkeypatc
     folder = write(tmp_path / "x", [Document(np.zeros(100_000, np.int32))] * 3, shard_tokens=200_000)
     sizes = [path.stat().st_size for path in folder.glob("tokens-*")]
     before = read_bytes()
-    ShardLine(folder)
+    ShardTokenBuffer(folder)
     assert read_bytes() - before < 40_000 < sum(sizes)
 
 
@@ -131,9 +131,9 @@ def test_the_fingerprint_is_of_tokens_masks_and_boundaries(tmp_path: Path) -> No
             other,
         ],
     }
-    fingerprints = {name: ShardLine(write(tmp_path / name, given)).fingerprint for name, given in marks.items()}
+    fingerprints = {name: ShardTokenBuffer(write(tmp_path / name, given)).fingerprint for name, given in marks.items()}
     assert len(set(fingerprints.values())) == 4
-    assert ShardLine(write(tmp_path / "again", [one, other])).fingerprint == fingerprints["same"]
+    assert ShardTokenBuffer(write(tmp_path / "again", [one, other])).fingerprint == fingerprints["same"]
 
 
 def test_default_shards_hold_512_megabytes() -> None:
@@ -149,7 +149,7 @@ def test_an_id_beyond_the_vocabulary_is_not_written(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused_with_both_sizes(tmp_path: Path) -> None:
-    line = ShardLine(write(tmp_path / "x", two_documents(), vocab_size=258))
+    line = ShardTokenBuffer(write(tmp_path / "x", two_documents(), vocab_size=258))
     check_tokenizer(line, ByteTokenizer())
     other = ByteTokenizer()
     other.fingerprint, other.vocab_size = "f" * 64, 50257
@@ -161,7 +161,7 @@ def test_another_tokenizer_is_refused_with_both_sizes(tmp_path: Path) -> None:
 
 
 def test_ids_beyond_a_model_are_refused_with_both_sizes(tmp_path: Path) -> None:
-    line = ShardLine(write(tmp_path / "x", two_documents()))
+    line = ShardTokenBuffer(write(tmp_path / "x", two_documents()))
     check_vocabulary(line, 110)
     with pytest.raises(ConfigError, match=r"has a vocabulary of 109, and .* ids up to 109 of a vocabulary of 300"):
         check_vocabulary(line, 109)
@@ -179,14 +179,14 @@ def test_the_dataset_tokens_opens_a_prepared_folder(tmp_path: Path) -> None:
 
 
 def test_tokens_outside_the_line_are_no_tokens(tmp_path: Path) -> None:
-    line = ShardLine(write(tmp_path / "x", two_documents()))
+    line = ShardTokenBuffer(write(tmp_path / "x", two_documents()))
     for start, stop in ((-1, 3), (0, 31), (5, 4)):
         with pytest.raises(ValueError, match="of 30"):
             line.tokens(start, stop)
 
 
 def test_many_shards_need_few_open_files(tmp_path: Path) -> None:
-    line = ShardLine(write(tmp_path / "x", [Document(np.arange(250, dtype=np.int32))], shard_tokens=1))
+    line = ShardTokenBuffer(write(tmp_path / "x", [Document(np.arange(250, dtype=np.int32))], shard_tokens=1))
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     assert np.array_equal(line.tokens(0, 250), np.arange(250))
     if before:
@@ -194,7 +194,7 @@ def test_many_shards_need_few_open_files(tmp_path: Path) -> None:
 
 
 def test_the_index_says_where_the_tokens_come_from(tmp_path: Path) -> None:
-    index = ShardLine(write(tmp_path / "x", two_documents())).index
+    index = ShardTokenBuffer(write(tmp_path / "x", two_documents())).index
     assert (index.dtype, index.vocab_size, index.max_id) == ("uint16", 300, 109)
     assert [shard.num_documents for shard in index.shards] == [1, 0, 1, 0, 0]  # those that begin in each 7 tokens
     assert index.created_by.startswith("shardtrain ") and index.tokenizer_name == "bytes"

@@ -13,7 +13,7 @@ import pytest
 
 from shardtrain.data.shard_index import INDEX, UNFINISHED
 from shardtrain.data.shard_writer import ShardWriter
-from shardtrain.data.shards import ShardLine, verify
+from shardtrain.data.shards import ShardTokenBuffer, verify
 from shardtrain.utils.errors import ConfigError
 
 
@@ -82,7 +82,7 @@ INDEX_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 def assert_refused(folder: Path, match: str) -> None:
     with pytest.raises(ConfigError, match=match) as caught:
-        ShardLine(folder)
+        ShardTokenBuffer(folder)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith('training.dataset_path="')
 
@@ -139,12 +139,12 @@ def test_verifying_finds_a_changed_byte_that_opening_cannot(
     folder: Path, name: str, offset: int, value: bytes, match: str
 ) -> None:
     if name == "starts.bin":
-        line = ShardLine(folder)  # a file of 24 bytes is all ends, and is verified after it was opened
+        line = ShardTokenBuffer(folder)  # a file of 24 bytes is all ends, and is verified after it was opened
     with (folder / name).open("r+b") as file:
         file.seek(offset)
         file.write(value)
     if name != "starts.bin":
-        line = ShardLine(folder)
+        line = ShardTokenBuffer(folder)
     wrong = [text for _, several in verify(line) for text in several]
     assert all(text.startswith(str(folder / name)) for text in wrong)
     assert any(match in text for text in wrong) and any("other bytes" in text for text in wrong)
@@ -152,7 +152,7 @@ def test_verifying_finds_a_changed_byte_that_opening_cannot(
 
 @pytest.mark.parametrize("name", ["tokens-00001.bin", "learned-00000.bin", "starts.bin"])
 def test_a_file_that_changes_under_a_run_is_named(folder: Path, name: str) -> None:
-    line = ShardLine(folder)
+    line = ShardTokenBuffer(folder)
     line.check_unchanged()
     os.utime(folder / name, ns=(1, 1))
     with pytest.raises(ConfigError, match=f"{name}.* was changed, moved or removed since the run opened it"):
@@ -160,7 +160,7 @@ def test_a_file_that_changes_under_a_run_is_named(folder: Path, name: str) -> No
 
 
 def test_a_file_that_shrinks_or_goes_under_a_run_is_an_error_and_no_crash(folder: Path) -> None:
-    line = ShardLine(folder)
+    line = ShardTokenBuffer(folder)
     assert len(line.tokens(10_000, 20_000)) == 10_000
     os.truncate(folder / "tokens-00001.bin", 100)
     (folder / "tokens-00002.bin").unlink()

@@ -30,7 +30,7 @@ def _gradient_norms(rank: int, meshes: list[dict]) -> list[tuple[float, float]]:
     for parallelism in meshes:
         run = make_run(rank, tiny_config(parallelism=parallelism, training={"global_batch_size": -1}))
         weight = torch.tensor(1 / 64.0 / 2)
-        run.runner.forward_backward([next(run.stream)], weight)
+        run.runner.forward_backward([next(run.dataloader)], weight)
         parameters = list(run.runner.parameters().values())
         for factor in (1.0, 0.25):
             scale_gradients(parameters, factor)

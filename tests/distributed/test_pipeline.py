@@ -236,7 +236,7 @@ def test_names_that_do_not_cover_the_model_are_refused() -> None:
 
 def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:
     run = make_run(rank, config)
-    batch = next(run.stream)
+    batch = next(run.dataloader)
     before = {name: local_tensor(p.detach()).clone() for name, p in run.runner.parameters().items()}
     loss = run.mesh.sum(run.runner.evaluate(batch), over=("pp", *LOSS_AXES)).item()
     same = all(torch.equal(before[name], local_tensor(p)) for name, p in run.runner.parameters().items())

@@ -53,7 +53,7 @@ class Collectives(TorchDispatchMode):
 
 def _count(run, passes: int) -> dict[str, int]:
     """Collectives of some forward and backward passes that end in one update, by kind."""
-    batches = [next(run.stream) for _ in range(passes)]
+    batches = [next(run.dataloader) for _ in range(passes)]
     with Collectives() as collectives:
         run.runner.forward_backward(batches, torch.tensor(1e-3))
     run.runner.forget_gradients()
@@ -104,7 +104,7 @@ def _seen_types(run) -> tuple[set[str], set[str]]:
     for layer in run.runner.parts[0].layers.values():
         layer.attn.wq.register_forward_hook(note)
     with Collectives() as collectives:
-        run.runner.forward_backward([next(run.stream)], torch.tensor(1e-3))
+        run.runner.forward_backward([next(run.dataloader)], torch.tensor(1e-3))
     return computed, collectives.reduced
 
 
@@ -180,7 +180,7 @@ def _names(rank: int) -> list[tuple[list[str], list[str], list[str], bool]]:
     facts = []
     for sections in COMBINATIONS:
         run = _run(rank, **sections)
-        run.runner.forward_backward([next(run.stream)], torch.tensor(1e-3))  # also compiles
+        run.runner.forward_backward([next(run.dataloader)], torch.tensor(1e-3))  # also compiles
         parameters = run.runner.optimizer_parameters()
         # the fused optimizer needs memory in a row
         packed = all(local_tensor(p).is_contiguous() for p in parameters.values())

@@ -24,8 +24,8 @@ from tiny import text_file
 
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
-from shardtrain.config.schema import DataLoader
-from shardtrain.data import Stream
+from shardtrain.config.schema import DataLoaderOptions
+from shardtrain.data import DataLoader
 from shardtrain.data.loader import MicroBatches
 from shardtrain.launch import environment, local
 from shardtrain.resilience.goodput import events
@@ -77,7 +77,7 @@ def patch(folder: Path, phase: str) -> None:
     elif phase == "save":
         before(Checkpoints, "save", in_step(1), held)
     elif phase == "data":
-        before(Stream, "__next__", in_step(HELD), lambda: ((folder / "ready").touch(), time.sleep(10 * TIMEOUT)))
+        before(DataLoader, "__next__", in_step(HELD), lambda: ((folder / "ready").touch(), time.sleep(10 * TIMEOUT)))
     elif phase == "worker":
         pid = folder / "pid-worker"
         stall = lambda: ((folder / "ready").touch(), pid.write_text(str(os.getpid())), time.sleep(10 * TIMEOUT))  # noqa: E731
@@ -177,7 +177,7 @@ def test_a_run_that_is_asked_in_any_phase_saves_and_loses_no_step(tmp_path, stra
 @pytest.mark.parametrize("whom", cases(["all"], nightly=["launcher"]))
 def test_a_process_that_prepares_data_and_hangs_does_not_keep_its_rank(tmp_path, whom):
     """As Slurm does it, the signal may go to every process there is."""
-    process = run(config(tmp_path, dataloader=DataLoader(num_workers=1, prefetch_factor=1)), "worker", 0)
+    process = run(config(tmp_path, dataloader=DataLoaderOptions(num_workers=1, prefetch_factor=1)), "worker", 0)
     wait_for((tmp_path / "pid-worker").exists)
     wait_for(lambda: len(losses(tmp_path)) == HELD - 1 if (tmp_path / "metrics.jsonl").exists() else False)
     if whom == "all":

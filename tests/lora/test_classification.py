@@ -64,8 +64,8 @@ def scores(rank: int, one: Config) -> Any:
     run, checkpoints = make_run(rank, one), Checkpoints(one)
     resume(run, checkpoints)
     checkpoints.close()
-    run.stream.seek(0, None)
-    batch = next(run.stream)
+    run.dataloader.seek(0, None)
+    batch = next(run.dataloader)
     with torch.no_grad():
         return batch.tensors, run.runner.task.forward(run.runner.parts[0].eval(), batch)  # type: ignore[attr-defined]
 

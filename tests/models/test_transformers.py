@@ -150,7 +150,7 @@ def evaluations(rank: int, output: Path) -> list[float]:
     found = []
     for dropout in (False, True):
         run = make_run(rank, config_for("gpt2", output, overrides={"dropout": dropout}))
-        batch, part = next(run.stream), run.runner.parts[0]
+        batch, part = next(run.dataloader), run.runner.parts[0]
         trained = float(run.runner.forward_backward([batch], torch.ones(())))
         part.eval()
         found += [float(run.runner.evaluate(batch)), trained]
@@ -230,7 +230,7 @@ def in_rows(rank: int, config: Config) -> tuple[float, dict[str, Tensor]]:
     resume(run, checkpoints)
     checkpoints.close()
     total, targets = 0.0, 0
-    for batch in (next(run.stream) for _ in range(8)):
+    for batch in (next(run.dataloader) for _ in range(8)):
         total += float(run.runner.forward_backward([batch], torch.ones(())))
         targets += batch.num_targets
         if targets >= run_targets(config):

@@ -22,8 +22,8 @@ from shardtrain.distributed import config_consistency
 from shardtrain.resilience import progress
 from shardtrain.resilience.progress import Mark
 from shardtrain.resilience.watchdog import heartbeat, stack
-from shardtrain.resilience.watchdog.hang_detector import Judge, from_json, to_json
-from shardtrain.resilience.watchdog.heartbeat import Sign
+from shardtrain.resilience.watchdog.hang_detector import HangDetector, from_json, to_json
+from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import WINDOWS, Stragglers, common, find_odd
 from shardtrain.resilience.watchdog.watchdog import beat_seconds, monitors
 from shardtrain.utils.errors import ConfigError, PeerError
@@ -32,15 +32,15 @@ LIMIT, BEAT = 30.0, 2.0
 WAITING = {"collective": "all_reduce", "at": "train.py:9 in _read"}
 
 
-def say(beat: int, **fields) -> Sign:
+def say(beat: int, **fields) -> Heartbeat:
     """A sign of a rank in step 12."""
     fields = {"limit_seconds": LIMIT, "step": 12, "phase": "step", "entered": 40, **fields}
-    return Sign(beat, "node7", **fields)
+    return Heartbeat(beat, "node7", **fields)
 
 
 def judge(signs_at, seconds: float = 100.0, size: int = 2, **limits):
     """The first verdict, and when; ``signs_at(beat)`` is what ranks say, every two seconds."""
-    one = Judge(size, BEAT, **{"cold_limit": 300.0, "warm_limit": 100.0, **limits})
+    one = HangDetector(size, BEAT, **{"cold_limit": 300.0, "warm_limit": 100.0, **limits})
     for beat in range(int(seconds / BEAT)):
         if verdict := one.observe(100 + beat * BEAT, signs_at(beat)):
             return verdict, beat * BEAT
@@ -127,7 +127,7 @@ def test_the_longest_limit_of_any_rank_counts_and_0_is_none():
 
 
 def test_a_watcher_that_was_asleep_itself_blames_nobody():
-    one = Judge(2, BEAT, 300.0, 100.0)
+    one = HangDetector(2, BEAT, 300.0, 100.0)
     for now in (100.0, 102.0, 2000.0, 2002.0, 2020.0):
         assert one.observe(now, {0: say(int(now)), 1: say(5, **WAITING)}) is None
 

@@ -25,7 +25,7 @@ def texts() -> list[dict[str, Any]]:
 def sequences(tmp_path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The sequences of the steps as ours reads them, each with the target of its last token."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stream = data.open_stream(config_for(tmp_path), batch_rank=0, num_batch_ranks=1, accumulation=1)
+    stream = data.open_dataloader(config_for(tmp_path), batch_rank=0, num_batch_ranks=1, accumulation=1)
     found = []
     for _ in range(STEPS):
         batch = next(stream)

@@ -54,7 +54,7 @@ def test_meshes_change_no_number_though_batches_are_padded_differently(model: st
 def plain(rank: int, one: Config) -> float:
     """The loss of the first step's rows one by one, unpadded, with no part of the task but the reading of files."""
     run = make_run(rank, one)
-    wanted = next(run.stream).sample_ids_B.tolist()
+    wanted = next(run.dataloader).sample_ids_B.tolist()
     texts = [rows(200)[i] for i in wanted]
     losses = []
     for text, label in texts:
@@ -77,7 +77,7 @@ def evaluated(rank: int, sizes: tuple[int, ...]) -> list[Any]:
     run = make_run(rank, config())
     for size in sizes:
         one = config(dev=size)
-        result = validation.evaluate(run.runner, validation.open_stream(one, run.mesh), run.mesh)
+        result = validation.evaluate(run.runner, validation.open_dataloader(one, run.mesh), run.mesh)
         assert result is not None
         found.append((result.rows, dict(result.metrics), {k: v.tolist() for k, v in result.predictions.items()}))
         assert run.runner.parts[0].training
@@ -210,7 +210,7 @@ def test_workers_make_the_same_batches() -> None:
     mine, theirs = (
         [next(stream) for _ in range(3)]
         for stream in (
-            tasks.open_task(c).open_stream(batch_rank=0, num_batch_ranks=1, accumulation=1) for c in (one, worker)
+            tasks.open_task(c).open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1) for c in (one, worker)
         )
     )
     for a, b in zip(mine, theirs, strict=True):

@@ -43,7 +43,7 @@ def scored(rank: int, one: Config) -> Any:
     run = make_run(rank, one)
     for _ in range(run.total_steps):
         trainer.step(run)
-    found = validation.evaluate(run.runner, validation.open_stream(one, run.mesh), run.mesh)
+    found = validation.evaluate(run.runner, validation.open_dataloader(one, run.mesh), run.mesh)
     assert found is not None and found.metrics is not None
     return run.total_steps, found.rows, found.metrics["accuracy"]
 
@@ -82,4 +82,4 @@ def test_what_a_task_file_lacks_is_one_line(tmp_path: Path, text: str, said: str
     one = dataclasses.replace(Config(), task=dataclasses.replace(Config().task, name=str(file)))
     with pytest.raises(ConfigError, match=said):
         task = tasks.open_task(one)
-        task.open_stream(batch_rank=0, num_batch_ranks=1, accumulation=1)
+        task.open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)

@@ -12,23 +12,23 @@ from reviews import config
 from tiny import assert_same_numbers, run_tiny
 
 from shardtrain.config import Loaded, rules
-from shardtrain.config.schema import DataLoader
-from shardtrain.data.loader import Share
-from shardtrain.data.row_stream import RowFeed, RowStream
+from shardtrain.config.schema import DataLoaderOptions
+from shardtrain.data.loader import RankSlice
+from shardtrain.data.row_stream import RowDataLoader, RowFeed
 from shardtrain.utils.errors import ConfigError
 
 
 def stream(
     rows: int, batch: int, epochs: int | None, last: str, rank: int = 0, ranks: int = 1, accumulation: int = 1
-) -> RowStream:
+) -> RowDataLoader:
     feed = RowFeed(list(range(rows)), 1, epochs)
-    share = Share(batch, rank, ranks, accumulation)
-    return RowStream(
-        feed, lambda found: {"rows": torch.tensor(found)}, lambda t: len(t["rows"]), share, DataLoader(), 0, last
+    share = RankSlice(batch, rank, ranks, accumulation)
+    return RowDataLoader(
+        feed, lambda found: {"rows": torch.tensor(found)}, lambda t: len(t["rows"]), share, DataLoaderOptions(), 0, last
     )
 
 
-def steps(of: list[RowStream]) -> list[list[int]]:
+def steps(of: list[RowDataLoader]) -> list[list[int]]:
     """Rows of each step, of all ranks in their order."""
     found: list[list[int]] = []
     while True:

@@ -25,7 +25,7 @@ def scores(rank: int, one: Config) -> Any:
     run, checkpoints = make_run(rank, one), Checkpoints(one)
     resume(run, checkpoints)
     checkpoints.close()
-    batch = next(run.stream)
+    batch = next(run.dataloader)
     model = run.runner.parts[0]
     with torch.no_grad():
         outputs = run.runner.task.forward(model, batch)  # type: ignore[attr-defined]

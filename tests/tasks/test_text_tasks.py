@@ -79,7 +79,7 @@ def losses(rank: int, name: str, config: Config) -> tuple[float, float]:
     run, checkpoints = make_run(rank, config), Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
-    batch: Any = next(run.stream)
+    batch: Any = next(run.dataloader)
     mine = float(run.runner.evaluate(batch)) / batch.num_targets
     model = getattr(transformers, SHAPES[name][0]).from_pretrained(folder(name)).eval()
     total = 0.0
@@ -105,9 +105,9 @@ def test_the_loss_is_that_of_transformers_row_by_row(name: str, tmp_path: Path) 
     assert mine == pytest.approx(theirs, abs=1e-5)
 
 
-def opened(name: str, output: Path, **training: Any) -> data.Stream:
+def opened(name: str, output: Path, **training: Any) -> data.DataLoader:
     task = tasks.open_task(config_of(name, output, training=training))
-    return task.open_stream(batch_rank=0, num_batch_ranks=1, accumulation=1)
+    return task.open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)
 
 
 def test_tokens_are_hidden_by_row_and_epoch(tmp_path: Path) -> None:

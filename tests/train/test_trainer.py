@@ -50,7 +50,7 @@ def config(mesh: str, max_norm: float = NO_CLIP, **training: Any) -> Config:
 def one_step(rank: int, config: Config, kept: Mapping[int, int] | int = 64) -> Step:
     """One step in which a row keeps its first ``kept[sample]`` targets."""
     run, ids, gradients = make_run(rank, config), [], {}
-    pull, update = run.stream.__next__, run.runner.update
+    pull, update = run.dataloader.__next__, run.runner.update
 
     class Masked:
         def __getattr__(self, name: str) -> Any:
@@ -70,7 +70,7 @@ def one_step(rank: int, config: Config, kept: Mapping[int, int] | int = 64) -> S
             gradients[name] = to_full(parameter.grad).clone()
         update(optimizer)
 
-    stream, run.stream = run.stream, Masked()  # type: ignore[assignment]
+    stream, run.dataloader = run.dataloader, Masked()  # type: ignore[assignment]
     run.runner.update = watched  # type: ignore[method-assign]
     outcome = trainer.step(run)
     loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / max(1, outcome.global_tokens)

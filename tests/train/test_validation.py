@@ -79,7 +79,7 @@ def evaluated(rank: int, configs: list[Config]) -> list[tuple[Evaluation, int, l
     found, run = [], make_run(rank, configs[0])
     for one in configs:
         ids: list[list[int]] = []
-        stream = recorded(evaluate.open_stream(one, run.mesh), ids)
+        stream = recorded(evaluate.open_dataloader(one, run.mesh), ids)
         result = evaluate.evaluate(run.runner, stream, run.mesh, one.validation.steps)
         found.append((result, run.mesh.rank(*BATCH_AXES), ids))
     return found
@@ -168,7 +168,7 @@ def test_a_number_of_batches_ends_it_early_and_more_than_there_are_end_with_the_
 
 def nothing_to_predict(rank: int, one: Config) -> str:
     run = make_run(rank, one)
-    stream = evaluate.open_stream(one, run.mesh)
+    stream = evaluate.open_dataloader(one, run.mesh)
     take = stream.__next__
 
     class Empty:
@@ -197,8 +197,8 @@ def traces(rank: int, one: Config) -> tuple[bool, bool, bool, bool]:
     run = make_run(rank, one)
     trainer.step(run)
     weights = {name: local_tensor(p.detach()).clone() for name, p in run.runner.parameters().items()}
-    random_state, consumed = torch.get_rng_state(), run.stream.samples_consumed
-    stream = evaluate.open_stream(one, run.mesh)
+    random_state, consumed = torch.get_rng_state(), run.dataloader.samples_consumed
+    stream = evaluate.open_dataloader(one, run.mesh)
     for _ in range(2):
         evaluate.evaluate(run.runner, stream, run.mesh)
     after = run.runner.parameters()
@@ -206,7 +206,7 @@ def traces(rank: int, one: Config) -> tuple[bool, bool, bool, bool]:
         all(torch.equal(local_tensor(after[name].detach()), weight) for name, weight in weights.items()),
         all(p.grad is None for p in after.values()),
         torch.equal(torch.get_rng_state(), random_state),
-        run.stream.samples_consumed == consumed,
+        run.dataloader.samples_consumed == consumed,
     )
 
 
@@ -270,7 +270,7 @@ def counts(rank: int, one: Config) -> bool:
     blocks = [m for part in run.runner.parts for m in part.modules() if hasattr(m, "count_E")]
     before = [block.count_E.clone() for block in blocks]
     biases = {name: buffer.clone() for name, buffer in run.runner.buffers().items()}
-    evaluate.evaluate(run.runner, evaluate.open_stream(one, run.mesh), run.mesh)
+    evaluate.evaluate(run.runner, evaluate.open_dataloader(one, run.mesh), run.mesh)
     same = all(torch.equal(block.count_E, count) for block, count in zip(blocks, before, strict=True))
     return bool(blocks and biases) and same and all(torch.equal(run.runner.buffers()[n], b) for n, b in biases.items())
 

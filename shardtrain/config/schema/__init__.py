@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardtrain.config.schema.data import Data, DataLoader
+from shardtrain.config.schema.data import Data, DataLoaderOptions
 from shardtrain.config.schema.data import DataSource as DataSource
 from shardtrain.config.schema.data import DataStage as DataStage
 from shardtrain.config.schema.launch import Launch
@@ -186,7 +186,7 @@ class Training(Numbers):
     each other's."""
     gc_debug: bool = False
     """Collect every step and log what could not be freed."""
-    dataloader: DataLoader = field(default_factory=DataLoader)
+    dataloader: DataLoaderOptions = field(default_factory=DataLoaderOptions)
 
 
 @dataclass(frozen=True)
@@ -377,7 +377,7 @@ class Validation:
     patience: int = 0
     """End the run, saved, after this many validations in a row without a better checkpoint.keep_best (or loss); 0 never
     does (shardtrain)."""
-    dataloader: DataLoader = field(default_factory=DataLoader)
+    dataloader: DataLoaderOptions = field(default_factory=DataLoaderOptions)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class DataLoader:
+class DataLoaderOptions:
     """How batches reach the trainer."""
 
     num_workers: int = 0

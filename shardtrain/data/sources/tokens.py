@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from shardtrain.data.shards import ShardLine, check_tokenizer
+from shardtrain.data.shards import ShardTokenBuffer, check_tokenizer
 from shardtrain.data.sources import Request
-from shardtrain.data.token_buffer import Line
+from shardtrain.data.token_buffer import TokenBuffer
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.utils.errors import ConfigError, Problem
 
 
-def open_line(request: Request, tokenizer: Tokenizer) -> Line:
+def open_line(request: Request, tokenizer: Tokenizer) -> TokenBuffer:
     """The documents of a prepared folder, end to end; a module with this function has no ``open_source``.
 
     Raises:
@@ -18,6 +18,6 @@ def open_line(request: Request, tokenizer: Tokenizer) -> Line:
     if request.path is None:
         fix = 'name a folder made by "shardtrain data prepare"'
         raise ConfigError(Problem(request.option, None, 'is not set, and the dataset "tokens" needs it', fix))
-    line = ShardLine(request.path, request.option)
+    line = ShardTokenBuffer(request.path, request.option)
     check_tokenizer(line, tokenizer)
     return line

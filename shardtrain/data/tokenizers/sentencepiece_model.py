@@ -13,7 +13,7 @@ import numpy.typing as npt
 from shardtrain.data.tokenizers.spans import to_characters
 from shardtrain.data.tokenizers.split import Splitter
 from shardtrain.data.tokenizers.threads import threads
-from shardtrain.data.tokenizers.tokenizer_config import Beside, ends_facts, read_beside
+from shardtrain.data.tokenizers.tokenizer_config import TokenizerConfig, ends_facts, read_beside
 from shardtrain.utils.errors import ConfigError, Problem
 
 # ModelProto.normalizer_spec (field 3) { add_dummy_prefix (field 3): false }. A message that occurs twice in a protobuf
@@ -95,7 +95,7 @@ class SentencePieceTokenizer:
 
         return reopen, (self.spec, self._option, self.fingerprint)
 
-    def _added_tokens(self, beside: Beside, pieces: int, file: Path) -> dict[int, str]:
+    def _added_tokens(self, beside: TokenizerConfig, pieces: int, file: Path) -> dict[int, str]:
         """Added tokens beyond the model; those within it must be the model's own."""
         for i, token in beside.added.items():
             if i < pieces and self._whole.id_to_piece(i) != token.content:
@@ -108,7 +108,7 @@ class SentencePieceTokenizer:
                 raise ConfigError(Problem(self._option, str(file), rule, "use files that belong together"))
         return {i: token.content for i, token in beside.added.items() if i >= pieces}
 
-    def _end(self, beside: Beside, name: str, special: dict[str, int]) -> int | None:
+    def _end(self, beside: TokenizerConfig, name: str, special: dict[str, int]) -> int | None:
         key, own = f"{name}_token", int(getattr(self._whole, f"{name}_id")())
         if key in beside.tokens or f"{key}_id" in beside.token_ids:
             return beside.special_id(

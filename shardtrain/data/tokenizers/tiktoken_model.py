@@ -19,7 +19,7 @@ import numpy.typing as npt
 from shardtrain.data.tokenizers.spans import character_spans
 from shardtrain.data.tokenizers.split import Splitter
 from shardtrain.data.tokenizers.threads import threads
-from shardtrain.data.tokenizers.tokenizer_config import Beside, ends_facts, read_beside
+from shardtrain.data.tokenizers.tokenizer_config import TokenizerConfig, ends_facts, read_beside
 from shardtrain.utils.errors import ConfigError, Problem
 
 _PATTERN = (
@@ -175,7 +175,7 @@ def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
     return ranks
 
 
-def _special_tokens(beside: Beside, num_ranks: int, file: Path, option: str) -> dict[str, int]:
+def _special_tokens(beside: TokenizerConfig, num_ranks: int, file: Path, option: str) -> dict[str, int]:
     """Special tokens by their text: Llama 3's 256, some of them under the names that tokenizer_config.json has."""
     others = (f"<|reserved_special_token_{i}|>" for i in range(5, _NUM_SPECIAL))
     names = dict(enumerate([*_FIRST_SPECIAL, *others][:_NUM_SPECIAL], start=num_ranks))

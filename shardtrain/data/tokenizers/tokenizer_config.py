@@ -30,7 +30,7 @@ class AddedToken:
 
 
 @dataclass
-class Beside:
+class TokenizerConfig:
     """What the files say; a named token is None where a file sets it to null."""
 
     tokens: dict[str, str | None] = field(default_factory=dict)
@@ -88,13 +88,13 @@ class Beside:
         return {name: token for name, token in self.tokens.items() if token is not None}
 
 
-def read_beside(folder: Path, option: str) -> Beside:
+def read_beside(folder: Path, option: str) -> TokenizerConfig:
     """Read special_tokens_map.json, tokenizer_config.json and chat templates of a folder, as far as they exist.
 
     Raises:
         ConfigError: when one of them cannot be read or means nothing.
     """
-    beside = Beside()
+    beside = TokenizerConfig()
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = folder / name
         if file.is_file():
@@ -136,7 +136,7 @@ def read_text(file: Path, option: str) -> str:
         raise ConfigError(Problem(option, str(file), "is no UTF-8 text", _FIX)) from error
 
 
-def _read_config(file: Path, beside: Beside, option: str) -> None:
+def _read_config(file: Path, beside: TokenizerConfig, option: str) -> None:
     try:
         content: Any = json.loads(read_text(file, option))
     except (ValueError, RecursionError) as error:
@@ -152,7 +152,7 @@ def _read_config(file: Path, beside: Beside, option: str) -> None:
     _add_templates(beside, content.get("chat_template"), file, option)
 
 
-def _add_token(beside: Beside, key: str, value: Any, file: Path, option: str) -> None:
+def _add_token(beside: TokenizerConfig, key: str, value: Any, file: Path, option: str) -> None:
     token = value.get("content") if isinstance(value, dict) else value
     if isinstance(token, str) or value is None:
         beside.tokens[key] = token
@@ -162,7 +162,7 @@ def _add_token(beside: Beside, key: str, value: Any, file: Path, option: str) ->
         raise ConfigError(Problem(option, str(file), f"has a {key} that is no text", _FIX))
 
 
-def _add_added_tokens(beside: Beside, value: Any, file: Path, option: str) -> None:
+def _add_added_tokens(beside: TokenizerConfig, value: Any, file: Path, option: str) -> None:
     if value is None:
         return
     try:
@@ -176,7 +176,7 @@ def _add_added_tokens(beside: Beside, value: Any, file: Path, option: str) -> No
         raise ConfigError(Problem(option, str(file), rule, _FIX))
 
 
-def _add_templates(beside: Beside, value: Any, file: Path, option: str) -> None:
+def _add_templates(beside: TokenizerConfig, value: Any, file: Path, option: str) -> None:
     if isinstance(value, str):
         beside.templates["default"] = value
     elif value is not None:

@@ -89,7 +89,7 @@ class Ledger:
         if self._path is not None:
             self._progress()
 
-    def go_back(self, step: int) -> None:
+    def rollback(self, step: int) -> None:
         """The run has taken the state of an older step in place: what came after that one is lost."""
         if self._path is None:
             return

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from shardtrain.train.run import Run
 
 
-class GoBack(Exception):
-    """Leaves a step whose update is not to be applied, on all ranks alike; see ``go_back``."""
+class RollbackRequested(Exception):
+    """Leaves a step whose update is not to be applied, on all ranks alike; see ``rollback``."""
 
 
 def may_apply(run: Run, loss: float, grad_norm: float) -> bool:
     """Judge a step by its global loss and gradient norm, which are finite and equal on all ranks.
 
     Raises:
-        GoBack: with ``training.spike_policy = "rewind"``, at a spike.
+        RollbackRequested: with ``training.spike_policy = "rewind"``, at a spike.
         NumericalError: when it has gone back from here too often.
     """
     training, guard, step = run.config.training, run.guard, run.state.step + 1
@@ -39,7 +39,7 @@ def may_apply(run: Run, loss: float, grad_norm: float) -> bool:
         if training.spike_policy == "rewind":
             near = sum(abs(step - rewind.step) <= training.spike_rewind_steps for rewind in guard.rewinds)
             if near < training.max_rewinds:
-                raise GoBack(f"step {step}: {found}")
+                raise RollbackRequested(f"step {step}: {found}")
             raise NumericalError(
                 f"step {step}: {found}, and the run went back from here {near} times (training.max_rewinds); the "
                 f"weights are still those of step {run.state.step}; lower optimizer.lr, or look at the data"
@@ -50,7 +50,7 @@ def may_apply(run: Run, loss: float, grad_norm: float) -> bool:
     return not (found and training.spike_policy == "skip")
 
 
-def go_back(run: Run, checkpoints: Checkpoints, why: GoBack, started_at: int) -> None:
+def rollback(run: Run, checkpoints: Checkpoints, why: RollbackRequested, started_at: int) -> None:
     """Take the state of an older checkpoint in place, and leave out the data of the steps before and with the spike.
 
     Without a checkpoint that is old enough the state stays that before the spike, and its data alone are left out.
@@ -58,7 +58,7 @@ def go_back(run: Run, checkpoints: Checkpoints, why: GoBack, started_at: int) ->
     """
     training, guard = run.config.training, run.guard
     rewinds, spikes, step = guard.rewinds, guard.spikes, run.state.step + 1
-    first_row, end_row = run.state.samples_consumed, run.stream.samples_consumed
+    first_row, end_row = run.state.samples_consumed, run.dataloader.samples_consumed
     process_group.set_timeout(run.config.comm.init_timeout_seconds)  # ranks wait for each other's reading
     run.runner.forget_gradients()
     path = checkpoints.newest_good(step - training.spike_rewind_steps, started_at)
@@ -69,9 +69,9 @@ def go_back(run: Run, checkpoints: Checkpoints, why: GoBack, started_at: int) ->
         resume.load(run, checkpoints, path, frozenset())
         checkpoints.forget(range(run.state.step + 1, step), started_at)
         first_row = max(
-            run.state.samples_consumed, first_row - (training.spike_skip_steps - 1) * run.stream.global_batch
+            run.state.samples_consumed, first_row - (training.spike_skip_steps - 1) * run.dataloader.global_batch
         )
-    run.ledger.go_back(run.state.step)
+    run.ledger.rollback(run.state.step)
     guard.rewinds, guard.spikes = [*rewinds, Rewind(step, run.state.step, first_row, end_row)], spikes
     logger.warning(
         f"{why}; going on after step {run.state.step}{f' from {path}' if path else ''}, without rows {first_row} to "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain import data
-from shardtrain.checkpoint.collectives import exchange
+from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.ops.dtensor import local_tensor
@@ -55,7 +55,7 @@ def _is_finite(tensor: Tensor) -> bool:
 def _agree(run: Run, own: list[str], shown: int = _SHOWN) -> str:
     """The first few names over all ranks, in the order of the model, with the ranks that told them."""
     ranks: dict[str, list[int]] = {}
-    for rank, names in enumerate(exchange(own)):
+    for rank, names in enumerate(all_gather_json(own)):
         for name in names:
             ranks.setdefault(name, []).append(rank)
     order = {name: place for place, name in enumerate(run.names)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from shardtrain.checkpoint import replica_comparison
-from shardtrain.checkpoint.collectives import exchange
+from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.checkpoint.save import Saver
 from shardtrain.distributed.grad_clip import NORMS_AGREE
 from shardtrain.ops.dtensor import local_slices
@@ -49,7 +49,7 @@ class Replicas:
     def _find_holders(self, tensors: Mapping[str, Tensor]) -> dict[tuple[str, object], list[int]]:
         """Once: who holds which part of what; ranks of a pipeline hold different names."""
         holders: dict[tuple[str, object], list[int]] = {}
-        for rank, boxes in enumerate(exchange({name: _box(tensor) for name, tensor in tensors.items()})):
+        for rank, boxes in enumerate(all_gather_json({name: _box(tensor) for name, tensor in tensors.items()})):
             for name, box in boxes.items():
                 holders.setdefault((name, box), []).append(rank)
         if not any(len(ranks) > 1 for ranks in holders.values()):
@@ -65,7 +65,7 @@ def refuse_norms(run: Run, norm: Tensor) -> None:
     """
     if not run.compares_norms:
         return
-    step, norms = run.state.step + 1, exchange(float(norm))
+    step, norms = run.state.step + 1, all_gather_json(float(norm))
     middle = sorted(norms)[len(norms) // 2]
     odd = [rank for rank, value in enumerate(norms) if abs(value - middle) > NORMS_AGREE * middle]
     if not odd:  # of many ranks, rounding in the sums that agree found

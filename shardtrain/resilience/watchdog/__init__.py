@@ -1,7 +1,7 @@
 """A heartbeat beside the process group: hangs are found, and the rank and phase that did not arrive are named.
 
 Each rank says every two seconds through the run's store where it is; a few of them read what all say. ``judge`` holds
-the rules of hangs, ``marks`` those of slow ranks and of ranks that have gone another way, ``heart`` the threads.
+the rules of hangs, ``marks`` those of slow ranks and of ranks that have gone another way, ``rank_watchdog`` the threads.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shardtrain.distributed import private_store
 from shardtrain.distributed.private_store import FolderStore
 from shardtrain.distributed.process_group import World
 from shardtrain.resilience.phases import Phases
-from shardtrain.resilience.watchdog.watchdog import Heart
+from shardtrain.resilience.watchdog.watchdog import Watchdog
 
-__all__ = ["Heart", "beating"]
+__all__ = ["Watchdog", "beating"]
 
 
 @contextmanager
 def beating(config: Config, here: World, phases: Phases) -> Iterator[None]:
-    """Let this rank's heart beat until the block ends; a process that hangs in it is ended, and the run with it."""
+    """Let this rank's watchdog beat until the block ends; a process that hangs in it is ended, and the run with it."""
     if here.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
         yield
         return
@@ -33,9 +33,9 @@ def beating(config: Config, here: World, phases: Phases) -> Iterator[None]:
     folder = private_store.folder_of(os.environ)
     # a connection of its own: a wait in the process group's would hold the heartbeat too
     store: Any = FolderStore(folder / "heartbeat") if folder else dist.PrefixStore("heartbeat", own.clone())
-    heart = Heart(store, here.rank, here.size, config, phases, here.device.type)
-    heart.start()
+    rank_watchdog = Watchdog(store, here.rank, here.size, config, phases, here.device.type)
+    rank_watchdog.start()
     try:
         yield
     finally:
-        heart.close()
+        rank_watchdog.close()

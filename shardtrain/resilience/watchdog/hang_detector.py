@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from shardtrain.resilience.watchdog.heartbeat import Sign
+from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 
 OF_COLLECTIVES = 0.9
 """Share of a collective's own limit after which a hang is declared: PyTorch's error would name the wrong rank."""
@@ -16,7 +16,7 @@ SILENT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangReport:
     """Why the run ends: the rank to blame, what is said of it, and what every rank did."""
 
     rank: int
@@ -33,27 +33,27 @@ class Verdict:
     kind: str = "Hang"
 
 
-def to_json(verdict: Verdict) -> str:
+def to_json(verdict: HangReport) -> str:
     """A verdict as JSON."""
     return json.dumps(asdict(verdict))
 
 
-def from_json(text: str | bytes) -> Verdict:
+def from_json(text: str | bytes) -> HangReport:
     """The verdict in a text that a rank of this run wrote."""
     fields = json.loads(text)
-    return Verdict(**{**fields, "table": tuple(fields["table"]), "silent": tuple(fields["silent"])})
+    return HangReport(**{**fields, "table": tuple(fields["table"]), "silent": tuple(fields["silent"])})
 
 
 @dataclass
 class _Seen:
     """What a rank last said, and since when it says the same."""
 
-    sign: Sign
+    sign: Heartbeat
     beat_seconds: float
     moved_seconds: float
 
 
-class Judge:
+class HangDetector:
     """Watches signs of life; times are seconds of one clock of the caller's, so no two hosts' clocks are compared."""
 
     def __init__(self, world_size: int, beat_seconds: float, cold_limit: float, warm_limit: float) -> None:
@@ -63,7 +63,7 @@ class Judge:
         self._seen: dict[int, _Seen] = {}
         self._last = self._limit = 0.0
 
-    def observe(self, now: float, signs: Mapping[int, Sign]) -> Verdict | None:
+    def observe(self, now: float, signs: Mapping[int, Heartbeat]) -> HangReport | None:
         """Note what ranks say at a moment; gives a verdict when nothing has moved for too long."""
         paused = now - self._last if self._last else 0.0
         if self._last and paused > max(MISSED_BEATS * self._beat, SILENT_SHARE * self._limit):
@@ -72,7 +72,7 @@ class Judge:
         self._last = now
         for rank in range(self._size) if not self._seen else ():
             self._seen[rank] = _Seen(
-                Sign(0, "unknown", limit_seconds=self._beat), now, now
+                Heartbeat(0, "unknown", limit_seconds=self._beat), now, now
             )  # and what if it never speaks?
         for rank, sign in signs.items():
             seen = self._seen[rank]
@@ -90,7 +90,7 @@ class Judge:
             return None
         return self._blame(now, present)
 
-    def _limit_of(self, signs: list[Sign]) -> float:
+    def _limit_of(self, signs: list[Heartbeat]) -> float:
         """How long nothing may move; 0 where there is no limit."""
         if not all(sign.limit_seconds for sign in signs):
             return 0.0
@@ -100,7 +100,7 @@ class Judge:
         caps = [self._collective_limits[sign.is_cold] for sign in waiting]
         return min([max(sign.limit_seconds for sign in signs), *caps])
 
-    def _blame(self, now: float, present: dict[int, _Seen]) -> Verdict:
+    def _blame(self, now: float, present: dict[int, _Seen]) -> HangReport:
         quiet = max(MISSED_BEATS * self._beat, SILENT_SHARE * self._limit)
         silent = [rank for rank, seen in present.items() if now - seen.beat_seconds > quiet]
         table = tuple(table_of({rank: seen.sign for rank, seen in present.items()}, silent))
@@ -111,7 +111,7 @@ class Judge:
         if left and not behind:
             sign = left[min(left)]
             message = f"has left in phase {sign.phase} of step {sign.step}, and others wait for it"
-            return Verdict(min(left), sign.host, sign.phase, message, table)
+            return HangReport(min(left), sign.host, sign.phase, message, table)
         if behind:
             first = min(behind)
             sign = signs[first]
@@ -123,18 +123,18 @@ class Judge:
             message = (
                 f"has not arrived{life}: last seen in phase {sign.phase} of step {sign.step}{where}, {age:.0f} s ago"
             )
-            return Verdict(first, sign.host, sign.phase, message + others, table, silent=tuple(sorted(silent)))
+            return HangReport(first, sign.host, sign.phase, message + others, table, silent=tuple(sorted(silent)))
         return _all_wait(signs, table)
 
 
-def _furthest_behind(signs: Mapping[int, Sign], ranks: Iterable[int]) -> list[int]:
+def _furthest_behind(signs: Mapping[int, Heartbeat], ranks: Iterable[int]) -> list[int]:
     """Of some ranks those that have entered the fewest phases."""
     ranks = sorted(ranks)
     fewest = min((signs[rank].entered for rank in ranks), default=0)
     return [rank for rank in ranks if signs[rank].entered == fewest]
 
 
-def _all_wait(signs: Mapping[int, Sign], table: tuple[str, ...]) -> Verdict:
+def _all_wait(signs: Mapping[int, Heartbeat], table: tuple[str, ...]) -> HangReport:
     """Each rank is in a collective: in different ones, or there is nobody to blame."""
     groups: dict[str, list[int]] = {}
     for rank, sign in sorted(signs.items()):
@@ -147,10 +147,10 @@ def _all_wait(signs: Mapping[int, Sign], table: tuple[str, ...]) -> Verdict:
     else:
         told = ", ".join(f"{_name(ranks)} in {place}" for place, ranks in groups.items())
         message = f"waits in another collective than others in phase {sign.phase} of step {sign.step}: {told}"
-    return Verdict(odd[0], sign.host, sign.phase, message, table)
+    return HangReport(odd[0], sign.host, sign.phase, message, table)
 
 
-def table_of(signs: Mapping[int, Sign], silent: Iterable[int]) -> list[str]:
+def table_of(signs: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[str]:
     """What every rank does, one line for all that do the same."""
     groups: dict[str, list[int]] = {}
     for rank, sign in sorted(signs.items()):

@@ -10,7 +10,7 @@ from shardtrain.resilience.progress import Mark
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """A sign of life. ``collective`` is the function that the main thread waits in, ``at`` its place in our code."""
 
     beat: int
@@ -41,15 +41,15 @@ class Sign:
         return f"{self.collective} ({self.at})" if self.at else self.collective
 
 
-def write(sign: Sign) -> str:
+def write(sign: Heartbeat) -> str:
     """A sign as JSON."""
     return json.dumps(asdict(sign), separators=(",", ":"))
 
 
-def read(text: str | bytes) -> Sign | None:
+def read(text: str | bytes) -> Heartbeat | None:
     """The sign in a text, or None where it is none: another version or another program wrote it.
 
-    >>> read(write(Sign(1, "node7", marks={4: Mark(8, "step 8", 1.5, 0, 3, 9)}))).marks[4].facts
+    >>> read(write(Heartbeat(1, "node7", marks={4: Mark(8, "step 8", 1.5, 0, 3, 9)}))).marks[4].facts
     'step 8'
     >>> read("{}"), read("[1"), read(b'{"beat": 1, "host": "a", "marks": 3}'), read('{"beat": "1", "host": "a"}')
     (None, None, None, None)
@@ -57,8 +57,8 @@ def read(text: str | bytes) -> Sign | None:
     try:
         fields = json.loads(text)
         marks = {int(grain): Mark(**mark) for grain, mark in fields.pop("marks", {}).items()}
-        sign = Sign(**fields, marks=marks)
-        _check(sign, Sign(0, ""))
+        sign = Heartbeat(**fields, marks=marks)
+        _check(sign, Heartbeat(0, ""))
         for mark in marks.values():
             _check(mark, Mark(0, "", 0.0, 0, 0, 0))
     except (ValueError, TypeError, AttributeError):

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardtrain.resilience.progress import Mark
-from shardtrain.resilience.watchdog.hang_detector import Verdict, spans
-from shardtrain.resilience.watchdog.heartbeat import Sign
+from shardtrain.resilience.watchdog.hang_detector import HangReport, spans
+from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 
 RATIO = 1.3
 """A straggler is busy for more than this many times the median of its peers ..."""
@@ -20,7 +20,7 @@ MIN_SAMPLES = 20
 """A window with fewer samples is put together with the next one."""
 
 
-def common(signs: Mapping[int, Sign], world_size: int, after: int) -> dict[int, Mark] | None:
+def common(signs: Mapping[int, Heartbeat], world_size: int, after: int) -> dict[int, Mark] | None:
     """The newest marks that all ranks made at the same step, later than ``after`` steps; None where there are none."""
     if len(signs) < world_size:
         return None
@@ -33,7 +33,7 @@ def common(signs: Mapping[int, Sign], world_size: int, after: int) -> dict[int, 
     return max(found, key=lambda marks: marks[0].begun, default=None)
 
 
-def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Sign]) -> Verdict | None:
+def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> HangReport | None:
     """Name the ranks that have counted otherwise than the rest: their numbers can no longer be right."""
     groups: dict[str, list[int]] = {}
     for rank, mark in sorted(marks.items()):
@@ -44,7 +44,7 @@ def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Sign]) -> Verdict | 
     told = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {facts}" for facts, ranks in groups.items())
     sign = signs[odd[0]]
     message = f"has counted otherwise than others after {marks[odd[0]].begun} steps together: {told}"
-    return Verdict(odd[0], sign.host, sign.phase, message, kind="Divergence")
+    return HangReport(odd[0], sign.host, sign.phase, message, kind="Divergence")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Stragglers:
         self._before: Mapping[int, Mark] = {}
         self._strikes: dict[int, int] = {}
 
-    def add(self, marks: Mapping[int, Mark], signs: Mapping[int, Sign]) -> list[Straggler] | None:
+    def add(self, marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> list[Straggler] | None:
         """Those that have been slow for five windows; None where the window is too short to say."""
         if not self._before:
             self._before = marks
@@ -86,7 +86,7 @@ class Stragglers:
         self._strikes = {rank: self._strikes.get(rank, 0) + 1 for rank in slow}
         return [straggler for rank, straggler in slow.items() if self._strikes[rank] >= WINDOWS]
 
-    def _slow(self, windows: Mapping[int, _Window], signs: Mapping[int, Sign]) -> Iterator[Straggler]:
+    def _slow(self, windows: Mapping[int, _Window], signs: Mapping[int, Heartbeat]) -> Iterator[Straggler]:
         for rank, window in windows.items():
             first = rank // self._per_stage * self._per_stage
             peers = [windows[r].work for r in range(first, first + self._per_stage) if r != rank and r in windows]

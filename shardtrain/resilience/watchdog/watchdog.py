@@ -24,8 +24,8 @@ from shardtrain.resilience import progress as moving
 from shardtrain.resilience import signals
 from shardtrain.resilience.phases import Phases
 from shardtrain.resilience.watchdog import heartbeat, stack
-from shardtrain.resilience.watchdog.hang_detector import Judge, Verdict, from_json, to_json
-from shardtrain.resilience.watchdog.heartbeat import Sign
+from shardtrain.resilience.watchdog.hang_detector import HangDetector, HangReport, from_json, to_json
+from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers, common, find_odd
 from shardtrain.utils.log import logger
 
@@ -51,7 +51,7 @@ def monitors(world_size: int) -> set[int]:
     return {0, min(1, world_size - 1), world_size // 2, world_size - 1}
 
 
-class Heart:
+class Watchdog:
     """The heartbeat of one rank; ``store`` is a connection that nobody else uses."""
 
     def __init__(self, store: Any, rank: int, world_size: int, config: Config, phases: Phases, device: str) -> None:
@@ -63,7 +63,7 @@ class Heart:
         self._host = socket.gethostname()
         self._moving = moving.restart(comm.straggler_window_steps)
         self._stop = signals.current()
-        self._judge = Judge(world_size, self._beat, comm.init_timeout_seconds, comm.train_timeout_seconds)
+        self._judge = HangDetector(world_size, self._beat, comm.init_timeout_seconds, comm.train_timeout_seconds)
         self._stragglers = Stragglers(world_size, config.parallelism.pipeline_parallel_degree)
         self._known: set[int] = set()
         self._named: set[int] = set()
@@ -88,11 +88,11 @@ class Heart:
 
     # --- what this rank says
 
-    def _sign(self, beat: int) -> Sign:
+    def _sign(self, beat: int) -> Heartbeat:
         place = stack.main_thread(self._device)
         phase, now = self._phases.name, self._moving
         limit, is_cold = self._limit(phase, place)
-        return Sign(
+        return Heartbeat(
             beat=beat,
             host=self._host,
             step=now.step,
@@ -152,17 +152,17 @@ class Heart:
             if self._rank == 0:
                 self._name_stragglers(marks, signs)
         if verdict:
-            text = to_json(Verdict(**{**vars(verdict), "declared_by": self._rank}))
+            text = to_json(HangReport(**{**vars(verdict), "declared_by": self._rank}))
             self._die(from_json(self._store.compare_set(VERDICT, "", text)))
 
-    def _read(self) -> dict[int, Sign]:
+    def _read(self) -> dict[int, Heartbeat]:
         missing = [rank for rank in range(self._size) if rank not in self._known]
         self._known |= {rank for rank in missing if self._store.check([f"sign-{rank}"])}
         ranks = sorted(self._known)
         found = zip(ranks, map(heartbeat.read, self._store.multi_get([f"sign-{rank}" for rank in ranks])), strict=True)
         return {rank: said for rank, said in found if said is not None}
 
-    def _name_stragglers(self, marks: dict[int, moving.Mark], signs: dict[int, Sign]) -> None:
+    def _name_stragglers(self, marks: dict[int, moving.Mark], signs: dict[int, Heartbeat]) -> None:
         found = self._stragglers.add(marks, signs)
         if found is None:
             return
@@ -207,17 +207,17 @@ class Heart:
             else:
                 now.busy_step += 1
 
-    def _mute_store(self, place: stack.Place, seconds: float) -> Verdict:
+    def _mute_store(self, place: stack.Place, seconds: float) -> HangReport:
         """The store gives no answer: with its host, the first rank or the launcher, something is wrong."""
         host = os.environ.get("MASTER_ADDR", self._host)
         doing = f"waits in {place.collective} ({place.at})" if place.collective else f"is at {place.at}"
         own = f"rank {self._rank} {doing}, in phase {self._phases.name} of step {self._moving.step}"
         message = f"gives no sign of life, or its launcher, which has the store, does not: for {seconds:.0f} s; {own}"
-        return Verdict(0, host, self._phases.name, message, declared_by=self._rank, silent=(0,))
+        return HangReport(0, host, self._phases.name, message, declared_by=self._rank, silent=(0,))
 
     # --- the end
 
-    def _die(self, verdict: Verdict) -> None:
+    def _die(self, verdict: HangReport) -> None:
         """Tell of the verdict, write the stacks, wait until all that live have done so, and leave."""
         self._dying.acquire()  # for ever: the first thread that comes here ends the process
         if self._closed.is_set():
@@ -240,7 +240,7 @@ class Heart:
             self._wait_for_stacks(self._size - len(verdict.silent))
         exit_report.end(failure.PEER)
 
-    def _write_stacks(self, verdict: Verdict) -> None:
+    def _write_stacks(self, verdict: HangReport) -> None:
         logger.error(f"rank {verdict.rank} (host {verdict.host}) {verdict.message}")
         for line in verdict.table if self._rank in monitors(self._size) else ():
             logger.error(line)

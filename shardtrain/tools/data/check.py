@@ -18,7 +18,7 @@ from shardtrain.data.encode import open_encoder
 from shardtrain.data.mix import Mixture
 from shardtrain.data.packing import Packing
 from shardtrain.data.read_documents import BadRows
-from shardtrain.data.shards import ShardLine
+from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.sources import Table
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.launch import environment
@@ -120,7 +120,7 @@ def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer
         module = sources.find(named.source.dataset, named.dataset_option)
         request = build_dataset.request_for(config, named)
         if hasattr(module, "open_line"):
-            line: ShardLine = module.open_line(request, tokenizer)
+            line: ShardTokenBuffer = module.open_line(request, tokenizer)
             size = sum(file.bytes for file in line.index.files())
             with Progress(f"checking {named.name}", size) as progress:
                 yield survey_line(named.name, line, _Ticker(progress, line.num_documents))
@@ -200,7 +200,7 @@ def _epochs(
 
 def _end_of_task(config: Config, world_size: int) -> int:
     """Places of an epoch of rows of a task, whose last step is as training.last_batch says."""
-    stream = tasks.open_task(config).open_stream(
+    stream = tasks.open_task(config).open_dataloader(
         batch_rank=0,
         num_batch_ranks=derived.data_parallel_degree(config, world_size),
         accumulation=derived.accumulation_steps(config, world_size),

@@ -23,7 +23,7 @@ from shardtrain.config import Config, check, load
 from shardtrain.data import build_dataset, sources
 from shardtrain.data.document import Encoder
 from shardtrain.data.encode import open_encoder
-from shardtrain.data.read_documents import BadRows, Tally
+from shardtrain.data.read_documents import BadRows, RowStats
 from shardtrain.data.shard_index import INDEX, UNFINISHED, Index, read_index
 from shardtrain.data.shard_writer import ShardWriter, default_shard_tokens, storing, write_whole
 from shardtrain.data.sources import Shards, Table
@@ -246,7 +246,7 @@ class _Work:
 
     def _read_state(self) -> dict[str, Any]:
         path = self.folder / _PROGRESS
-        fresh = {"merged": 0, "tally": units.tally_to_json(Tally()), "facts": dict(self.job.facts)}
+        fresh = {"merged": 0, "tally": units.tally_to_json(RowStats()), "facts": dict(self.job.facts)}
         if not path.exists():
             self._write_state(fresh)
             return fresh

@@ -282,7 +282,7 @@ def _row(config: Any) -> tuple[Batch, Tokenizer]:
     if config.data.packing == "padded":
         rule = "gives each document a sequence of its own, so there is nothing to probe"
         raise ConfigError(Problem("data.packing", "padded", rule, 'probe "first_fit" or "concat"'))
-    stream = data.open_stream(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+    stream = data.open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
     for _, batch in zip(range(MAX_BATCHES), stream, strict=False):
         if batch.documents_BT is None:
             rule = "lets the documents of a sequence attend to each other, so there is nothing to probe"

@@ -131,7 +131,7 @@ def rows(config: Config, first: int, count: int) -> Iterator[tuple[Shown, Tokeni
     """Sequences ``first`` and after of the order of training, as one rank with one sequence a batch would read them."""
     loader = replace(config.training.dataloader, num_workers=0, prefetch_factor=None, persistent_workers=False)
     training = replace(config.training, local_batch_size=1, dataloader=loader)
-    stream = data.open_stream(replace(config, training=training), batch_rank=0, num_batch_ranks=1, accumulation=1)
+    stream = data.open_dataloader(replace(config, training=training), batch_rank=0, num_batch_ranks=1, accumulation=1)
     names = list(config.data.sources) or [config.training.dataset]
     stream.seek(first)
     for position in range(first, first + count):
@@ -150,7 +150,7 @@ def task_rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownRow
     # the order of rows, whatever becomes of the last ones of an epoch
     task = tasks.open_task(replace(config, training=replace(config.training, last_batch="rollover")))
     assert isinstance(task, tasks.RowTask)
-    stream = task.open_stream(batch_rank=0, num_batch_ranks=1, accumulation=1)
+    stream = task.open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)
     tokenizer: Tokenizer = tokenizer_of(config)
     last = first + count if stream.end is None else min(first + count, stream.end)
     for position in range(first, last):

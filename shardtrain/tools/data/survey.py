@@ -20,10 +20,10 @@ import numpy.typing as npt
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.fitted import pack
 from shardtrain.data.packing import Packing
-from shardtrain.data.read_documents import BadRows, Tally, chunks, read_documents
-from shardtrain.data.shards import ShardLine, verify
+from shardtrain.data.read_documents import BadRows, RowStats, chunks, read_documents
+from shardtrain.data.shards import ShardTokenBuffer, verify
 from shardtrain.data.sources import BadRow, Key, Shards, Table, every_row, place_of, rows_of
-from shardtrain.data.token_buffer import MemoryLine
+from shardtrain.data.token_buffer import MemoryTokenBuffer
 
 _EXAMPLES = 3
 _BLOCK_TOKENS = 2**20
@@ -42,7 +42,7 @@ class Survey:
     """
 
     name: str
-    tally: Tally = field(default_factory=Tally)
+    tally: RowStats = field(default_factory=RowStats)
     hashes: Hashes = field(default_factory=lambda: np.array([], np.uint64))
     lengths: npt.NDArray[np.int64] = field(default_factory=lambda: np.array([], np.int64))
     max_id: int = -1
@@ -74,7 +74,7 @@ class Survey:
         return rows.num_targets / max(1, rows.num_rows)
 
 
-class _Lengths(MemoryLine):
+class _Lengths(MemoryTokenBuffer):
     """A line of which only the boundaries of documents are known: enough to count rows, not to fill them."""
 
     def __init__(self, lengths: npt.NDArray[np.int64]) -> None:
@@ -139,7 +139,7 @@ def _encoded(source: Table | Shards, encoder: Encoder, shard: int, start: int) -
         yield row if isinstance(row, BadRow) else encoder.encode([row])[0]
 
 
-def survey_line(name: str, line: ShardLine, tick: Callable[[int], None]) -> Survey:
+def survey_line(name: str, line: ShardTokenBuffer, tick: Callable[[int], None]) -> Survey:
     """Verify every byte of prepared shards, and look at their documents. ``tick`` hears the documents of each part."""
     survey, collector = Survey(name), _Collector()
     for _, wrong in verify(line):

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data.document import Document, Encoder
-from shardtrain.data.read_documents import BadRows, Tally, chunks, read_documents
+from shardtrain.data.read_documents import BadRows, RowStats, chunks, read_documents
 from shardtrain.data.shard_index import DTYPES, dtype_for
 from shardtrain.data.shard_writer import ShardWriter, beyond_vocabulary, storing
 from shardtrain.data.sources import Key, Row, Shards, Table, rows_of
@@ -86,7 +86,7 @@ def unit_rows(source: Table | Shards, unit: Unit) -> Iterator[tuple[Key, Row]]:
 
 
 def documents_of(
-    source: Table | Shards, encoder: Encoder, policy: BadRows, tally: Tally, unit: Unit, tick: Callable[[], None]
+    source: Table | Shards, encoder: Encoder, policy: BadRows, tally: RowStats, unit: Unit, tick: Callable[[], None]
 ) -> Iterator[Document]:
     """Documents of a unit; ``tick`` is called now and then."""
     for chunk in chunks(unit_rows(source, unit)):
@@ -108,9 +108,9 @@ def write_unit(
         DataError: at a bad row, unless the policy skips them.
         StorageError: when a file cannot be written.
     """
-    tally = Tally()
+    tally = RowStats()
     vocab_size = encoder.tokenizer.vocab_size
-    said = Tally()
+    said = RowStats()
 
     def tick() -> None:
         say({"rows": tally.rows - said.rows, "tokens": tally.tokens - said.tokens})
@@ -243,14 +243,14 @@ def _mask_of(documents: list[Document]) -> Mask | None:
     return np.concatenate(parts)
 
 
-def tally_to_json(tally: Tally) -> dict[str, Any]:
+def tally_to_json(tally: RowStats) -> dict[str, Any]:
     """A tally as JSON."""
     return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(tally).items()}
 
 
-def tally_from_json(table: Mapping[str, Any]) -> Tally:
+def tally_from_json(table: Mapping[str, Any]) -> RowStats:
     """A tally from its JSON; a missing or unknown key raises."""
-    return Tally(**{**table, "bad": Counter(table["bad"]), "harmless": Counter(table["harmless"])})
+    return RowStats(**{**table, "bad": Counter(table["bad"]), "harmless": Counter(table["harmless"])})
 
 
 def _rename_into(path: Path, text: str) -> None:

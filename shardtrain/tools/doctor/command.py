@@ -194,7 +194,7 @@ def _run(request: Request) -> dict[str, Any]:
     local = (int(os.environ.get("LOCAL_RANK", "0")), _local_size())
     device = pick_device_type(request.loaded.config.training.device)
     with store_channel.open_store(place, size, request.limit_seconds) as store:
-        own = store_channel.Line(store, place, size, request.limit_seconds)
+        own = store_channel.StoreChannel(store, place, size, request.limit_seconds)
         here = Here(request.loaded, place, size, *local, device, request.limit_seconds, store, own, request.has_config)
         facts = rank.examine(here)
         if place:

@@ -27,7 +27,7 @@ class Here:
     store: Any
     """In which the ranks meet."""
     line: Any
-    """A ``line.Line`` over it."""
+    """A ``StoreChannel`` over it."""
     has_config: bool = True
     """Whether the user named a configuration: the folders and axes of the defaults are of no interest else."""
 

@@ -58,7 +58,7 @@ EXTRA_SECONDS, AGAIN_SECONDS = 5.0, 1.0
 """How long to wait for other ranks: beyond what checks may take, and again after a first wait in vain."""
 
 
-class Line:
+class StoreChannel:
     """One rank's connection to the others."""
 
     def __init__(self, store: Any, rank: int, size: int, limit_seconds: float) -> None:
@@ -78,7 +78,7 @@ class Line:
         """How long to wait for other ranks, which may use up the limit of two checks before they come."""
         return AGAIN_SECONDS if self.was_in_vain else 2 * self.limit_seconds + EXTRA_SECONDS
 
-    def begin(self, area: str) -> Line:
+    def begin(self, area: str) -> StoreChannel:
         """Say that this rank begins an area; gives the line for it, which a check that is left behind may keep."""
         line = copy.copy(self)
         line.area, line.place = area, 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardtrain.data.ends import ends_of
 from shardtrain.tools.generate.engine import Generator
-from shardtrain.tools.generate.opening import Opened
+from shardtrain.tools.generate.opening import OpenedModel
 from shardtrain.tools.generate.sampling import Sampling
 from shardtrain.tools.generate.text import Text
 from shardtrain.utils.errors import ConfigError, Problem
@@ -29,7 +29,7 @@ _NEW_TOKENS = 256
 class Engine(TemplateLM):
     """An opened model. Every rank answers every request, since each layer is split over all of them."""
 
-    def __init__(self, opened: Opened, batch_size: int, is_first: bool = True) -> None:
+    def __init__(self, opened: OpenedModel, batch_size: int, is_first: bool = True) -> None:
         super().__init__()
         self._opened, self._batch_size, self._is_first = opened, batch_size, is_first
         self._device = next(opened.model.parameters()).device

@@ -12,7 +12,7 @@ from shardtrain.tools.evaluate import sets
 from shardtrain.tools.evaluate.request import KINDS, Request
 from shardtrain.tools.generate.answer import join
 from shardtrain.tools.generate.locate_checkpoint import load_config
-from shardtrain.tools.generate.opening import Opened, open_model
+from shardtrain.tools.generate.opening import OpenedModel, open_model
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
 
 _TOKENS = 2048
@@ -44,7 +44,7 @@ def run(asked: Request) -> None:
             _tell(found, asked)
 
 
-def _sections(asked: Request, opened: Opened) -> dict[str, Validation]:
+def _sections(asked: Request, opened: OpenedModel) -> dict[str, Validation]:
     """Each set by its name: those of --data, or that of the run where neither they nor tasks are named."""
     own, width = opened.config.validation, opened.width
     if asked.data:

@@ -13,14 +13,14 @@ from shardtrain.config.schema import Validation
 from shardtrain.data import IGNORE
 from shardtrain.distributed.context_parallel import document_argument
 from shardtrain.ops.cross_entropy import cross_entropy_sum
-from shardtrain.tools.generate.opening import Opened
+from shardtrain.tools.generate.opening import OpenedModel
 from shardtrain.train import document_isolation
 from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Problem
 
 _TOKENS_AT_ONCE = 2**22
 
 
-def measure(opened: Opened, section: Validation, text_field: str | None = None) -> dict[str, float | int | None]:
+def measure(opened: OpenedModel, section: Validation, text_field: str | None = None) -> dict[str, float | int | None]:
     """Mean loss per target token in nats, perplexity, and bits per byte of the text that the targets spell.
 
     Every rank reads all rows, since each layer is split over all of them (a collective). A perplexity that no float
@@ -37,7 +37,7 @@ def measure(opened: Opened, section: Validation, text_field: str | None = None) 
     config = dataclasses.replace(opened.config, validation=section)
     if text_field is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, text_field=text_field))
-    stream = data.open_stream(
+    stream = data.open_dataloader(
         config, section=section, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
     )
     if stream.masks_documents:

@@ -16,7 +16,7 @@ from shardtrain.distributed import process_group
 from shardtrain.distributed.process_group import World
 from shardtrain.tools.generate.engine import Generator, Watch
 from shardtrain.tools.generate.locate_checkpoint import load_config
-from shardtrain.tools.generate.opening import Opened, open_model
+from shardtrain.tools.generate.opening import OpenedModel, open_model
 from shardtrain.tools.generate.prompts import Encoder, Row, check_output, write_rows
 from shardtrain.tools.generate.request import Request
 from shardtrain.tools.generate.sampling import Sampling
@@ -68,7 +68,7 @@ def join(device: str) -> Iterator[World]:
 class Answers:
     """Texts of an opened model, as a request asks for them."""
 
-    def __init__(self, asked: Request, opened: Opened, is_first: bool = True) -> None:
+    def __init__(self, asked: Request, opened: OpenedModel, is_first: bool = True) -> None:
         self._asked, self._opened, self._is_first = asked, opened, is_first
         tokenizer = opened.tokenizer
         conversations = open_conversations(tokenizer, opened.config.data) if asked.chat else None

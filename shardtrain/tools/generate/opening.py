@@ -30,7 +30,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """What text can be generated from."""
 
     model: nn.Module
@@ -44,7 +44,7 @@ class Opened:
     from_hub: bool = False
     """Whether it lay in a Hugging Face folder."""
 
-    def with_bos(self, add_bos: bool | None) -> Opened:
+    def with_bos(self, add_bos: bool | None) -> OpenedModel:
         """The same with data.add_bos set, or as it is where that is None."""
         if add_bos is None:
             return self
@@ -61,7 +61,7 @@ def open_model(
     tokenizer_path: str | None = None,
     base: Path | None = None,
     adapter: Path | None = None,
-) -> Opened:
+) -> OpenedModel:
     """Open ``step-N``, a folder of such, a run's folder, whose newest good checkpoint is taken, or a Hugging Face one.
 
     ``dtype`` is the type to hold and compute in; that in which the run computed unless given. ``here`` says where; with
@@ -106,7 +106,7 @@ def open_model(
         parameter.requires_grad_(False)
     name = f"{config.model.name} {config.model.flavor}, {held.where}, {dtype} on {device.type}"
     width = here.size if here is not None else 1
-    return Opened(model.eval(), module.LAYOUT, tokenizer, config, name, width, held.from_hub)
+    return OpenedModel(model.eval(), module.LAYOUT, tokenizer, config, name, width, held.from_hub)
 
 
 def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, here: World) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint import manifest, retention
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.collectives import exchange
+from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.distributed import LOSS_AXES, process_group
@@ -83,7 +83,7 @@ def _compare_steps(run: Run, plan: Plan, trainer: Trainer, here: process_group.W
         found = "; ".join(wrong) if wrong else "equal" if parts else "nothing recorded"
         numbers = f"loss {mine['loss']:.6f} grad_norm {mine['grad_norm']:.6f}"
         _say(here, f"step {step}: {numbers}: {f'{chr(32).join(parts)}: ' if parts else ''}{found}")
-        if any(exchange(bool(wrong))):
+        if any(all_gather_json(bool(wrong))):
             raise NumericalError(f"step {step} differs from the run: {found}")
     if not compared:
         raise CheckpointError(f"{plan.run_folder} has neither a record nor a checkpoint of these steps to compare with")
@@ -119,7 +119,7 @@ def _differences(mine: Mapping[str, Any], record: Mapping[str, Any], tolerance: 
 def _compare_checkpoint(run: Run, path: Path) -> list[str]:
     """The first tensor and the first counter that differ from a checkpoint of this step, in bits (a collective)."""
     stored = manifest.read(path)
-    damage = next(filter(None, exchange(tensor_files.find_damaged_file(stored, path))), "")
+    damage = next(filter(None, all_gather_json(tensor_files.find_damaged_file(stored, path))), "")
     if damage:
         raise CheckpointError(f"checkpoint {path}: {damage}; nothing to compare with")
     tensors = {**weights(run), **optimizer_state(run)}
@@ -131,7 +131,7 @@ def _compare_checkpoint(run: Run, path: Path) -> list[str]:
             tensor_files.read({name: theirs}, stored, path)
             if not torch.equal(_bits(tensor), _bits(theirs)):
                 wrong.append(name)
-    everyone = {name for names in exchange(wrong) for name in names}
+    everyone = {name for names in all_gather_json(wrong) for name in names}
     order = {f"model.{name}": place for place, name in enumerate(run.names)}
     first = sorted(everyone, key=lambda name: (order.get(name, len(order)), name))
     found = [f"{first[0]} and {len(first) - 1} more tensors of {path.name} differ"] if first else []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardtrain import distributed, tasks
 from shardtrain.checkpoint import best, retention
-from shardtrain.checkpoint.collectives import exchange, together
+from shardtrain.checkpoint.collectives import all_gather_json, all_ranks
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, folder_of, place
 from shardtrain.config.schema import Config
@@ -42,7 +42,7 @@ def main(asked: Request) -> None:
             files |= files_of(name, built.task, found, labelled)
             values = {"rows": found.rows, **(found.values if labelled else {})}
             logger.info(f"{name}: " + "  ".join(f"{key}: {value:.6g}" for key, value in values.items()))
-        together(lambda: _write(asked.output, files), only_first=True)
+        all_ranks(lambda: _write(asked.output, files), only_first=True)
         logger.info(f"written to {asked.output}: {', '.join(key for key, text in files.items() if text is not None)}")
 
 
@@ -61,7 +61,7 @@ def load(built: Built, config: Config, wanted: str | None) -> Place:
             base_weights.load(config, built.runner, built.adapters, device, checkpoints)
         tensors = held_by(built.adapters, weights_of(built.runner))
         if saved_file.is_saved_file(path) and built.adapters is None:
-            together(lambda: saved_file.fill(Path(str(path)), tensors, config.model))
+            all_ranks(lambda: saved_file.fill(Path(str(path)), tensors, config.model))
         else:
             checkpoints.load(path, tensors, {})
     finally:
@@ -71,8 +71,8 @@ def load(built: Built, config: Config, wanted: str | None) -> Place:
 
 def _choose(checkpoints: Checkpoints, folder: Place, wanted: str | None) -> Place:
     # the first rank decides: where a shared folder lags, ranks would open different steps
-    step = exchange(best.read_pointer(folder).get("step", -1))[0]
-    if wanted in (None, "best") and step >= 0 and exchange(retention.is_whole(folder / f"step-{step}"))[0]:
+    step = all_gather_json(best.read_pointer(folder).get("step", -1))[0]
+    if wanted in (None, "best") and step >= 0 and all_gather_json(retention.is_whole(folder / f"step-{step}"))[0]:
         return folder / f"step-{step}"
     if wanted == "best":
         raise CheckpointError(
@@ -92,7 +92,7 @@ def measure(built: Built, config: Config, mesh: Mesh, split: str) -> tuple[Evalu
     labelled = True
     if isinstance(task, tasks.RowTask):
         labelled, options = task.is_labelled(split), {"split": split}
-    stream = task.open_stream(
+    stream = task.open_dataloader(
         section=validation.section(config, mesh.device_mesh.size()),
         batch_rank=mesh.rank(*BATCH_AXES),
         num_batch_ranks=mesh.size(*BATCH_AXES),

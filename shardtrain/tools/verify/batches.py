@@ -28,7 +28,7 @@ def whole_batch(seed: int, step: int, sequences: int, tokens: int, vocabulary: i
 
 
 class SyntheticStream:
-    """The micro-batches of one data rank, step after step, as ``data.Stream`` gives those of a dataset; endless."""
+    """The micro-batches of one data rank, step after step, as ``data.DataLoader`` gives those of a dataset; endless."""
 
     ends_without_notice, num_readers, step_hash = False, 0, 0
 

@@ -155,7 +155,7 @@ def _run_steps(
         runner=runner,
         optimizer=optimizer,
         scaler=None,
-        stream=stream,
+        dataloader=stream,
         state=TrainState(),
         total_steps=task.steps,
         num_params=num_params,

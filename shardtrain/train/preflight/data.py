@@ -14,7 +14,7 @@ from shardtrain.config.schema.data import DataSource
 from shardtrain.data import build_dataset, ends, sources
 from shardtrain.data.data_budget import check_enough
 from shardtrain.data.encode import open_encoder
-from shardtrain.data.read_documents import BadRows, Tally, read_documents
+from shardtrain.data.read_documents import BadRows, RowStats, read_documents
 from shardtrain.data.sources import every_row
 from shardtrain.train.preflight import own_files
 from shardtrain.utils.errors import ShardtrainError
@@ -71,7 +71,7 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
         small = False
         encoder = open_encoder(tokenizer, config.data, named.source)
         build_dataset.check_template(source, encoder, named)
-        policy, tally = BadRows.of(config.data), Tally()
+        policy, tally = BadRows.of(config.data), RowStats()
         rows = None if is_small else 1 if source.total_bytes is None else FIRST_ROWS
         for _ in read_documents(source, encoder, policy, tally, itertools.islice(every_row(source), rows)):
             pass
@@ -102,7 +102,7 @@ def _read_rows(config: Config, part: Training | Validation, world_size: int | No
     per_step = derived.accumulation_steps(config, ranks) if world_size else 1
     options: dict[str, Any] = {"section": part, "loop": False} if isinstance(part, Validation) else {}
     shares = derived.data_parallel_degree(config, ranks) if world_size else 1
-    return task.open_stream(batch_rank=0, num_batch_ranks=shares, accumulation=per_step, **options).end
+    return task.open_dataloader(batch_rank=0, num_batch_ranks=shares, accumulation=per_step, **options).end
 
 
 def _is_elsewhere(source: DataSource) -> bool:

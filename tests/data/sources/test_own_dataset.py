@@ -6,7 +6,7 @@ import pytest
 
 from shardtrain.config import load, rules
 from shardtrain.config.schema import Config, Training
-from shardtrain.data import open_stream, sources
+from shardtrain.data import open_dataloader, sources
 from shardtrain.utils.errors import ConfigError
 
 OWN = """
@@ -39,7 +39,9 @@ def test_a_path_in_the_config_is_a_dataset(tmp_path):
     name = str(tmp_path / "mine.py")
     assert not [p for p in rules(load(None, ["--training.dataset", name])) if "dataset" in str(p)]
     training = Training(dataset=name, seq_len=16, local_batch_size=2)
-    batch = next(open_stream(Config(training=training), batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False))
+    batch = next(
+        open_dataloader(Config(training=training), batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False)
+    )
     assert bytes(batch.tokens_BT[0, 1:9].tolist()).decode() == "number 0"
 
 

@@ -183,7 +183,7 @@ def test_what_a_rewind_undoes_is_lost_and_every_second_stays_in_a_bin(tmp_path):
         train(life, ledger, 1, 5)
         ledger.saved(5)
         train(life, ledger, 6, 8)
-        ledger.go_back(5)
+        ledger.rollback(5)
         train(life, ledger, 6, 9)
         shown = ledger.account()
     found = life.account()

@@ -13,7 +13,7 @@ from launched import STEPS, config, end, fork
 
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
-from shardtrain.data import Stream
+from shardtrain.data import DataLoader
 from shardtrain.launch import environment, local
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import BINS, account, attempts_of
@@ -49,7 +49,7 @@ def _launch(one, folder):
                 (folder / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        slower(Stream, "__next__", DATA)
+        slower(DataLoader, "__next__", DATA)
         slower(Checkpoints, "save", SAVE)
         slower(validation.Validator, "run", VALIDATION)
         slower(trainer.optim, "set_learning_rate", STEP, kill)

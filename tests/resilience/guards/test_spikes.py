@@ -48,10 +48,10 @@ def poisoned(rank: int, config: Config, steps: tuple[int, ...] = (POISONED,), st
 
     ``stop`` (rewinds, step) ends it like a kill when so many rewinds and so many steps are done.
     """
-    pull, step = data.Stream.__next__, trainer.step
+    pull, step = data.DataLoader.__next__, trainer.step
     rows = {8 * (step - 1) + row for step in steps for row in range(8)}
 
-    def poison(stream: data.Stream) -> Batch:
+    def poison(stream: data.DataLoader) -> Batch:
         first = stream._share.first_position(stream._start, stream._handed)
         batch = pull(stream)
         targets_BT = batch.targets_BT.clone()
@@ -66,11 +66,11 @@ def poisoned(rank: int, config: Config, steps: tuple[int, ...] = (POISONED,), st
             raise NumericalError("killed")
         return step(run)
 
-    data.Stream.__next__, trainer.step = poison, stopping  # type: ignore[method-assign]
+    data.DataLoader.__next__, trainer.step = poison, stopping  # type: ignore[method-assign]
     try:
         return train_whole(rank, config)
     finally:
-        data.Stream.__next__, trainer.step = pull, step  # type: ignore[method-assign]
+        data.DataLoader.__next__, trainer.step = pull, step  # type: ignore[method-assign]
 
 
 def one_rank(rank: int, root: Path) -> dict[str, Ended]:

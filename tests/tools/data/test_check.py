@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardtrain.config import Config, derived, load
-from shardtrain.data import open_stream, read_documents
+from shardtrain.data import open_dataloader, read_documents
 from shardtrain.data.packing import Packing
 from shardtrain.tools.data import check, prepare
 from shardtrain.tools.data.check import examine
@@ -40,7 +40,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str,
 
 def steps_of(config: Config, ranks: int) -> int | None:
     """The steps after which training finds the data at their end."""
-    stream = open_stream(
+    stream = open_dataloader(
         config,
         batch_rank=0,
         num_batch_ranks=derived.data_parallel_degree(config, ranks),
@@ -72,7 +72,7 @@ def test_sequences_per_epoch_are_those_of_training(
     words += ["--training.local_batch_size", "2"]
     _, report = run(capsys, *words, "--world_size", "3")
     table = report["datasets"]["jsonl"]
-    stream = open_stream(load(None, words).config, batch_rank=0, num_batch_ranks=3, accumulation=1)
+    stream = open_dataloader(load(None, words).config, batch_rank=0, num_batch_ranks=3, accumulation=1)
     assert table["sequences per epoch"] == stream.num_samples
     assert table["sequences per step"] == 6
     assert table["steps per epoch"] == -(-stream.num_samples // 6) == steps_of(load(None, words).config, 3)

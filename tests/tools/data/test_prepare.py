@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from shardtrain.config import load
 from shardtrain.data import build_dataset, sources
 from shardtrain.data.encode import open_encoder
-from shardtrain.data.read_documents import BadRows, Tally, read_documents
-from shardtrain.data.shards import ShardLine, verify
-from shardtrain.data.token_buffer import MemoryLine
+from shardtrain.data.read_documents import BadRows, RowStats, read_documents
+from shardtrain.data.shards import ShardTokenBuffer, verify
+from shardtrain.data.token_buffer import MemoryTokenBuffer
 from shardtrain.tools.data import prepare, units
 from shardtrain.utils.errors import ConfigError, DataError, StorageError
 
@@ -50,17 +50,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def in_memory(words: list[str]) -> MemoryLine:
+def in_memory(words: list[str]) -> MemoryTokenBuffer:
     """The documents of the same options, tokenized on the fly."""
     config = load(None, words).config
     named = build_dataset.named_sources(config, config.training)[0]
     tokenizer = build_dataset.tokenizer_of(config)
     source = sources.find(named.source.dataset).open_source(build_dataset.request_for(config, named))
     encoder = open_encoder(tokenizer, config.data, named.source)
-    return MemoryLine(read_documents(source, encoder, BadRows.of(config.data), Tally()), tokenizer.vocab_size)
+    return MemoryTokenBuffer(read_documents(source, encoder, BadRows.of(config.data), RowStats()), tokenizer.vocab_size)
 
 
-def assert_same(line: ShardLine, memory: MemoryLine) -> None:
+def assert_same(line: ShardTokenBuffer, memory: MemoryTokenBuffer) -> None:
     n = memory.num_tokens
     assert (line.num_tokens, line.num_documents) == (n, memory.num_documents)
     assert (line.tokens(0, n) == memory.tokens(0, n)).all()
@@ -89,7 +89,7 @@ def test_any_number_of_processes_writes_the_same_bytes(rows: list[str], shard_to
             own = ["--processes", str(processes), "--shard_tokens", str(shard_tokens)]
             assert prepare.main(["--output", str(folders[-1]), *own, *words]) == 0
         assert contents(folders[0]) == contents(folders[1])
-        line = ShardLine(folders[0])
+        line = ShardTokenBuffer(folders[0])
         assert_same(line, in_memory(words))
         assert [wrong for _, several in verify(line) for wrong in several] == []
         assert line.index.tally["rows"] == len(rows)
@@ -100,7 +100,7 @@ def test_masks_are_kept(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", rows)
     words = words_for(path, "--data.format", "prompt_completion")
     prepare.main(["--output", str(tmp_path / "o"), "--shard_tokens", "999", "--processes", "2", *words])
-    line = ShardLine(tmp_path / "o")
+    line = ShardTokenBuffer(tmp_path / "o")
     assert line.has_mask and line.index.format == "prompt_completion"
     assert 0 < line.index.tally["learned"] < line.num_tokens
     assert_same(line, in_memory(words))
@@ -114,7 +114,7 @@ def test_compressed_files_are_units_of_their_own(tmp_path: Path, capsys: pytest.
         (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(content.encode()))
     words = words_for(folder)
     prepare.main(["--output", str(tmp_path / "o"), "--processes", "4", *words])
-    assert_same(ShardLine(tmp_path / "o"), in_memory(words))
+    assert_same(ShardTokenBuffer(tmp_path / "o"), in_memory(words))
     told = "has 3 parts (compressed files, row groups) with one reader each, so that 3 of 4 processes have work"
     assert told in capsys.readouterr().err
 
@@ -125,9 +125,13 @@ def test_every_source_of_a_mixture_gets_a_folder(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text("".join(f'[data.sources.{n}]\ndataset_path = "{tmp_path}/{n}.jsonl"\n' for n in ("web", "code")))
     assert prepare.main([str(config), "--output", str(tmp_path / "o"), "--processes", "1"]) == 0
-    assert ShardLine(tmp_path / "o" / "web").num_documents == ShardLine(tmp_path / "o" / "code").num_documents == 20
+    assert (
+        ShardTokenBuffer(tmp_path / "o" / "web").num_documents
+        == ShardTokenBuffer(tmp_path / "o" / "code").num_documents
+        == 20
+    )
     with pytest.raises(ConfigError, match="name one of its folders: code, web"):
-        ShardLine(tmp_path / "o")
+        ShardTokenBuffer(tmp_path / "o")
 
 
 def test_the_last_line_says_what_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +231,7 @@ def test_the_first_bad_row_of_the_source_stops_it(tmp_path: Path, processes: str
         prepare.main(words)
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="is not prepared to its end"):
-        ShardLine(tmp_path / "o")
+        ShardTokenBuffer(tmp_path / "o")
 
 
 @pytest.mark.parametrize("processes", ["1", "2", "4"])
@@ -237,7 +241,7 @@ def test_too_many_bad_rows_stop_it_with_the_same_count(tmp_path: Path, processes
     with pytest.raises(DataError, match=r"has 3 bad of 300 rows, more than .*a\.jsonl:58, .*a\.jsonl:124, .*251"):
         prepare.main([*words, "0.005"])
     assert prepare.main([*words, "0.01"]) == 0  # what was done is kept
-    assert ShardLine(tmp_path / "o").num_documents == 297
+    assert ShardTokenBuffer(tmp_path / "o").num_documents == 297
 
 
 def test_nothing_usable_stops_it(tmp_path: Path) -> None:

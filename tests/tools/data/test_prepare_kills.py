@@ -18,7 +18,7 @@ import pytest
 
 from shardtrain.data import shard_writer
 from shardtrain.data.shard_index import UNFINISHED
-from shardtrain.data.shards import ShardLine
+from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.tools.data import pool, prepare, units
 from shardtrain.utils.errors import ConfigError, PeerError, ShardtrainError
 
@@ -196,7 +196,7 @@ def test_ctrl_c_stops_it_cleanly(tmp_path: Path, words: list[str], capfd: pytest
     captured = capfd.readouterr()
     assert captured.err.strip() == "stopped; the same command goes on from here"
     assert in_child(["--output", str(folder), "--processes", "2", *words]) == 0
-    assert ShardLine(folder).num_documents == 200
+    assert ShardTokenBuffer(folder).num_documents == 200
 
 
 def test_two_commands_do_not_write_one_folder(tmp_path: Path, words: list[str]) -> None:

@@ -43,7 +43,7 @@ def test_loss_and_bits_are_those_of_transformers_in_float64(rows: Path, tmp_path
     theirs = theirs.double()
     opened = open_model(folder, tokenizer_path="bytes")
     found = sets.measure(opened, section(rows))
-    stream = data.open_stream(
+    stream = data.open_dataloader(
         opened.config, section=section(rows), batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
     )
     total, tokens = 0.0, 0

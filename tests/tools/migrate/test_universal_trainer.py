@@ -60,7 +60,7 @@ def body(rank: int, config: Config, steps: int) -> dict[str, Any]:
     resume(run, checkpoints)
     checkpoints.close()
     first, rows, losses, rates = run.state.step, [], [], []
-    pull = run.stream.__next__
+    pull = run.dataloader.__next__
 
     class Noted:
         def __getattr__(self, name: str) -> Any:
@@ -71,7 +71,7 @@ def body(rank: int, config: Config, steps: int) -> dict[str, Any]:
             rows[-1].extend(row for row in batch.sample_ids_B.tolist() if row >= 0)
             return batch
 
-    stream, run.stream = run.stream, Noted()  # type: ignore[assignment]
+    stream, run.dataloader = run.dataloader, Noted()  # type: ignore[assignment]
     for _ in range(steps):
         rows.append([])
         outcome = trainer.step(run)
@@ -84,7 +84,7 @@ def body(rank: int, config: Config, steps: int) -> dict[str, Any]:
         for name, tensor in run.runner.parameters().items()
         if "exp_avg" in run.optimizer.state[tensor]
     }
-    total = run.state.step + (run.stream.steps_left or 0)
+    total = run.state.step + (run.dataloader.steps_left or 0)
     return {
         "first": first, "rows": rows, "losses": losses, "rates": rates, "weights": weights, "moments": moments,
         "total": total, "scale": run.scaler.state() if run.scaler else None,

@@ -17,7 +17,7 @@ from shardtrain.config import Config
 from shardtrain.data.batch import Batch
 from shardtrain.distributed import BATCH_AXES, Mesh, grad_clip
 from shardtrain.distributed.process_group import World
-from shardtrain.distributed.runner import Parts, PlainRunner
+from shardtrain.distributed.runner import ModelParts, PlainRunner
 from shardtrain.distributed.tensor_parallel import SplitVocabulary
 from shardtrain.ops.cross_entropy import split_vocabulary_chunk_loss
 from shardtrain.ops.dtensor import local_slices, local_tensor, split_axes
@@ -175,7 +175,7 @@ def loss_sum(
         part = SplitVocabulary(mesh, vocabulary)
         chunk = split_vocabulary_chunk_loss(part)
         own_Pv = whole_PV[:, part.offset : part.offset + part.columns].contiguous()
-    runner = PlainRunner(Parts([_Bigrams(own_Pv)], mesh, config, chunk))
+    runner = PlainRunner(ModelParts([_Bigrams(own_Pv)], mesh, config, chunk))
     ranks = mesh.size(*BATCH_AXES)
     size = tokens // batches
     made = _Batches(batches // ranks, size, whole_PV, seed=mesh.rank(*BATCH_AXES))
