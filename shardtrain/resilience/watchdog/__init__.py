@@ -25,7 +25,7 @@ __all__ = ["Watchdog", "beating"]
 
 @contextmanager
 def beating(config: Config, here: World, phases: Phases) -> Iterator[None]:
-    """Let this rank's watchdog beat until the block ends; a process that hangs in it is ended, and the run with it."""
+    """Let this rank's watchdog beat until the block ends; a process that hangs in it is ended, and the run too."""
     if here.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
         yield
         return
