@@ -1,12 +1,10 @@
-"""Laws of the house: nothing that opens a hole, nothing left undone, and a reading path that exists."""
+"""Laws of the house: nothing that opens a hole, nothing left undone, and the field's words."""
 
 from __future__ import annotations
 
 import ast
 import functools
-import io
 import re
-import tokenize
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,96 +17,6 @@ TEXTS = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
     return {name: ast.parse(text) for name, text in sorted(TEXTS.items())}
-
-
-# What one must read, whole files with docs and blanks, to follow a step: options, data, model on its mesh, loss,
-# gradients, update, log line; of one dataset, whose place in a mixture is the position itself
-STEP_PATH = [
-    "train.py",
-    "run.py",
-    "phases.py",
-    "state.py",
-    "schedule.py",
-    "seeding.py",
-    "layout.py",
-    "models/llama.py",
-    "models/layers.py",
-    "loss.py",
-    "parallel/__init__.py",
-    "distributed/runner.py",
-    "distributed/mesh.py",
-    "distributed/tensor_parallel.py",
-    "distributed/fsdp.py",
-    "distributed/grad_clip.py",
-    "data/loader.py",
-    "data/batch.py",
-    "data/packing.py",
-    "data/order.py",
-    "data/feed.py",
-    "data/token_buffer.py",
-    "optim/build.py",
-    "optim/adamw.py",
-    "metrics/__init__.py",
-    "metrics/meters.py",
-    "config/schema.py",
-    "config/derived.py",
-]
-
-# The same with all that happens before the first step, from the command line to opened data, in lines of code
-READING_PATH = [
-    "cli.py",
-    "launch/local.py",
-    "config/command_line.py",
-    "config/load.py",
-    "config/schema.py",
-    "config/derived.py",
-    "config/rules.py",
-    "train.py",
-    "run.py",
-    "building.py",
-    "phases.py",
-    "state.py",
-    "schedule.py",
-    "seeding.py",
-    "layout.py",
-    "models/__init__.py",
-    "models/llama3.py",
-    "models/llama.py",
-    "models/layers.py",
-    "init.py",
-    "loss.py",
-    "shards.py",
-    "tied.py",
-    "parallel/__init__.py",
-    "distributed/runner.py",
-    "distributed/mesh.py",
-    "distributed/tensor_parallel.py",
-    "distributed/activation_checkpoint.py",
-    "distributed/compile.py",
-    "distributed/fsdp.py",
-    "distributed/grad_clip.py",
-    "distributed/process_group.py",
-    "data/__init__.py",
-    "data/loader.py",
-    "data/batch.py",
-    "data/packing.py",
-    "data/order.py",
-    "data/feed.py",
-    "data/mix.py",
-    "data/token_buffer.py",
-    "data/build_dataset.py",
-    "data/read_documents.py",
-    "data/document.py",
-    "data/encode.py",
-    "data/sources/__init__.py",
-    "data/sources/python_stdlib.py",
-    "optim/__init__.py",
-    "optim/build.py",
-    "optim/adamw.py",
-    "optim/param_groups.py",
-    "metrics/__init__.py",
-    "metrics/meters.py",
-]
 
 
 def offenders(law: Callable[[str], list[str]]) -> dict[str, list[str]]:
@@ -130,31 +38,6 @@ def keyword(call: ast.Call, name: str) -> object:
     return next(
         (ast.literal_eval(k.value) for k in call.keywords if k.arg == name and isinstance(k.value, ast.Constant)), None
     )
-
-
-def lines_of_code(path: Path) -> int:
-    """Lines without blank ones, comments and docstrings."""
-    text = path.read_text(encoding="utf-8")
-    texts = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
-    prose = {
-        line
-        for node in texts
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        for line in range(node.lineno, node.end_lineno + 1)
-    }
-    empty = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in empty]
-    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - prose)
-
-
-def test_the_reading_path_names_files_that_exist() -> None:
-    """Its length is printed and not limited (pytest -s)."""
-    missing = [name for name in (*READING_PATH, *STEP_PATH) if not (PACKAGE / name).is_file()]
-    assert not missing, f"the reading path names files that are no more: {missing}"
-    step = sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in STEP_PATH)
-    code = {name: lines_of_code(PACKAGE / name) for name in READING_PATH}
-    whole = sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in READING_PATH)
-    print(f"\na step: {step} lines; whole path: {sum(code.values())} lines of code, {whole} with docs and blanks")
 
 
 def test_nothing_is_left_undone() -> None:
@@ -183,7 +66,7 @@ def runs_code(name: str, call: ast.Call) -> bool:
 def test_opening_data_never_runs_code() -> None:
     def found(name: str) -> list[str]:
         # the readers of other systems' files know it as a key that they refuse
-        refused = name.startswith("migrate/")
+        refused = name.startswith("tools/migrate/")
         named = ["trust_remote_code"] if "trust_remote_code" in TEXTS[name] and not refused else []
         return named + [ast.unparse(call) for called, call in calls(trees()[name]) if runs_code(called, call)]
 

@@ -62,30 +62,27 @@ class Agreed:
     same_norm: bool
     """Whether all ranks found the same norm; ``norm`` is their mean. Beyond some 10,000 ranks it may be False for
     rounding alone: ``guards.replicas.refuse_norms`` looks again."""
-    sums: list[float]
-    """What else was summed."""
 
 
-def agree(loss: Tensor, norm: Tensor, sums: Tensor, mesh: Mesh) -> Agreed:
+def agree(loss: Tensor, norm: Tensor, mesh: Mesh) -> Agreed:
     """Sum this rank's part of the loss over all ranks, and find whether all have the same norm (one collective).
 
     Ranks must not decide differently: a bit that flipped on one replica after the reduction makes one norm another, or
-    not finite, and a rank that skips an update while others apply it waits for them in vain. ``sums`` are already equal
-    on all ranks, and come to the host in the same copy.
+    not finite, and a rank that skips an update while others apply it waits for them in vain.
     """
     is_finite = torch.isfinite(norm)
     own_norm = torch.where(is_finite, norm, 0.0).double()
     # tensor-parallel peers hold the same loss
     own_loss = loss.double() if mesh.rank("tp") == 0 else torch.zeros_like(loss, dtype=torch.float64)
     own = torch.stack([own_loss, (~is_finite).double(), own_norm, own_norm.square()])
-    total_loss, not_finite, norms, squares, *rest = torch.cat([mesh.sum_of_all(own), sums.double()]).tolist()
+    total_loss, not_finite, norms, squares = mesh.sum_of_all(own).tolist()
     if not_finite:
-        return Agreed(total_loss, math.inf, not_finite == mesh.device_mesh.size(), rest)
+        return Agreed(total_loss, math.inf, not_finite == mesh.device_mesh.size())
     num_ranks = mesh.device_mesh.size()
     mean = norms / num_ranks
     # a sum carries both questions: of equal numbers the variance is zero, and one of n that is off by d has d^2 / n
     variance = max(0.0, squares / num_ranks - mean * mean)
-    return Agreed(total_loss, mean, math.sqrt(variance * num_ranks) <= NORMS_AGREE * mean, rest)
+    return Agreed(total_loss, mean, math.sqrt(variance * num_ranks) <= NORMS_AGREE * mean)
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:

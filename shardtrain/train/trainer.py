@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.distributed import Store
 
 from shardtrain import config as configs
@@ -20,7 +19,6 @@ from shardtrain import data, models, optim
 from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
-from shardtrain.data import checksum
 from shardtrain.data.file_hashes import Contents
 from shardtrain.distributed import BATCH_AXES, config_consistency, grad_clip, process_group
 from shardtrain.distributed.process_group import World
@@ -40,6 +38,7 @@ from shardtrain.train.run import Outcome, Run
 from shardtrain.train.run_facts import ReduceOverMesh, run_facts
 from shardtrain.train.run_folder import describe, write_resolved_config
 from shardtrain.train.state import TrainState
+from shardtrain.train.step_sums import StepSums
 from shardtrain.train.validation import Validator
 from shardtrain.utils import log
 from shardtrain.utils.errors import DataError
@@ -212,13 +211,13 @@ def step(run: Run) -> Outcome | None:
     batches = [batch.to(mesh.device, non_blocking=True) for batch in local]
     seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
 
-    num_tokens = sums[0]
     scale = run.scaler.scale if run.scaler else 1.0
-    weight = (scale / num_tokens.clamp_min(1.0)).float()
+    # gradients are sums over tokens; they are divided once, here, by the number of targets in the whole step
+    weight = torch.tensor(scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device)
     loss = run.runner.forward_backward(batches, weight)
     norm = grad_clip.gradient_norm(run.runner.parameters().values(), mesh) / scale
-    agreed = grad_clip.agree(loss / scale, norm, sums, mesh)
-    global_loss, grad_norm, (tokens, _, *hash_parts) = agreed.loss, agreed.norm, agreed.sums
+    agreed = grad_clip.agree(loss / scale, norm, mesh)
+    global_loss, grad_norm = agreed.loss, agreed.norm
 
     lr = lr_scheduler.learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates)
     finite = math.isfinite(grad_norm) and math.isfinite(global_loss)
@@ -234,16 +233,16 @@ def step(run: Run) -> Outcome | None:
         optim.set_learning_rate(run.optimizer, lr)
         run.runner.update(run.optimizer)
     run.runner.forget_gradients()
-    state.advance(run.dataloader.samples_consumed, int(tokens), checksum.join(hash_parts), apply, finite)
+    state.advance(run.dataloader.samples_consumed, sums.num_targets, sums.checksum, apply, finite)
     local_tokens = run.runner.own_targets(local)
-    return Outcome(loss / weight, local_tokens, int(tokens), grad_norm, norm, lr, data_seconds)
+    return Outcome(loss / weight, local_tokens, sums.num_targets, grad_norm, norm, lr, data_seconds)
 
 
-def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
-    """This rank's batches of a step; over all ranks targets, rows, and what the rows add to the order hash; seconds.
+def _read(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
+    """This rank's batches of a step, the sums over all ranks, and the seconds that reading took.
 
-    None, on all ranks, where the data have ended or one rank was asked to stop. A dataset that is read as training goes
-    on ends without notice, its readers one by one: a step without rows is passed over, and when none has any, it ends.
+    None, on all ranks, where the data have ended or a rank was asked to stop. A streamed dataset ends without notice,
+    one reader after another: a step without rows is skipped, and when no reader has any, the data have ended.
     """
     empty, data_seconds = 0, 0.0
     while True:
@@ -256,18 +255,18 @@ def _read(run: Run) -> tuple[list[data.Batch], Tensor, float] | None:
             return None
         data_seconds += time.perf_counter() - started
         local = read or []
-        counts = [sum(batch.num_targets for batch in local), sum(batch.num_rows for batch in local)]
-        # all ranks in one sum, so that they stop together; of those that hold the same rows the first one counts them
-        is_first = run.mesh.rank("pp", "cp", "tp") == 0
-        own = [*counts, *checksum.split(run.dataloader.step_hash)] if is_first else [0.0] * 6
-        whole = torch.tensor([*own, run.stop.flag(), *run.saving.pack_flags()], dtype=torch.float64)
-        *_, run.stop_flag, ended, failed, due = (sums := run.mesh.sum_of_all(whole.to(run.mesh.device))).tolist()
-        run.saving.unpack_flags([ended, failed, due])
+        own = StepSums(stop_flag=run.stop.flag(), save_flags=run.saving.pack_flags())
+        if run.mesh.rank("pp", "cp", "tp") == 0:  # the others hold the same rows, which count once
+            own.num_targets = sum(batch.num_targets for batch in local)
+            own.num_rows = sum(batch.num_rows for batch in local)
+            own.checksum = run.dataloader.step_hash
+        sums = own.all_reduce(run.mesh)
+        run.stop_flag = sums.stop_flag
+        run.saving.unpack_flags(sums.save_flags)
         if run.stop_flag:
             return None
-        sums = sums[: len(own)]
         left_out = run.guard.leaves_out(first_row, first_row + run.dataloader.global_batch)
-        if not left_out and (not run.dataloader.ends_without_notice or sums[1] > 0):
+        if not left_out and (not run.dataloader.ends_without_notice or sums.num_rows > 0):
             return local, sums, data_seconds
         empty += 0 if left_out else run.dataloader.global_batch
         run.state.samples_consumed = run.dataloader.samples_consumed

@@ -1,7 +1,8 @@
-"""A heartbeat beside the process group: hangs are found, and the rank and phase that did not arrive are named.
+"""A watchdog beside the process group: hangs are found, and the rank and phase that did not arrive are named.
 
-Each rank says every two seconds through the run's store where it is; a few of them read what all say. ``judge`` holds
-the rules of hangs, ``marks`` those of slow ranks and of ranks that have gone another way, ``rank_watchdog`` the threads.
+Each rank writes a heartbeat to the run's store every two seconds, and a few ranks read those of all.
+``hang_detector`` holds the rules for hangs, ``stragglers`` those for slow ranks and for ranks that diverged,
+``watchdog`` the threads.
 """
 
 from __future__ import annotations

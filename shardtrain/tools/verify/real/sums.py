@@ -181,7 +181,7 @@ def loss_sum(
     made = _Batches(batches // ranks, size, whole_PV, seed=mesh.rank(*BATCH_AXES))
     weight = torch.tensor(1.0 / (size * (batches // ranks) * ranks))
     loss = runner.forward_backward(made, weight)  # type: ignore[arg-type]
-    total = grad_clip.agree(loss, torch.ones(()), torch.zeros(0), mesh).loss
+    total = grad_clip.agree(loss, torch.ones(()), mesh).loss
     return {"loss": total / float(weight), "sum": math.fsum(made.sums) / mesh.size("tp")}
 
 

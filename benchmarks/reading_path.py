@@ -1,0 +1,142 @@
+"""How many files and lines a reader meets: the functions of this package that a real run executes, by file.
+
+    python benchmarks/reading_path.py [--nproc 2] [--files]
+
+Two traces of rank 0 of ``shardtrain train debug`` with FSDP: all that happens from the command line to the first
+update, and one steady step (the fifth). Every thread is traced. Lines are those of whole files, docs and blanks
+included: a reader opens files. ``compute`` leaves out what watches, saves, logs and configures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import shardtrain
+
+PACKAGE = Path(shardtrain.__file__).parent
+STEADY_STEP = 5
+COMPUTE = ("train/", "models/", "distributed/", "ops/", "data/", "optim/", "tasks/", "layout.py")
+
+
+class Trace:
+    """The code objects that every thread of this process executes from ``start`` to ``stop``."""
+
+    def __init__(self) -> None:
+        self._codes: set[CodeType] = set()
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            self._codes.add(frame.f_code)
+
+    def start(self) -> None:
+        """Forget what was seen and begin."""
+        self._codes = set()
+        threading.setprofile_all_threads(self._note) if sys.version_info >= (3, 12) else threading.setprofile(
+            self._note
+        )
+        sys.setprofile(self._note)
+
+    def stop(self) -> dict[str, int]:
+        """The functions seen, by file of the package."""
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+        found: dict[str, int] = {}
+        for code in self._codes:
+            path = Path(code.co_filename)
+            if path.is_relative_to(PACKAGE) and code.co_name != "<module>":
+                name = path.relative_to(PACKAGE).as_posix()
+                found[name] = found.get(name, 0) + 1
+        return found
+
+
+def trace(nproc: int, folder: Path) -> dict[str, dict[str, int]]:
+    """Train a few steps in a process of its own and give both traces of rank 0."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = _train(nproc, folder)
+        finally:
+            os._exit(code)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status:
+        raise SystemExit(f"the run that was traced ended with {status}")
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("first_update", "step")}
+
+
+def _train(nproc: int, folder: Path) -> int:
+    from shardtrain import cli
+    from shardtrain.train import trainer
+
+    seen, original = Trace(), trainer.step
+    steps = 0
+
+    def write(name: str, found: dict[str, int]) -> None:
+        (folder / f"{name}.json").write_text(json.dumps(found))
+
+    def step(run: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        outcome = original(run)
+        if os.environ.get("RANK", "0") == "0":
+            if steps == 1:
+                write("first_update", seen.stop())
+            elif steps == STEADY_STEP - 1:
+                seen.start()  # from the end of one step to the end of the next: with its log line and all else
+            elif steps == STEADY_STEP:
+                write("step", seen.stop())
+        return outcome
+
+    trainer.step = step
+    seen.start()
+    options = ["--training.steps", "6", "--training.seq_len", "64", "--job.dump_folder", str(folder / "run")]
+    return cli.main(["train", "debug", "--nproc", str(nproc), *options])
+
+
+def table(traces: dict[str, dict[str, int]], size_of: Callable[[str], int]) -> list[str]:
+    """Files, functions and lines of each trace."""
+    lines = [f"{'':34}{'files':>7}{'functions':>11}{'lines':>8}"]
+    for name, title in (("step", "a steady step"), ("first_update", "from the command to the first update")):
+        found = traces[name]
+        compute = {file: count for file, count in found.items() if file.startswith(COMPUTE)}
+        for label, files in ((title, found), ("  of which compute", compute)):
+            total = sum(size_of(file) for file in files)
+            lines.append(f"{label:38}{len(files):>3}{sum(files.values()):>11,}{total:>8,}")
+    return lines
+
+
+def main() -> None:
+    """Print the table, and with ``--files`` every file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--files", action="store_true", help="print every file with its functions and lines")
+    options = parser.parse_args()
+
+    def size_of(name: str) -> int:
+        return len((PACKAGE / name).read_text(encoding="utf-8").splitlines())
+
+    folder = Path(tempfile.mkdtemp())  # not a TemporaryDirectory: each rank that ends would remove it
+    try:
+        traces = trace(options.nproc, folder)
+    finally:
+        shutil.rmtree(folder)
+    print("\n".join(table(traces, size_of)))
+    if options.files:
+        for name, found in traces.items():
+            print(f"\n{name}")
+            for file, count in sorted(found.items()):
+                print(f"  {file:52}{count:>4}{size_of(file):>6}")
+
+
+if __name__ == "__main__":
+    main()
