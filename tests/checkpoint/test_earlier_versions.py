@@ -1,0 +1,57 @@
+"""A run's folder that an earlier version wrote is opened, continued and exported by this one.
+
+The folder ``tests/fixtures/run_of_22_november_2026`` was written by two FSDP ranks before the package's modules
+were moved, and looks as if the run had been killed after step 3 of 6.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from shardtrain import cli
+
+EARLIER = Path(__file__).parents[1] / "fixtures" / "run_of_22_november_2026"
+EXPORT_SHA256 = "da3290d4a5bfe42ebb8a4837176f14a9b1f4212b947e0e68b17d610d16b2811a"
+"""Of model.safetensors as that version exported step 3: float32 weights, copied and not computed."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    copied = tmp_path / "earlier"
+    shutil.copytree(EARLIER, copied)
+    monkeypatch.chdir(copied)
+    return copied
+
+
+def losses(run: Path) -> dict[int, float]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_of_an_earlier_version_continues_where_it_was(folder: Path, ranks: int, capfd) -> None:
+    """On the mesh that wrote it and on another; other processors round differently, hence 1e-5."""
+    earlier = {int(step): loss for step, loss in json.loads((EARLIER / "losses.json").read_text()).items()}
+    assert cli.main(["train", "run.toml", "--nproc", str(ranks)]) == 0, capfd.readouterr().err
+    found = losses(folder / "run")
+    assert sorted(found) == [1, 2, 3, 4, 5, 6]
+    assert all(found[step] == earlier[step] for step in (1, 2, 3)), "what was logged before is kept"
+    assert found == pytest.approx(earlier, rel=1e-5)
+    assert (folder / "run" / "checkpoint" / "step-6" / "manifest.json").exists()
+
+
+def test_a_checkpoint_of_an_earlier_version_exports_to_the_same_bytes(folder: Path, capfd) -> None:
+    assert cli.main(["export", "run", "--to", "out", "--check", "weights"]) == 0, capfd.readouterr().err
+    weights = folder / "out" / "model.safetensors"
+    assert load_file(weights)["model.embed_tokens.weight"].shape == (272, 16)
+    assert hashlib.sha256(weights.read_bytes()).hexdigest() == EXPORT_SHA256
+
+
+def test_a_checkpoint_of_an_earlier_version_verifies(folder: Path, capfd) -> None:
+    assert cli.main(["checkpoint", "verify", "run/checkpoint/step-3"]) == 0, capfd.readouterr().err
