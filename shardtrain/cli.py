@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain import __version__
 from shardtrain.config.command_line import CommandLine, split, with_variable
@@ -255,12 +255,6 @@ def _trainer() -> Callable[[Loaded], object]:
     return main
 
 
-def _train_module() -> Any:
-    from shardtrain.train import trainer
-
-    return trainer
-
-
 def _module(name: str, function: str = "main") -> Callable[..., int]:
     """What a module answers by itself, imported when it is called."""
     return lambda *words: int(getattr(importlib.import_module(name), function)(*words))
@@ -284,20 +278,20 @@ def _version(_words: list[str]) -> int:
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "verify": lambda words: _module("shardtrain.tools.verify")(words, _train_module),
+    "verify": _module("shardtrain.tools.verify"),
     "config": _config,
     "data": _module("shardtrain.tools.data.command"),
     "checkpoint": lambda words: _module("shardtrain.checkpoint.command")(words, _checkpoint_of_others),
     "test": lambda words: _module("shardtrain.tools.test.command")(words, lambda found: _open(found, "test")),
     "generate": _module("shardtrain.tools.generate.command"),
     "evaluate": _module("shardtrain.tools.evaluate.command"),
-    "import": _module("shardtrain.hf.command", "import_main"),
-    "export": _module("shardtrain.hf.command", "export_main"),
-    "merge": _module("shardtrain.lora.command"),
+    "import": _module("shardtrain.tools.convert.command", "import_main"),
+    "export": _module("shardtrain.tools.convert.command", "export_main"),
+    "merge": _module("shardtrain.tools.convert.adapters"),
     "goodput": _module("shardtrain.resilience.goodput.command"),
     "doctor": _module("shardtrain.tools.doctor"),
     "launch": _module("shardtrain.launch.command"),
-    "replay": lambda words: _module("shardtrain.tools.replay")(words, _train_module),
+    "replay": _module("shardtrain.tools.replay"),
     "help": _help,
     "--help": _help,
     "-h": _help,

@@ -130,7 +130,7 @@ def patch(folder: Path, place: str) -> None:
 
         PlainRunner.forward_backward = five_times  # type: ignore[method-assign]
     elif place == "mismatch":
-        before(train.clip, "gradient_norm", HELD, lambda: collectives.all_gather_json("lost"))
+        before(train.grad_clip, "gradient_norm", HELD, lambda: collectives.all_gather_json("lost"))
 
 
 def trainer(folder: Path, place: str, culprits: tuple[int, ...]):

@@ -60,7 +60,7 @@ def test_help_of_data_lists_its_verbs(capsys, words):
 
 
 def test_the_verbs_of_data_are_the_modules_with_a_main():
-    folder = ROOT / "shardtrain" / "data_tools"
+    folder = ROOT / "shardtrain" / "tools" / "data"
     with_main = {
         file.stem for file in folder.glob("*.py") if "\ndef main(words: list[str]) -> int:" in file.read_text()
     }

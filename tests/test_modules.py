@@ -61,7 +61,7 @@ def python(*words: str, **names: str) -> subprocess.CompletedProcess[str]:
     [
         ["-m", "shardtrain.train.validation", "--from", "runs/a"],
         ["-um", "shardtrain.tools.generate"],
-        ["-mshardtrain.launch.runai"],
+        ["-mshardtrain.launch.platforms.runai"],
     ],
 )
 def test_python_itself_asks_before_it_runs_a_module(words):

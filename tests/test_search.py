@@ -159,7 +159,7 @@ SPLIT = Case(
 @pytest.mark.timeout(600)
 def test_a_silent_difference_is_found_and_shrunk(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp, "gather", lambda model: None)  # what the schedule needs of a resharded stage
-    assert pipeline_parallel.shard is fsdp
+    assert pipeline_parallel.fsdp is fsdp
     assert searcher.judge([SPLIT])[0].kind == "differs"
     small = shrink(SPLIT, lambda case: searcher.judge([case])[0].kind == "differs")
     assert set(small.options) <= {*SPLIT.options} - {"debug.seed"}
@@ -170,7 +170,7 @@ def test_a_silent_difference_is_found_and_shrunk(searcher: Searcher, monkeypatch
 def test_a_crash_and_a_late_refusal_are_found_and_the_next_cases_are_judged(
     searcher: Searcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = search.train.build
+    build = search.trainer.build
 
     def fail(config: Any, world: Any) -> Any:
         if world.rank == 1 and config.debug.seed == 1:
@@ -179,7 +179,7 @@ def test_a_crash_and_a_late_refusal_are_found_and_the_next_cases_are_judged(
             raise ConfigError(Problem("debug.seed", 2, "is refused", "late"))
         return build(config, world)
 
-    monkeypatch.setattr(search.train, "build", fail)
+    monkeypatch.setattr(search.trainer, "build", fail)
     cases = [Case({FSDP: "2", "debug.seed": str(seed)}) for seed in (1, 2, 3)]
     crash, late, equal = searcher.judge(cases)
     assert crash.kind == "crashes" and "planted" in crash.text
@@ -188,14 +188,14 @@ def test_a_crash_and_a_late_refusal_are_found_and_the_next_cases_are_judged(
 
 
 def test_a_rank_that_waits_for_ever_is_found(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = search.train.step
+    step = search.trainer.step
 
     def hang(run: Any) -> Any:
         if dist.get_world_size() > 1 and dist.get_rank() == 1:
             time.sleep(100)
         return step(run)
 
-    monkeypatch.setattr(search.train, "step", hang)
+    monkeypatch.setattr(search.trainer, "step", hang)
     monkeypatch.setattr(search, "IDLE_SECONDS", 4)
     assert searcher.judge([Case({FSDP: "2"})])[0].kind == "hangs"
 

@@ -10,6 +10,9 @@ from shardtrain.config.options import Option, kind_text, options, options_of, se
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import Value
 
+RESOLVED_CONFIG = "config.resolved.toml"
+"""In a run's folder: every option as it held."""
+
 
 def toml_value(value: Value) -> str:
     """Write a value as TOML.

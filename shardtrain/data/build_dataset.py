@@ -13,7 +13,7 @@ from typing import Protocol
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, DataSource, Training, Validation
-from shardtrain.data import sources
+from shardtrain.data import sandbox, sources
 from shardtrain.data.document import Encoder
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.ends import described
@@ -28,7 +28,6 @@ from shardtrain.data.sources import BadRow, Request, Shards, Table, every_row
 from shardtrain.data.stream import StreamFeed
 from shardtrain.data.token_buffer import MemoryTokenBuffer, TokenBuffer
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
-from shardtrain.utils import sandbox
 from shardtrain.utils.errors import ConfigError, Problem
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data import sandbox
 from shardtrain.data.tokenizers import json_file, sentencepiece_model, tiktoken_model
 from shardtrain.data.tokenizers.byte import ByteTokenizer
-from shardtrain.utils import sandbox
 from shardtrain.utils.errors import ConfigError, Problem
 
 __all__ = ["ByteTokenizer", "Ids", "Spans", "Tokenizer", "open_tokenizer"]

@@ -75,7 +75,7 @@ def to_fmengine(words: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         folder = found.checkpoint
         if not is_hub_folder(folder) or (folder / manifest.MANIFEST).is_file():
-            from shardtrain.hf.command import export_main
+            from shardtrain.tools.convert.command import export_main
 
             found.output.absolute().parent.mkdir(parents=True, exist_ok=True)
             beside = {"dir": found.output.absolute().parent, "prefix": f"{found.output.name}.tmp-"}
@@ -170,7 +170,7 @@ def _adapters(folder: Path, output: Path, step: str, alpha: float | None, asked:
 
 
 def _export(checkpoint: Path, output: Path, tokenizer: Path | None, adapters: bool) -> int:
-    from shardtrain.hf.command import export_main
+    from shardtrain.tools.convert.command import export_main
 
     named = [f"--tokenizer={tokenizer}"] if tokenizer and not adapters else []
     return export_main([str(checkpoint), f"--to={output}", *(["--adapter"] if adapters else []), *named])

@@ -9,8 +9,6 @@ import random
 import numpy as np
 import torch
 
-from shardtrain.config.schema import Debug
-
 
 def seed_of(seed: int, *parts: int) -> int:
     """A number in 0..2^32-1 that depends on all parts.
@@ -39,11 +37,9 @@ def seed_step(seed: int, step: int, pipeline_rank: int, batch_rank: int, sequenc
     torch.manual_seed(value)
 
 
-def set_determinism(debug: Debug) -> None:
-    """Ask PyTorch for kernels that give the same bits every time, as ``[debug]`` says."""
-    if not debug.deterministic:
-        return
+def set_determinism(warn_only: bool = False) -> None:
+    """Ask PyTorch for kernels that give the same bits every time; others fail, or warn with ``warn_only``."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it
-    torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False

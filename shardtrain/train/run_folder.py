@@ -14,13 +14,12 @@ from shardtrain import config as configs
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.distributed.mesh import BATCH_AXES, Mesh
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import StorageError
 from shardtrain.utils.redact import redact
 from shardtrain.utils.units import format_count
-
-RESOLVED_CONFIG = "config.resolved.toml"
 
 
 def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None:

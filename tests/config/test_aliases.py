@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config import Loaded, load, load_settings, notes, read_model_file, resolved_toml, rules, shape
+from shardtrain.config import Loaded, check, load, load_settings, notes, read_model_file, resolved_toml, shape
 from shardtrain.config.aliases import ALIASES
 from shardtrain.config.options import options
 from shardtrain.tools.migrate import migrate
@@ -31,7 +31,7 @@ def values(loaded: Loaded, *names: str) -> tuple[object, ...]:
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
 def test_files_of_every_age_check_without_errors(file: Path) -> None:
     loaded = load(file)
-    assert rules(loaded) == []
+    assert check(loaded) == []
     # the flavors of qwen3 with experts have a model file of their own
     assert (loaded.notices == ()) == (file.parent.name == "torchtitan_v0_2_2" and "moe" not in file.stem)
 
@@ -286,7 +286,7 @@ def test_split_points_become_the_modules_of_each_stage(tmp_path: Path) -> None:
         ["layers.2", "layers.3"],
         ["layers.4", "layers.5", "norm", "output"],
     ]
-    assert rules(loaded) == []
+    assert check(loaded) == []
 
 
 def test_one_option_given_alike_under_two_names_is_no_mistake(tmp_path: Path) -> None:
@@ -302,10 +302,10 @@ def test_what_is_off_or_alone_has_no_effect_and_says_so(tmp_path: Path) -> None:
     off = "[checkpoint]\nenable = false\ninitial_load_path = 'x'"
     for text, option in ((alone, "enable_async_tensor_parallel"), (off, "initial_load_path")):
         loaded = read(tmp_path, text)
-        assert rules(loaded) == []
+        assert check(loaded) == []
         assert any(option in note and "without effect" in note for note in notes(loaded))
     forgotten = read(tmp_path, "[checkpoint]\ninitial_load_path = 'x'")
-    assert [problem.option for problem in rules(forgotten)] == ["checkpoint.initial_load_path"]
+    assert [problem.option for problem in check(forgotten)] == ["checkpoint.initial_load_path"]
 
 
 @pytest.mark.parametrize(
@@ -318,13 +318,13 @@ def test_what_is_off_or_alone_has_no_effect_and_says_so(tmp_path: Path) -> None:
 )
 def test_a_flavor_of_another_name_is_found_with_a_notice(tmp_path: Path, name: str, flavor: str, today: str) -> None:
     loaded = read(tmp_path, f"[model]\nname = '{name}'\nflavor = '{flavor}'")
-    assert rules(loaded) == [] and loaded.config.model.flavor == today
+    assert check(loaded) == [] and loaded.config.model.flavor == today
     assert any("model.flavor" in notice for notice in loaded.notices)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "kimi_k2"])
 def test_a_model_of_torchtitans_that_is_not_here_names_the_nearest_way(tmp_path: Path, name: str) -> None:
-    problems = rules(read(tmp_path, f"[model]\nname = '{name}'"))
+    problems = check(read(tmp_path, f"[model]\nname = '{name}'"))
     assert any('model.name = "transformers"' in str(problem) for problem in problems)
 
 
@@ -409,7 +409,7 @@ def test_experts_split_over_tensor_ranks_are_taken_as_torchtitan_took_them(tmp_p
     option = "parallelism.expert_tensor_parallel_degree"
     for degree, errors, told in ((1, 0, 0), (2, 0, 1), (4, 1, 1)):
         loaded = read(tmp_path, f"{experts}expert_tensor_parallel_degree = {degree}\n")
-        assert [problem.option for problem in rules(loaded)] == [option] * errors
+        assert [problem.option for problem in check(loaded)] == [option] * errors
         assert sum(option in note for note in notes(loaded)) == told
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardtrain.config import load, rules
+from shardtrain.config import check, load
 
 LLAMA = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 128}
 LATENT = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -37,7 +37,7 @@ def problems(tmp_path: Path, name: str, overrides: dict[str, Any]) -> list[str]:
         f'[model]\nname = "{name}"\nflavor = "{FLAVORS.get(name, "debugmodel")}"\n[model.overrides]\n'
         + "\n".join(lines)
     )
-    return [str(problem) for problem in rules(load(str(path), []))]
+    return [str(problem) for problem in check(load(str(path), []))]
 
 
 FLAVORS = {"qwen3_moe": "debugmodel_moe"}

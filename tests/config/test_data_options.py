@@ -13,12 +13,12 @@ from shardtrain.config import (
     Config,
     ConfigError,
     Loaded,
+    check,
     help_text,
     load,
     machine_notes,
     notes,
     resolved_toml,
-    rules,
     show,
 )
 from shardtrain.config.schema.data import Data, DataSource, DataStage
@@ -263,7 +263,7 @@ TWO = f"{WEB}[data.sources.code]\ndataset = 'python_stdlib'\n"
     ],
 )
 def test_what_cannot_work_is_one_problem_with_its_fix(tmp_path: Path, text: str, fragments: list[str]) -> None:
-    problems = [str(problem) for problem in rules(read(tmp_path, text))]
+    problems = [str(problem) for problem in check(read(tmp_path, text))]
     assert len(problems) == 1, problems
     assert "\n" not in problems[0]
     for fragment in fragments:
@@ -272,7 +272,7 @@ def test_what_cannot_work_is_one_problem_with_its_fix(tmp_path: Path, text: str,
 
 def test_a_weight_beside_stages_is_said_to_have_no_effect(tmp_path: Path) -> None:
     loaded = read(tmp_path, f"{TWO}weight = 0.2\n[[data.stages]]\nweights.code = 1")
-    assert rules(loaded) == []
+    assert check(loaded) == []
     assert notes(loaded) == [
         "data.sources.code.weight: without effect beside [[data.stages]], which have weights of their own"
     ]
@@ -282,7 +282,7 @@ def test_all_problems_of_a_mixture_come_at_once(tmp_path: Path) -> None:
     text = (
         "[data.sources.a]\ndataset = 'x'\nweight = -1\n[data.sources.b]\nepochs = 0\n[[data.stages]]\nweights.c = 1\n"
     )
-    options = {problem.option for problem in rules(read(tmp_path, text))}
+    options = {problem.option for problem in check(read(tmp_path, text))}
     assert options == {
         "data.sources.a.dataset",
         "data.sources.b.dataset_path",
@@ -307,7 +307,7 @@ def test_all_problems_of_a_mixture_come_at_once(tmp_path: Path) -> None:
 )
 def test_what_can_work_is_no_problem_and_needs_no_note(tmp_path: Path, text: str) -> None:
     loaded = read(tmp_path, text)
-    assert rules(loaded) == [] and notes(loaded) == []
+    assert check(loaded) == [] and notes(loaded) == []
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_what_can_work_is_no_problem_and_needs_no_note(tmp_path: Path, text: str
 )
 def test_what_is_no_error_and_still_worth_a_line_is_a_note(tmp_path: Path, text: str, fragment: str) -> None:
     loaded = read(tmp_path, text)
-    assert rules(loaded) == []
+    assert check(loaded) == []
     assert len(notes(loaded)) == 1 and fragment in notes(loaded)[0], notes(loaded)
 
 
@@ -378,7 +378,7 @@ def test_help_explains_the_keys_of_an_entry() -> None:
 def test_names_of_torchtitan_for_held_out_data_are_understood(tmp_path: Path) -> None:
     loaded = read(tmp_path, "[validation]\nenabled = true\ndataset = 'c4_validation'\n")
     assert (loaded.config.validation.enable, loaded.config.validation.dataset) == (True, "c4_validation")
-    assert rules(loaded) == []
+    assert check(loaded) == []
     assert loaded.config.validation.split == "validation"
 
 

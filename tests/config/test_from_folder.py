@@ -11,7 +11,7 @@ from typing import Any
 import patience
 import pytest
 
-from shardtrain.config import load, rules
+from shardtrain.config import check, load
 from shardtrain.utils.errors import ConfigError
 
 LLAMA: dict[str, Any] = {
@@ -48,7 +48,7 @@ def test_the_folder_says_the_sizes(words: tuple[str, ...], folder: Path) -> None
     assert loaded.origins["model.overrides.dim"] == f"{folder}/config.json" == loaded.origins["model.flavor"]
     assert any("the sizes of" in notice for notice in loaded.notices)
     assert any("my_key is not used by LlamaForCausalLM" in notice for notice in loaded.notices)
-    assert not [problem for problem in rules(loaded) if "model" in str(problem)]
+    assert not [problem for problem in check(loaded) if "model" in str(problem)]
 
 
 def test_what_the_user_says_goes_first(folder: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config import ConfigError, load, model_file, model_names, read_model_file, rules, shape
+from shardtrain.config import ConfigError, check, load, model_file, model_names, read_model_file, shape
 
 BASE = '''
 """A model."""
@@ -82,15 +82,15 @@ def test_a_model_file_that_says_too_little_is_a_config_error(tmp_path: Path, tex
     name = write(tmp_path, text)
     with pytest.raises(ConfigError, match=fragment):
         read_model_file(name)
-    problems = rules(load(None, ["--model.name", name]))
+    problems = check(load(None, ["--model.name", name]))
     assert len(problems) == 1 and fragment in str(problems[0])
 
 
 def test_a_model_of_the_user_is_checked_like_those_of_the_package(tmp_path: Path) -> None:
     name = write(tmp_path, BASE + 'FLAVORS = {"tiny": {"dim": 8}}\n')
     arguments = ["--model.name", name, "--model.flavor", "tiny", "--parallelism.tensor_parallel_degree"]
-    assert rules(load(None, [*arguments, "2"])) == []
-    problems = rules(load(None, [*arguments, "4"]))
+    assert check(load(None, [*arguments, "2"])) == []
+    problems = check(load(None, [*arguments, "4"]))
     assert len(problems) == 1
     # heads 6, KV heads unset and therefore 6, vocabulary 10000: the common divisors are 1 and 2
     assert "does not divide the 6 attention heads nor the 6 KV heads" in str(problems[0])

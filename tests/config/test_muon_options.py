@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config import load, rules
+from shardtrain.config import check, load
 
 
 def problems(tmp_path: Path, text: str) -> list[str]:
     file = tmp_path / "run.toml"
     file.write_text(text)
-    return [str(problem) for problem in rules(load(file, []))]
+    return [str(problem) for problem in check(load(file, []))]
 
 
 @pytest.mark.parametrize(

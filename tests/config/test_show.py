@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from shardtrain.config import Config, ConfigError, help_text, load, notes, resolved_toml, rules, show
+from shardtrain.config import Config, ConfigError, check, help_text, load, notes, resolved_toml, show
 from shardtrain.config.options import options, sections
 from shardtrain.config.options_page import options_page
 from shardtrain.config.show import toml_value
@@ -107,7 +107,7 @@ def test_the_resolved_default_config_is_the_default_and_says_what_is_unset() -> 
 def test_a_resolved_config_passes_the_check_that_its_config_passes(tmp_path: Path) -> None:
     config = load(Path(__file__).parents[2] / "configs" / "debug.toml").config
     (tmp_path / "resolved.toml").write_text(resolved_toml(config))
-    assert rules(load(tmp_path / "resolved.toml")) == []
+    assert check(load(tmp_path / "resolved.toml")) == []
 
 
 def test_show_names_the_origin_of_every_value_and_is_valid_toml(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_what_is_no_error_and_worth_a_line_is_a_note(tmp_path: Path, text: str, 
     file = tmp_path / "run.toml"
     file.write_text(text)
     loaded = load(file)
-    assert not rules(loaded)
+    assert not check(loaded)
     (note,) = notes(loaded)
     assert fragment in note
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config import ConfigError, Loaded, load, rules
+from shardtrain.config import ConfigError, Loaded, check, load
 
 # (name, lines of the file, arguments, fragments of the one expected problem)
 READING = [
@@ -298,7 +298,7 @@ def test_what_cannot_be_read_is_one_problem_with_its_fix(
 def test_what_cannot_work_is_one_problem_with_its_fix(
     tmp_path: Path, text: str, arguments: list[str], fragments: list[str]
 ) -> None:
-    expect_one(list(rules(read(tmp_path, text, arguments))), fragments)
+    expect_one(list(check(read(tmp_path, text, arguments))), fragments)
 
 
 def test_all_problems_of_file_and_command_line_come_together(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_broken_file_does_not_hide_what_is_wrong_with_the_arguments(tmp_path: 
 
 def test_all_rules_report_together(tmp_path: Path) -> None:
     text = "[training]\nsteps = 0\nseq_len = 0\n[optimizer]\nlr = -1\n[checkpoint]\nkeep_latest_k = 1\n"
-    problems = rules(read(tmp_path, text, []))
+    problems = check(read(tmp_path, text, []))
     assert [p.option for p in problems] == [
         "training.steps",
         "training.seq_len",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardtrain import data
-from shardtrain.config import Loaded, load, rules
+from shardtrain.config import Loaded, check, load
 from shardtrain.config.schema import Data, DataSource
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.sources import BadRow, alpaca
@@ -104,7 +104,7 @@ def config_of(tmp_path: Path, rows: list[Any], text: str) -> Loaded:
 def test_a_template_is_tried_on_the_first_rows(tmp_path: Path) -> None:
     text = '[data]\nbad_rows = "skip"\nbad_rows_max_fraction = 1.0\n[data.template]\ntext = "{{ quest }}"\n'
     loaded = config_of(tmp_path, [QUESTION] * 20, text)
-    assert list(rules(loaded)) == []
+    assert list(check(loaded)) == []
     with pytest.raises(ConfigError, match="data.template makes nothing of the first 8 rows .*'quest' is undefined"):
         data.open_dataloader(loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1)
 
@@ -119,7 +119,7 @@ def test_a_template_is_tried_on_the_first_rows(tmp_path: Path) -> None:
     ],
 )
 def test_templates_that_make_nothing_that_is_read_are_refused(text: str, told: str, tmp_path: Path) -> None:
-    (problem,) = rules(config_of(tmp_path, [QUESTION], text))
+    (problem,) = check(config_of(tmp_path, [QUESTION], text))
     assert told in str(problem) and "run.toml:" in str(problem)
 
 
@@ -132,7 +132,7 @@ def test_rows_of_a_task_are_made_by_a_template_too(tmp_path: Path) -> None:
     rows = [{"title": "a", "body": "b", "label": 1}, {"title": "c", "body": "d", "label": 0}]
     text = '[task]\nname = "classification"\n[data.template]\ntext = "{{ title }}: {{ body }}"\n'
     loaded = config_of(tmp_path, rows, text)
-    assert list(rules(loaded)) == []
+    assert list(check(loaded)) == []
     found = Classification(loaded.config).read_rows("train")
     assert [BYTES.decode(row.tokens) for row in found] == ["a: b", "c: d"]
 
@@ -144,7 +144,7 @@ def rows_of(tmp_path: Path, options: str) -> list[tuple[str, str]]:
     loaded = config_of(
         tmp_path / "a", [long, {"prompt": "a", "completion": "b"}], f'[data]\nformat = "prompt_completion"\n{options}'
     )
-    assert list(rules(loaded)) == []
+    assert list(check(loaded)) == []
     stream = data.open_dataloader(
         loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
     )

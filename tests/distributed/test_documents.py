@@ -22,7 +22,7 @@ from torch import Tensor
 from shardtrain import distributed, models
 from shardtrain.config.schema import Config
 from shardtrain.data.batch import IGNORE, Batch
-from shardtrain.distributed import LOSS_AXES, Runner
+from shardtrain.distributed import LOSS_AXES, Runner, context_parallel
 from shardtrain.distributed.process_group import World
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import to_full
@@ -298,4 +298,4 @@ def test_micro_batches_of_a_step_have_documents_all_or_none() -> None:
     batch = packed_batch()
     blind = dataclasses.replace(batch, documents_BT=None)
     with pytest.raises(ValueError, match="some have documents_BT and some have none"):
-        distributed.context.document_argument([batch, blind])
+        context_parallel.document_argument([batch, blind])

@@ -16,10 +16,10 @@ from tiny import make_run, train_whole
 
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.hf.command import export_main
+from shardtrain.config.show import RESOLVED_CONFIG
+from shardtrain.tools.convert.command import export_main
 from shardtrain.train import trainer
 from shardtrain.train.resume import resume
-from shardtrain.train.run_folder import RESOLVED_CONFIG
 from shardtrain.utils.errors import CheckpointError, ShardtrainError
 
 pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from tiny import tiny_config, train_whole
 
 from shardtrain import cli
-from shardtrain.hf import card
+from shardtrain.tools.convert import card
 
 pytest.importorskip("transformers")
 HF = "llama3"

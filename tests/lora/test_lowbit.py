@@ -11,7 +11,7 @@ from tiny import make_run, tiny_config
 
 from shardtrain import cli
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.config import Loaded, rules
+from shardtrain.config import Loaded, check
 from shardtrain.lora.linear import FrozenLinear
 from shardtrain.ops.dtensor import to_full
 from shardtrain.tools.generate.opening import open_model
@@ -97,5 +97,5 @@ def test_what_does_not_go_with_low_bits_is_refused():
         ({"comm": {"mode": "fake_backend"}}, "counted"),
         ({"training": {"enable_cpu_offload": True}}, "enable_cpu_offload"),
     ):
-        problems = [str(p) for p in rules(Loaded(tiny_config(lora=on, **sections))) if "base_dtype" in str(p)]
+        problems = [str(p) for p in check(Loaded(tiny_config(lora=on, **sections))) if "base_dtype" in str(p)]
         assert len(problems) == 1 and told in problems[0]

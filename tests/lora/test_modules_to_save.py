@@ -15,7 +15,7 @@ from tiny import tiny_config
 
 from shardtrain import cli
 from shardtrain.checkpoint import manifest
-from shardtrain.config import Loaded, rules
+from shardtrain.config import Loaded, check
 from shardtrain.config.schema import Config
 from shardtrain.lora.linear import is_adapter
 from shardtrain.tools.generate.opening import open_model
@@ -136,7 +136,7 @@ def test_a_mesh_changes_no_number_of_saved_modules(mesh: str, tmp_path: Path) ->
     ],
 )
 def test_a_vocabulary_that_cannot_grow_is_refused_before_ranks_start(sections: Any, told: list[str]) -> None:
-    problems = "\n".join(map(str, rules(Loaded(tiny_config(**sections)))))
+    problems = "\n".join(map(str, check(Loaded(tiny_config(**sections)))))
     assert all(word in problems for word in told), problems
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_run, tiny_config
 
 from shardtrain import cli
-from shardtrain.config import Loaded, rules
+from shardtrain.config import Loaded, check
 from shardtrain.lora.peft import PeftFolder
 from shardtrain.models import llama3
 from shardtrain.utils.errors import CheckpointError, ConfigError, ShardtrainError
@@ -65,9 +65,9 @@ ON = {"enable": True, "random_base": True}
     ],
 )
 def test_options_that_cannot_work_are_refused_before_ranks_start(sections, told):
-    problems = [str(problem) for problem in rules(Loaded(tiny_config(**sections)))]
+    problems = [str(problem) for problem in check(Loaded(tiny_config(**sections)))]
     assert len(problems) == 1 and all(word in problems[0] for word in told), problems
-    assert not rules(Loaded(tiny_config(lora=ON)))
+    assert not check(Loaded(tiny_config(lora=ON)))
 
 
 def refusal(rank, config):

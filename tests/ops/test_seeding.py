@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from shardtrain.config.schema import Debug
 from shardtrain.ops.seeding import seed_of, seed_step, set_determinism
 
 BIG_SEEDS = [0, 1, 2**32, 2**63, 2**64 - 1, 17982163893102248868]
@@ -68,17 +67,12 @@ def test_seed_step_pipeline_stage_and_data_rank_each_change_all_three_generators
     assert all(mine != theirs for mine, theirs in zip(numbers(), first, strict=True))
 
 
-def test_determinism_is_left_alone_unless_asked_for() -> None:
-    set_determinism(Debug())
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
 @pytest.mark.parametrize("warn_only", [False, True])
 def test_determinism_reaches_pytorch(warn_only: bool, monkeypatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     benchmark, deterministic = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
     try:
-        set_determinism(Debug(deterministic=True, deterministic_warn_only=warn_only))
+        set_determinism(warn_only)
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.is_deterministic_algorithms_warn_only_enabled() is warn_only
         assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
@@ -91,7 +85,7 @@ def test_determinism_reaches_pytorch(warn_only: bool, monkeypatch) -> None:
 def test_a_workspace_that_the_user_chose_is_kept(monkeypatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     try:
-        set_determinism(Debug(deterministic=True))
+        set_determinism()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     finally:
         torch.use_deterministic_algorithms(False)

@@ -209,7 +209,7 @@ def waits(rank: int) -> str:
 
 
 def test_a_wait_in_a_collective_is_seen_in_the_stack():
-    assert "all_reduce test_heartbeat.py:" in run_ranks(2, waits)[0]
+    assert "all_reduce test_watchdog.py:" in run_ranks(2, waits)[0]
 
 
 def test_looking_at_the_stack_keeps_nothing_alive():
@@ -240,7 +240,7 @@ def test_work_is_no_wait_though_pytorchs_own_frames_are_around_it():
             return x
 
     torch.nn.Sequential(Looks())(torch.ones(1))
-    assert not seen[0].collective and seen[0].at.startswith("test_heartbeat.py:")
+    assert not seen[0].collective and seen[0].at.startswith("test_watchdog.py:")
     assert not seen[0].compiling and not seen[0].debugging
 
 

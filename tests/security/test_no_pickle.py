@@ -26,9 +26,9 @@ METHODS = {
 }  # fmt: skip
 
 ALLOWED = {
-    ("shardtrain/models.py", "exec_module"): "model.name of the user's own configuration names a file of his",
-    ("shardtrain/tasks.py", "exec_module"): "task.name names a file of the user's, likewise",
-    ("shardtrain/data/sources.py", "exec_module"): "training.dataset names a file of the user's, likewise",
+    ("shardtrain/models/__init__.py", "exec_module"): "model.name of the user's own configuration names a file of his",
+    ("shardtrain/tasks/__init__.py", "exec_module"): "task.name names a file of the user's, likewise",
+    ("shardtrain/data/sources/__init__.py", "exec_module"): "training.dataset names a file of the user's, likewise",
     ("shardtrain/hf/legacy_child.py", "torch.load"): "import --legacy_bin alone, with names of tensors and no others",
     ("shardtrain/hf/legacy_child.py", "weights_only"): "likewise: it is what restricts the names",
     ("benchmarks/checkpoint_safety.py", "dcp.load"): "measures plain DCP beside ours, on files that it just wrote",
@@ -88,7 +88,7 @@ def test_checkpoints_of_other_programs_have_one_reader_that_no_load_reaches() ->
     texts = {name_of(path): path.read_text(encoding="utf-8") for path in PACKAGE}
     child = "shardtrain/hf/legacy_child.py"
     assert [name for name in texts if "legacy_child" in texts[name] and name != child] == ["shardtrain/hf/legacy.py"]
-    assert [name for name in texts if "legacy.as_safetensors" in texts[name]] == ["shardtrain/hf/command.py"]
+    assert [name for name in texts if "legacy.as_safetensors" in texts[name]] == ["shardtrain/tools/convert/command.py"]
     text = "".join(text for name, text in texts.items() if name != child)
     assert "weights_only=" not in text and "FileSystemReader" not in text
     # PyTorch's writer is used, and never its reader: what torch.distributed.checkpoint wrote is read as data

@@ -11,7 +11,7 @@ import torch
 from reviews import config
 from tiny import assert_same_numbers, run_tiny
 
-from shardtrain.config import Loaded, rules
+from shardtrain.config import Loaded, check
 from shardtrain.config.schema import DataLoaderOptions
 from shardtrain.data.loader import RankSlice
 from shardtrain.data.row_stream import RowDataLoader, RowFeed
@@ -104,5 +104,5 @@ def test_a_smaller_last_step_is_the_same_on_every_mesh(mesh: str) -> None:
 def test_documents_know_no_border_between_epochs() -> None:
     one = config(training={"last_batch": "keep"})
     language = dataclasses.replace(one, task=dataclasses.replace(one.task, name="language_model"))
-    found = [str(problem) for problem in rules(Loaded(language, {"training.last_batch": "file"}))]
+    found = [str(problem) for problem in check(Loaded(language, {"training.last_batch": "file"}))]
     assert any("training.last_batch" in line and "packs documents" in line for line in found)

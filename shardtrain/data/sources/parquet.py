@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardtrain.data import sandbox
 from shardtrain.data.sources import BadRow, Request, Row, Shards
 from shardtrain.data.sources._files import File, FileSource, list_files
 from shardtrain.data.sources._index import too_long
 from shardtrain.data.sources._json import not_utf8
-from shardtrain.utils import sandbox
 from shardtrain.utils.errors import ConfigError, Problem
 
 ENDINGS = (".parquet", ".pq")

@@ -13,13 +13,14 @@ from shardtrain import data, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.data.batch import Batch
 from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.data.loader import SOURCE_BITS
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tools.data.words import COMMAND_LINE, take, whole_number
-from shardtrain.train.run_folder import RESOLVED_CONFIG, read_world_size
+from shardtrain.train.run_folder import read_world_size
 from shardtrain.utils.errors import ConfigError, Problem
 
 USAGE = """usage: shardtrain data show [CONFIG.toml | RUN_FOLDER] [--step N] [--rows N] [--world_size N] [--json]

@@ -111,7 +111,7 @@ def to_dcp(words: Sequence[str]) -> int:
         return 0
     if found.output.exists():
         raise ConfigError(f"{found.output} exists; give a new folder")
-    from shardtrain.hf.command import model_options, step_of
+    from shardtrain.tools.convert.command import model_options, step_of
     from shardtrain.tools.dcp import writing
 
     checkpoint = step_of(found.checkpoint, found.config)

@@ -11,9 +11,9 @@ from shardtrain import config as configs
 from shardtrain.checkpoint import collectives, files, manifest, retention
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.config import Config, Loaded
+from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf import source
 from shardtrain.hf.opening import config_of, is_hub_folder, loaded_of
-from shardtrain.train.run_folder import RESOLVED_CONFIG
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import logger
 

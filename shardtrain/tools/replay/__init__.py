@@ -11,10 +11,9 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardtrain import config as configs
 from shardtrain.checkpoint import manifest, retention
@@ -22,9 +21,6 @@ from shardtrain.checkpoint.manifest import Manifest
 from shardtrain.config import Config, Loaded
 from shardtrain.launch import environment, local
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
-
-if TYPE_CHECKING:
-    from shardtrain.tools.replay.run import Trainer
 
 __all__ = ["Plan", "main", "plan"]
 
@@ -68,8 +64,8 @@ class _Request:
     overrides: tuple[str, ...]
 
 
-def main(words: Sequence[str], load_trainer: Callable[[], Trainer]) -> int:
-    """Run the verb; ``load_trainer`` imports ``shardtrain.train``, whose step is made again. Gives the status.
+def main(words: Sequence[str]) -> int:
+    """Run the verb; gives the exit status.
 
     Raises:
         ConfigError: a word or the configuration is wrong.
@@ -94,7 +90,7 @@ def main(words: Sequence[str], load_trainer: Callable[[], Trainer]) -> int:
         *words,
         *(() if request.output else ("--output", str(output))),
     )
-    status = _start(replayed, found, request, load_trainer, command)
+    status = _start(replayed, found, request, command)
     if status == 0 and not request.output:
         shutil.rmtree(output, ignore_errors=True)
     return status
@@ -155,15 +151,13 @@ def config_of(config: Config, found: Plan, output: Path) -> Config:
     )
 
 
-def _start(
-    loaded: Loaded, found: Plan, request: _Request, load_trainer: Callable[[], Trainer], command: Sequence[str]
-) -> int:
+def _start(loaded: Loaded, found: Plan, request: _Request, command: Sequence[str]) -> int:
     """Be one rank of several, or start them."""
 
     def rank(replayed: Loaded) -> None:
         from shardtrain.tools.replay import run
 
-        run.main(replayed, found, load_trainer())
+        run.main(replayed, found)
 
     environment.set_allocator_default(os.environ)
     cores = environment.usable_cores()
@@ -186,7 +180,8 @@ def _start(
         local.prepare(Path(loaded.config.job.dump_folder))
         return local.run_rank(loaded, rank)
     if accelerators == 0 and sys.platform == "linux":
-        load_trainer()  # once, before the ranks are forked
+        from shardtrain.tools.replay import run  # noqa: F401 - torch is imported once, before the ranks are forked
+
         return local.launch(loaded, count, main=rank)
     return local.launch(loaded, count, command=command)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.seeding import set_determinism
 from shardtrain.resilience.guards.history import Rewind
 from shardtrain.tools.replay import Plan
-from shardtrain.train import shutdown
+from shardtrain.train import shutdown, trainer
 from shardtrain.train.resume import optimizer_state, resume, weights
 from shardtrain.train.run import Outcome, Run
 from shardtrain.utils import log
@@ -31,34 +31,23 @@ OTHER_MESH = 1e-4
 """Relative difference of losses and norms that another number of ranks may make: sums are taken in another order."""
 
 
-class Trainer(Protocol):
-    """What a replay needs of ``shardtrain.train``."""
-
-    def build(self, config: Any, here: process_group.World) -> Run:
-        """See ``run.build``."""
-        ...
-
-    def step(self, run: Run) -> Outcome | None:
-        """See ``train.step``."""
-        ...
-
-
-def main(loaded: Loaded, plan: Plan, trainer: Trainer) -> None:
+def main(loaded: Loaded, plan: Plan) -> None:
     """Make the steps again as one rank; raises NumericalError, on all ranks, at the first difference."""
     config = loaded.config
     with process_group.join(config.comm, config.training.device) as here:
         folder, console = Path(config.job.dump_folder), here.rank in log.console_ranks()
         log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console, False)
-        set_determinism(config.debug)
+        if config.debug.deterministic:
+            set_determinism(config.debug.deterministic_warn_only)
         run = trainer.build(config, here)
         checkpoints = Checkpoints(config)
         resume(run, checkpoints)
         run.guard.rewinds = [Rewind(*rewind) for rewind in plan.rewinds]
         shutdown.expect(run, checkpoints, may_end_early=True)
-        _compare_steps(run, plan, trainer, here)
+        _compare_steps(run, plan, here)
 
 
-def _compare_steps(run: Run, plan: Plan, trainer: Trainer, here: process_group.World) -> None:
+def _compare_steps(run: Run, plan: Plan, here: process_group.World) -> None:
     path, same_mesh = plan.run_folder / "metrics.jsonl", plan.world_size in (None, here.size)
     records = {record["step"]: record for record in read_records(path)} if path.is_file() else {}
     saved, compared = set(retention.steps(plan.checkpoints)), 0

@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Task", "compare_plan", "main", "plan", "probe", "reference", "verify"]
 
 
-def main(words: Sequence[str], load_trainer: Callable[[], Trainer]) -> int:
-    """Run the verb; ``load_trainer`` imports ``shardtrain.train``, whose step is verified. Gives the status: 0 or 4.
+def main(words: Sequence[str]) -> int:
+    """Run the verb; gives the exit status, 0 or 4.
 
     Raises:
         ConfigError: a word, the configuration, a mesh asked for, or a promise of the model file is wrong.
@@ -44,7 +44,9 @@ def main(words: Sequence[str], load_trainer: Callable[[], Trainer]) -> int:
     if request.real:
         from shardtrain.tools.verify import real
 
-        return real.main(request, loaded, load_trainer)
+        return real.main(request, loaded)
+    from shardtrain.train import trainer  # the step that is verified is the trainer's own
+
     task = plan(loaded, request)
     if not request.json:
         print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process")
@@ -55,7 +57,7 @@ def main(words: Sequence[str], load_trainer: Callable[[], Trainer]) -> int:
         if not request.json:
             for note in found:
                 print(f"  {note}", flush=True)
-        rows = verify(task, load_trainer(), Path(folder))
+        rows = verify(task, trainer, Path(folder))
     notes = [*task.notes, *found]
     text = report.document(model_name(task.reference), notes, rows) if request.json else report.table(rows)
     print(text)

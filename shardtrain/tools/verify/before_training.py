@@ -11,9 +11,8 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardtrain import config as configs
 from shardtrain.config import Config, Loaded
@@ -23,9 +22,6 @@ from shardtrain.tools.verify import meshes, shrink, workers
 from shardtrain.tools.verify.meshes import Plan
 from shardtrain.tools.verify.report import Row
 from shardtrain.utils.errors import ConfigError
-
-if TYPE_CHECKING:
-    from shardtrain.tools.verify.run import Trainer
 
 STEPS = 1
 """One update: what a second would show, a model that keeps state, is asked of the model alone."""
@@ -41,7 +37,7 @@ class Verdict:
     left_out: list[str] = dataclasses.field(default_factory=list)
 
 
-def judge(config: Config, load_trainer: Callable[[], Trainer]) -> Verdict:
+def judge(config: Config) -> Verdict:
     """Compare a small copy of the configured model on the configured kinds of parallelism with one process."""
     loaded, verdict = _of_model_and_mesh(config), Verdict()
     plans: list[Plan] = []
@@ -62,6 +58,7 @@ def judge(config: Config, load_trainer: Callable[[], Trainer]) -> Verdict:
     if not task.plans:
         return verdict
     from shardtrain.tools.verify import casts, probes
+    from shardtrain.train import trainer
 
     kinds = {axis for one in task.plans for axis, degree in one.degrees.items() if degree > 1}
     if config.activation_checkpoint.mode != "none":
@@ -81,7 +78,7 @@ def judge(config: Config, load_trainer: Callable[[], Trainer]) -> Verdict:
         sizes = ", ".join(f"{name} {value}" for name, value in _changed(config, task.reference).items())
         copy = f"a copy with {sizes}" if sizes else "the model"
         try:
-            for row in verify.verify(task, load_trainer(), Path(folder)):
+            for row in verify.verify(task, trainer, Path(folder)):
                 _tell(row, copy, verdict)
         except ConfigError as error:  # the reference of one process fails
             verdict.refused += str(error).splitlines()
@@ -141,13 +138,7 @@ def _of_model_and_mesh(config: Config) -> Loaded:
 
 def main(words: Sequence[str]) -> int:
     """Print the verdict on the configuration file that is named."""
-
-    def trainer() -> Trainer:
-        from shardtrain.train import trainer as train
-
-        return train  # type: ignore[return-value]
-
-    print(json.dumps(dataclasses.asdict(judge(configs.load(words[0], []).config, trainer))))
+    print(json.dumps(dataclasses.asdict(judge(configs.load(words[0], []).config))))
     return 0
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,11 +48,8 @@ def is_clipped(step: int, steps: int) -> bool:
     return steps > 1 and step == steps - 1
 
 
-class Trainer(Protocol):
-    """What verify needs of ``shardtrain.train``, which it is given: the step that is verified is the trainer's own."""
-
-    Run: Callable[..., Any]
-    step: Callable[[Any], Any]
+Trainer: TypeAlias = ModuleType
+"""``shardtrain.train.trainer``: the step that is verified is the trainer's own."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardtrain.config import load, rules
+from shardtrain.config import check, load
 from shardtrain.config.schema import Config, Training
 from shardtrain.data import open_dataloader, sources
 from shardtrain.utils.errors import ConfigError
@@ -37,7 +37,7 @@ def open_source(request):
 def test_a_path_in_the_config_is_a_dataset(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     name = str(tmp_path / "mine.py")
-    assert not [p for p in rules(load(None, ["--training.dataset", name])) if "dataset" in str(p)]
+    assert not [p for p in check(load(None, ["--training.dataset", name])) if "dataset" in str(p)]
     training = Training(dataset=name, seq_len=16, local_batch_size=2)
     batch = next(
         open_dataloader(Config(training=training), batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False)
@@ -51,5 +51,5 @@ def test_a_file_that_is_missing_or_is_no_dataset_is_refused(tmp_path):
         sources.find(str(tmp_path / "empty.py"))
     with pytest.raises(ConfigError, match="does not exist"):
         sources.find(str(tmp_path / "gone.py"))
-    problems = [str(p) for p in rules(load(None, ["--training.dataset", str(tmp_path / "gone.py")]))]
+    problems = [str(p) for p in check(load(None, ["--training.dataset", str(tmp_path / "gone.py")]))]
     assert any("gone.py" in p and "does not exist" in p for p in problems)

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.data.tokenizer import ByteTokenizer
 from shardtrain.tools.data import show
-from shardtrain.train.run_folder import RESOLVED_CONFIG
 from shardtrain.utils.errors import ConfigError
 
 

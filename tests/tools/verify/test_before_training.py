@@ -20,7 +20,7 @@ from shardtrain import config as configs
 from shardtrain.config import Config
 from shardtrain.tools.verify import before_training, meshes, own_sizes, workers
 from shardtrain.tools.verify.before_training import Verdict
-from shardtrain.train import model_check, trainer
+from shardtrain.train import model_check
 from shardtrain.utils.errors import ConfigError
 
 SOUND = (Path(__file__).parent / "sound_model.py").read_text()
@@ -226,7 +226,7 @@ def run_of(path: Path, mesh: str, flavor: str = "small", **sections: dict[str, A
 def asked(tmp_path: Path, text: str, mesh: str) -> Verdict:
     path = tmp_path / "model.py"
     path.write_text(text)
-    return before_training.judge(run_of(path, mesh), lambda: trainer)  # type: ignore[arg-type, return-value]
+    return before_training.judge(run_of(path, mesh))
 
 
 def tiers(names: Any, default: tuple[str, ...]) -> list[Any]:
@@ -257,7 +257,7 @@ def test_no_correct_file_of_another_style_is_refused(name: str) -> None:
     """On the meshes that other_styles.py calls possible for it."""
     for mesh in ("tp=2", "pp=2", "cp=2"):
         config = run_of(FOLDER / f"{name}.py", mesh, "tiny")
-        found = before_training.judge(config, lambda: trainer)  # type: ignore[arg-type, return-value]
+        found = before_training.judge(config)
         assert bool(found.compared) == (mesh not in NOT_POSSIBLE.get(name, {})), (mesh, found)
 
 

@@ -17,7 +17,6 @@ from model_files import ask
 from once import made_once
 
 from shardtrain.tools import verify
-from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
 
 DROPPED = "dropout: off (dropout with p=0.1): which numbers drop is the mesh's"
@@ -325,7 +324,7 @@ def test_a_fault_in_a_model_file_is_named_by_the_command(name, tmp_path):
     path.write_text(spoiled(fault))
     try:
         with contextlib.redirect_stdout(out):
-            verify.main([str(path), "--mesh", fault.mesh, "--steps", "1", "--json"], lambda: trainer)
+            verify.main([str(path), "--mesh", fault.mesh, "--steps", "1", "--json"])
         (row,) = json.loads(out.getvalue())["rows"]
         verdict, cause = row["verdict"], f"{row['first']} {row['cause']}"
     except ConfigError as error:

@@ -9,7 +9,6 @@ import pytest
 from model_files import ask
 
 from shardtrain.tools import verify
-from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
 
 MODEL_FILE = '''
@@ -131,7 +130,7 @@ def write(folder: Path, *changes: tuple[str, str]) -> str:
 
 
 def run(path: str, *words: str) -> int:
-    return verify.main([path, *words], lambda: trainer)
+    return verify.main([path, *words])
 
 
 def test_a_model_file_of_a_user_is_proved_on_every_axis(tmp_path, capsys):

@@ -19,7 +19,6 @@ from shardtrain.distributed import grad_clip, runner
 from shardtrain.ops import cross_entropy, dtensor
 from shardtrain.tools.verify import real, request
 from shardtrain.tools.verify.real import beyond, float64, layers, sums, tile
-from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
 
 SMALL = real.Sizes(numbers=1 << 20, far_rows=4099, far_samples=10_007, vocabularies=(1000,), tokens=256, losses=1 << 18)
@@ -165,7 +164,7 @@ def test_factors_stand_for_the_gradients_of_float64(monkeypatch, tmp_path):
 
 def rows_of(*words, budget=1 << 31, meshes=("1", "dp_shard=2,tp=2")):
     loaded = config.load(None, list(words))
-    checks = real.of_model(loaded, budget, lambda: trainer)
+    checks = real.of_model(loaded, budget)
     return {(c.name, c.mesh): real.measured(c, budget) for c in checks if c.mesh in meshes}
 
 

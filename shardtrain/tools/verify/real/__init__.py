@@ -89,7 +89,7 @@ class Row:
     note: str = ""
 
 
-def main(request: Any, loaded: Loaded, load_trainer: Callable[[], Any]) -> int:
+def main(request: Any, loaded: Loaded) -> int:
     """Run all checks and print their rows; gives the status: 0, or 4 where one failed."""
     budget = int(request.memory_gib * 2**30) if request.memory_gib else int(SPARE * free_memory())
     model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
@@ -97,7 +97,7 @@ def main(request: Any, loaded: Loaded, load_trainer: Callable[[], Any]) -> int:
         print(f"verify {model} at real size, beside float64, in up to {format_bytes(budget)} of memory")
         print(_line(_HEADER))
     rows = []
-    for row in run(loaded, budget, load_trainer):
+    for row in run(loaded, budget):
         rows.append(row)
         if not request.json:
             print(_line(_cells(row)) + (f"  {row.note}" if row.note else ""), flush=True)
@@ -134,10 +134,10 @@ def summary(rows: Sequence[Row]) -> str:
     return f"{text}: nothing is known of what was left out" if counts["left out"] else text
 
 
-def run(loaded: Loaded, budget: int, load_trainer: Callable[[], Any], sizes: Sizes | None = None) -> Iterator[Row]:
+def run(loaded: Loaded, budget: int, sizes: Sizes | None = None) -> Iterator[Row]:
     """Measure each check in turn, in processes of its own."""
     # one after the other: what a model's checks share lives for as long as they are asked for
-    for check in itertools.chain(general(sizes or Sizes()), of_model(loaded, budget, load_trainer)):
+    for check in itertools.chain(general(sizes or Sizes()), of_model(loaded, budget)):
         yield measured(check, budget)
 
 
@@ -242,7 +242,7 @@ def general(sizes: Sizes) -> Iterator[Check]:
     yield Check("cross entropy", size, "1", 1, far_bytes + (1 << 29), SUM_LIMIT, scored)
 
 
-def of_model(loaded: Loaded, budget: int, load_trainer: Callable[[], Any]) -> Iterator[Check]:
+def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
     """Checks of the configured model: rotary angles, then a step of each piece on each mesh."""
     from shardtrain.tools.verify.real import angles, layers
 
@@ -268,7 +268,7 @@ def of_model(loaded: Loaded, budget: int, load_trainer: Callable[[], Any]) -> It
             return replace(piece, numel=found[0], largest_unit=found[1], widest=found[2])
 
         for piece in layers.pieces(loaded, budget, count):
-            yield from _of_piece(model, piece, load_trainer, folder / "gradients.safetensors")
+            yield from _of_piece(model, piece, folder / "gradients.safetensors")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -289,7 +289,7 @@ def _angles(loaded: Loaded, length: int, folder: Path) -> tuple[float, str]:
     return found["error"], found["note"]
 
 
-def _of_piece(model: str, piece: Any, load_trainer: Callable[[], Any], path: Path) -> Iterator[Check]:
+def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
     """Rows of one piece: loss, norm and gradients on each mesh; the float64 reference is made once."""
     from shardtrain.tools.verify.real import layers
 
@@ -306,7 +306,9 @@ def _of_piece(model: str, piece: Any, load_trainer: Callable[[], Any], path: Pat
         problems = configs.check(config)
         if problems:
             raise _NotPossible("; ".join(str(problem) for problem in problems))
-        arguments = (load_trainer(), config.config, piece, str(path))
+        from shardtrain.train import trainer
+
+        arguments = (trainer, config.config, piece, str(path))
         step.update(layers.errors(_on_ranks(folder, ranks, layers.step, *arguments), expected))
         return step[kind], piece.said
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardtrain.checkpoint import manifest
+from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf.config_json import CONFIG, read_json
-from shardtrain.train.run_folder import RESOLVED_CONFIG
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
@@ -101,7 +101,7 @@ def export_main(words: Sequence[str]) -> int:
             raise ConfigError(Problem(f"--{option}", True, "has no effect without --push", "name the repository there"))
     push = None
     if found.push:
-        from shardtrain.hf.pushing import Push
+        from shardtrain.tools.convert.pushing import Push
 
         push = Push(found.push, found.private, found.overwrite_card)
     status = _to_folder(found, push)
@@ -119,8 +119,8 @@ def _refuse_token(words: Sequence[str]) -> None:
 
 def _to_folder(found: Any, push: Any) -> int:
     """Write the folder, unless FROM is one that is sent as it is; gives the exit status."""
-    from shardtrain.hf import card
     from shardtrain.hf.opening import is_hub_folder
+    from shardtrain.tools.convert import card
 
     is_folder = is_hub_folder(found.checkpoint) or (found.checkpoint / "adapter_config.json").is_file()
     if found.to is None:
@@ -150,7 +150,7 @@ def _to_folder(found: Any, push: Any) -> int:
 
 
 def _identity(found: Any, checkpoint: Path) -> str:
-    from shardtrain.hf import card
+    from shardtrain.tools.convert import card
 
     return card.identity(checkpoint, found.dtype, found.shard_gigabytes, found.adapter, str(found.tokenizer or ""))
 
@@ -158,7 +158,7 @@ def _identity(found: Any, checkpoint: Path) -> str:
 def _write_card(found: Any, checkpoint: Path, source: Any) -> None:
     """Put README.md into the new folder, where it is asked for and none came with the model."""
     from shardtrain.checkpoint import files
-    from shardtrain.hf import card
+    from shardtrain.tools.convert import card
 
     if not (found.card or found.push) or (found.to / card.CARD).exists():
         return
@@ -180,7 +180,7 @@ def _export(found: Any, path: Path) -> int:
     module = models.find(options["name"])
     config = models.shape_of(module, options["flavor"], options["overrides"], options.get("norm_type", "rmsnorm"))
     if found.adapter:
-        from shardtrain.lora.command import export_adapter
+        from shardtrain.tools.convert.adapters import export_adapter
 
         base = found.base_model or str(options.get("base") or "")
         status = export_adapter(checkpoint, found.to, module, config, base, found.dtype or "float32")

@@ -69,7 +69,7 @@ def prove(kind: str, request: Mapping[str, Any], key: str) -> None:
 
 
 def _ask(request: Mapping[str, Any]) -> str:
-    command = [sys.executable, "-P", "-m", "shardtrain.utils.sandbox"]
+    command = [sys.executable, "-P", "-m", "shardtrain.data.sandbox"]
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     package = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH", "")]))

@@ -9,12 +9,11 @@ import pytest
 from tiers import cases
 from tiny_tokenizers import bpe_folder
 
-from shardtrain.data import sources
+from shardtrain.data import sandbox, sources
 from shardtrain.data.chat_template import ChatTemplate
 from shardtrain.data.columns import Unusable
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.hf.config_json import read_json
-from shardtrain.utils import sandbox
 from shardtrain.utils.errors import CheckpointError, ConfigError, DataError
 
 REPEATED = "([('a' * 1000000)] * 60000)"

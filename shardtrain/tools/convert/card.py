@@ -18,8 +18,9 @@ from typing import Any
 from shardtrain import config as configs
 from shardtrain.checkpoint import manifest
 from shardtrain.config.schema import Config
+from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf.source import Source
-from shardtrain.train.run_folder import RESOLVED_CONFIG, read_world_size, versions
+from shardtrain.train.run_folder import read_world_size, versions
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.redact import redact
 from shardtrain.utils.units import format_count

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardtrain import __version__
-from shardtrain.hf import card
-from shardtrain.hf.card import CARD
+from shardtrain.tools.convert import card
+from shardtrain.tools.convert.card import CARD
 from shardtrain.tools.data.download import Hub, _expected, _hash, _one_line
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError, StorageError
 from shardtrain.utils.units import format_bytes

@@ -1,0 +1,1 @@
+"""The verbs ``import``, ``export`` and ``merge``: weights between checkpoints, Hugging Face folders and adapters."""
