@@ -1,6 +1,6 @@
 """Sharding as data beside the model: which module is what, in words. No torch is imported here.
 
-``parallel/`` alone turns the words into PyTorch's classes; the planner reads the same words to divide bytes.
+``distributed/`` alone turns the words into PyTorch's classes; the planner reads the same words to divide bytes.
 A model file carries one ``LAYOUT`` and one ``INIT`` table; ``check`` proves that they cover the model.
 """
 

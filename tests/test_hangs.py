@@ -60,7 +60,7 @@ def test_ranks_in_different_collectives_are_both_named_with_their_lines(tmp_path
     assert end(run(config(tmp_path), "mismatch", (1,))) == 6
     told = record(tmp_path)
     assert (told["code"], told["phase"]) == (6, "step")
-    assert "rank 0 in all_reduce (clip.py:" in told["message"]
+    assert "rank 0 in all_reduce (grad_clip.py:" in told["message"]
     assert "rank 1 in all_gather (agree.py:" in told["message"]
 
 

@@ -41,7 +41,7 @@ class Feed(Protocol):
     num_readers:  cursors that say where the feed stands; 0 where k alone says it.
     fingerprint:  SHA-256 in hex of all that decides the rows and their order.
     files:        name of each file -> fingerprint of its content, to name the one that differs.
-    whole_files:  those of which that fingerprint is not made of all bytes, see ``content.py``.
+    whole_files:  those of which that fingerprint is not made of all bytes, see ``file_hashes.py``.
     passes:       passes after which the data end; None repeats them.
     """
 

@@ -27,7 +27,7 @@ _TOKENS = 4
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Let weights of the ends that others read stay with the whole model; refuse other such weights.
 
-    Sets ``model.ends_are_read``, which ``shard`` obeys. Pipelines find the same by following their chain.
+    Sets ``model.ends_are_read``, which ``fsdp`` obeys. Pipelines find the same by following their chain.
     """
     if mesh.device_mesh.size() == 1 or mesh.size("pp") > 1 or not config.model.name.endswith(".py"):
         return

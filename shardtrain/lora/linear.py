@@ -32,7 +32,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 class FrozenLinear(nn.Linear):
-    """W x + b, neither of which is trained; ``low_bits`` holds W in their place, see ``lowbit.py``."""
+    """W x + b, neither of which is trained; ``low_bits`` holds W in their place, see ``quantize.py``."""
 
     weight: Any
     bias: Any

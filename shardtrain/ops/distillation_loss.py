@@ -8,8 +8,8 @@ second term as large as it is at T = 1 (Hinton et al. 2015, section 2). D is one
 - reverse_kl: KL(student || teacher) (MiniLLM, Gu et al. 2023);
 - jsd: b KL(teacher || m) + (1 - b) KL(student || m) with m = b teacher + (1 - b) student (GKD, Agarwal et al. 2023).
 
-As in ``loss.py``, sums are in float64 over chunks of tokens in float32, the gradient is computed with them, and columns
-of the vocabulary may be split over ranks.
+As in ``cross_entropy.py``, sums are in float64 over chunks of tokens in float32, the gradient is computed with them,
+and columns of the vocabulary may be split over ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Packed documents: attention in which no document sees another, and which parts of two stretches of a row share one.
 
 ``documents_BT`` numbers the documents of each row, ascending along it. A token attends to earlier tokens of its own
-number alone; with a window, to the nearest of them (``window.py``).
+number alone; with a window, to the nearest of them (``sliding_window.py``).
 Shape suffixes: B batch, T tokens, l queries, s keys, N heads, K key-value heads, H head.
 """
 

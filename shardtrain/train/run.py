@@ -51,7 +51,7 @@ class Run:
     contents: Contents = field(default_factory=Contents)
     """What the files of the data hold, as far as it is known; the first rank's alone."""
     accepted_changes: list[dict[str, Any]] = field(default_factory=list)
-    """Options that the user changed on the way, as the checkpoints record them; see ``continuing.py``."""
+    """Options that the user changed on the way, as the checkpoints record them; see ``compatibility.py``."""
 
     def measures(self) -> dict[str, float]:
         """Counts since the start of the run, for the metrics."""

@@ -45,13 +45,13 @@ def main(words: Sequence[str]) -> int:
         from shardtrain.tools.verify import real
 
         return real.main(request, loaded)
-    from shardtrain.train import trainer  # the step that is verified is the trainer's own
-
     task = plan(loaded, request)
     if not request.json:
         print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process")
         for note in task.notes:
             print(f"  {note}")
+    from shardtrain.train import trainer  # torch, once the request is known to be right
+
     with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
         task, found = probe(task, Path(folder))
         if not request.json:
