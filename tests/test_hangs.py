@@ -61,7 +61,7 @@ def test_ranks_in_different_collectives_are_both_named_with_their_lines(tmp_path
     told = record(tmp_path)
     assert (told["code"], told["phase"]) == (6, "step")
     assert "rank 0 in all_reduce (grad_clip.py:" in told["message"]
-    assert "rank 1 in all_gather (agree.py:" in told["message"]
+    assert "rank 1 in all_gather (collectives.py:" in told["message"]
 
 
 def test_a_slow_validation_that_moves_is_no_hang(tmp_path):
