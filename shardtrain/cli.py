@@ -86,7 +86,7 @@ def _dispatch(words: list[str]) -> int:
         names = [name for name in VERBS if not name.startswith("-")]
         near = difflib.get_close_matches(verb, names, 1)
         fix = (f"did you mean {near[0]}? " if near else "") + f"use one of {', '.join(names)}"
-        raise ConfigError(Problem("shardtrain", verb, "is no verb", fix, "command line"))
+        raise ConfigError(Problem("shardtrain", verb, "is not a verb", fix, "command line"))
     return VERBS[verb](rest)
 
 

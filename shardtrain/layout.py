@@ -111,11 +111,13 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
     problems = []
     for pattern, word in layout.tensor.items():
         if word not in TENSOR_WORDS:
-            problems.append(f"LAYOUT.tensor[{pattern!r}]={word!r} is no known word; use one of {sorted(TENSOR_WORDS)}")
+            problems.append(
+                f"LAYOUT.tensor[{pattern!r}]={word!r} is not a known word; use one of {sorted(TENSOR_WORDS)}"
+            )
         if not any(matches(module, pattern) for module in modules) and not _may_be_absent(pattern, layout.optional):
             problems.append(f"LAYOUT.tensor[{pattern!r}] names no module; remove the rule or correct the path")
     for role, names in (("first", layout.first), ("layers", (layout.layers,)), ("last", layout.last)):
-        problems += [f"LAYOUT.{role} names {name!r}, which is no module" for name in names if name not in modules]
+        problems += [f"LAYOUT.{role} names {name!r}, which is not a module" for name in names if name not in modules]
     for role, pattern in (("context", layout.context), ("expert", layout.expert)):
         absent = pattern and not any(matches(module, pattern) for module in modules)
         if absent and not _may_be_absent(pattern, layout.optional):

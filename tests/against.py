@@ -1,4 +1,4 @@
-"""Ten steps of a run of ours, and of the same rows by a trainer of others, on the same weights.
+"""Ten steps of a shardtrain run, and of the same rows by a trainer of others, on the same weights.
 
 AdamW has a large eps on both sides: with a small one, rounding of 1e-8 in a gradient becomes 1e-4 in a weight. Rows
 come to the others in the order in which ours were read, so that no order is compared.

@@ -1,4 +1,4 @@
-"""The same weights in a model of ours and in Hugging Face's: their logits and gradients must agree.
+"""The same weights in a model of this package and in Hugging Face's: their logits and gradients must agree.
 
 Hugging Face's code was written by others from the same papers, which makes it an independent check of formulas.
 """

@@ -48,6 +48,6 @@ def tokens(vocab_size: int) -> Tensor:
 
 @torch.no_grad()
 def logits(model: Any, vocab_size: int) -> Tensor:
-    """Of a model of ours."""
+    """Of a model of this package."""
     tokens_BT = tokens(vocab_size)
     return model(tokens_BT, torch.arange(tokens_BT.size(1)).expand(2, -1))

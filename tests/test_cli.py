@@ -98,10 +98,10 @@ def test_version_is_that_of_the_package(capsys):
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [
-        (("tain",), ["tain", "is no verb", "did you mean train?"]),
-        (("data", "prepar"), ["shardtrain data", "prepar", "is no verb", "did you mean prepare?"]),
+        (("tain",), ["tain", "is not a verb", "did you mean train?"]),
+        (("data", "prepar"), ["shardtrain data", "prepar", "is not a verb", "did you mean prepare?"]),
         (("data", "frobnicate"), ["frobnicate", "verbs are prepare, check, show, probe, tokenizer, download"]),
-        (("data", "--training.steps", "3"), ["--training.steps", "is no verb"]),
+        (("data", "--training.steps", "3"), ["--training.steps", "is not a verb"]),
         (("config",), ["needs an action", "show, help, check, migrate"]),
         (("config", "shwo"), ["shwo", "did you mean show?", "show, help, check, migrate"]),
         (("config", "help", "training.stps"), ["training.stps", "option"]),

@@ -112,7 +112,7 @@ def test_data_that_are_known_to_be_too_few_are_refused_before_a_step(root: Path,
 def test_every_row_is_read_once_before_the_end(kind: str, runs: list[dict[str, Ended]]) -> None:
     seen = Counter(i for rank in runs for ids in rank[f"{kind} stop"].sample_ids for i in ids if i >= 0)
     assert set(seen.values()) == {1}
-    # 30 documents of 60 bytes with two marks each; the first token of all, or of each of two readers, is no target
+    # 30 documents of 60 bytes with two marks each; the first token of all, or of each of two readers, is not a target
     tokens = runs[0][f"{kind} stop"].state["tokens_seen"]
     assert tokens == 30 * 62 - (1 if kind == "memory" else 2)
 

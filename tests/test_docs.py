@@ -173,7 +173,7 @@ def test_each_command_of_a_page_runs_in_the_order_of_the_page(shell, tmp_path, p
             continue
         is_training = bool(re.search(r"shardtrain train\s|_train\.sh", line))
         assert not is_training or line in SMALLER, f"say in SMALLER how to make `{line}` small"
-        # the checkpointed pair continues one run; every other run starts anew
+        # the checkpointed pair continues one run; every other run starts from scratch
         folder = tmp_path / ("continued" if "--checkpoint.enable" in line else f"run-{number}")
         where = f" --job.dump_folder {folder}" if is_training and "--job.dump_folder" not in line else ""
         # what is there may be of another Python's text
@@ -209,7 +209,7 @@ def test_relative_links_lead_to_files_and_headings(page):
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/migrate").glob("*.md")), ids=lambda page: page.name)
 def test_pages_for_other_systems_users_name_options_and_verbs_that_exist(page):
-    """In the last column of each table, which is ours; what a file is called is no option."""
+    """In the last column of each table, which is ours; what a file is called is not an option."""
     known, files = options(), (".jsonl", ".toml", ".yaml", ".json", ".md", ".py", ".log", ".sh")
     sections = {name.split(".")[0] for name in known}
     ours = [line.split("|")[-2] for line in page.read_text().splitlines() if line.startswith("|") and "---" not in line]

@@ -36,7 +36,7 @@ class GivenUp(Exception):
 
 
 class Writing:
-    """One save on its way; ``action`` runs in a thread and is given a function that raises when all is given up."""
+    """One save on its way; ``action`` runs in a thread and is given a function that raises when all is cancelled."""
 
     def __init__(self, step: int, action: Callable[[Callable[[], None]], None], is_export: bool = False) -> None:
         self.step, self.is_export = step, is_export
@@ -72,7 +72,7 @@ class Writing:
         return isinstance(self._error, GivenUp)
 
     def result(self) -> None:
-        """Raise the error that ended the thread, unless it was told to give up."""
+        """Raise the error that ended the thread, unless it was cancelled."""
         if self._error is not None and not isinstance(self._error, GivenUp):
             raise self._error
 

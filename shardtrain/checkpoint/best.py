@@ -1,4 +1,4 @@
-"""The best result of a validation so far: which checkpoint is never deleted, and when it is no use to go on."""
+"""The best result of a validation so far: which checkpoint is never deleted, and when to stop early."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ class Best:
     def load(self, state: Any, folder: Place | None) -> None:
         """Go on from a checkpoint's state; ``folder`` holds the run's own checkpoints, None for another run's.
 
-        A state that is none, or of another metric, is passed over, and said aloud: only what is kept hangs on it.
+        A state that is none, or of another metric, is skipped, with a warning: only what is kept hangs on it.
         """
         if state is None or folder is None:
             return
         if not _is_state(state):
-            logger.warning("the checkpoint's best validation cannot be read: looking for the best anew")
+            logger.warning("the checkpoint's best validation cannot be read: looking for the best again")
             return
         if (state["metric"], state["mode"]) != (self.metric, self.mode):
             if state["step"] >= 0 and (self._keeps or self.patience):
                 logger.warning(
                     f"the checkpoint knows the best by {state['metric']} ({state['mode']}), and this run looks for "
-                    f"{self.metric} ({self.mode}): looking for the best anew"
+                    f"{self.metric} ({self.mode}): looking for the best again"
                 )
             return
         self.step, self.without_improvement = state["step"], state["without_improvement"]

@@ -77,7 +77,7 @@ def _tell(error: Exception) -> list[str]:
 
 def _fix(error: OSError) -> str:
     if "://" in str(error.filename):
-        return "mend checkpoint.folder, or what this host may do there, then start again"
+        return "fix checkpoint.folder, or what this host may do there, then start again"
     if isinstance(error, FileNotFoundError) and dist.get_world_size() > 1:
         return "job.dump_folder must be a folder that all nodes see"
-    return "free space or mend job.dump_folder, then start again"
+    return "free space or fix job.dump_folder, then start again"

@@ -49,7 +49,7 @@ def main(words: Sequence[str], dcp: Callable[..., int] | None = None) -> int:
         known = [*VERBS, *_ELSEWHERE]
         near = difflib.get_close_matches(verb, known, 1)
         fix = (f"did you mean {near[0]}? " if near else "") + f"verbs are {', '.join(known)}"
-        raise ConfigError(Problem("shardtrain checkpoint", verb, "is no verb", fix, "command line"))
+        raise ConfigError(Problem("shardtrain checkpoint", verb, "is not a verb", fix, "command line"))
     if verb in _ELSEWHERE:
         assert dcp is not None, "the command line gives it"
         return dcp([verb, *rest])
@@ -110,12 +110,12 @@ def _interval(words: Sequence[str]) -> int:
     for name, value in zip(words[::2], [*words[1::2], ""], strict=False):
         if name not in [f"--{known}" for known in names]:
             fix = f"options are {', '.join(f'--{known}' for known in names)}"
-            raise ConfigError(Problem("shardtrain checkpoint interval", name, "is no option", fix, "command line"))
+            raise ConfigError(Problem("shardtrain checkpoint interval", name, "is not an option", fix, "command line"))
         try:
             found[name[2:]] = parse_seconds(value)
         except ValueError:
             fix = f"write it like {name} 90s, 2min or 7.9h"
-            raise ConfigError(Problem(name, value, "is no time", fix, "command line")) from None
+            raise ConfigError(Problem(name, value, "is not a time", fix, "command line")) from None
     for known in names:
         if not 0 < found.get(known, 0.0) < math.inf and known != "restart":
             rule, fix = "must be a time above 0", f"write it like --{known} {'1' if known == 'stall' else '7.9h'}"
@@ -160,7 +160,7 @@ def _damages(path: Place) -> list[str]:
     if not bad:
         print(f"{path}: good, {len(stored.files)} files, {format_bytes(stored.total_bytes)}")
         for name in foreign:
-            print(f"{path}: {name} is no part of it and is never read")
+            print(f"{path}: {name} is not part of it and is never read")
     return bad
 
 
@@ -209,7 +209,9 @@ def _difference(name: str, a: Manifest, one: Place, b: Manifest, other: Place) -
 
 def _weights(path: Place, output: Place) -> int:
     if not isinstance(output, Path):
-        raise ConfigError(Problem("FILE", str(output), "is no local file", "write it to a disk first", "command line"))
+        raise ConfigError(
+            Problem("FILE", str(output), "is not a local file", "write it to a disk first", "command line")
+        )
     try:
         number = weights_file.write(path, output)
     except FileExistsError:

@@ -33,7 +33,7 @@ class Checkpoints(Saver):
     def to_continue(self) -> Place | None:
         """The checkpoint to continue from, its bytes verified, or None for a fresh start.
 
-        Without ``checkpoint.load_step`` it is the newest that is good: what is damaged is passed over, and said aloud.
+        Without ``checkpoint.load_step`` it is the newest that is good: what is damaged is skipped, with a warning.
 
         Raises:
             CheckpointError: when the step asked for is missing or damaged, or none of those that are there is good.
@@ -59,13 +59,13 @@ class Checkpoints(Saver):
             damage = self._verify(path)
             if not damage:
                 for passed in damages:
-                    logger.warning(f"{passed}: passed over, continuing from step-{step} in {self._folder}")
+                    logger.warning(f"{passed}: skipped, continuing from step-{step} in {self._folder}")
                 return path
             damages.append(damage)
         if damages:
             raise CheckpointError(
-                f"no checkpoint in {self._folder} can be used: {'; '.join(damages[:3])}; mend it, or move the folder "
-                "away to begin anew"
+                f"no checkpoint in {self._folder} can be used: {'; '.join(damages[:3])}; fix it, or move the folder "
+                "away to start from scratch"
             )
         return None
 
@@ -116,7 +116,7 @@ class Checkpoints(Saver):
             path = self._folder / f"step-{step}"
             damage = self._verify(path)
             if damage:
-                logger.warning(f"{damage}: passed over")
+                logger.warning(f"{damage}: skipped")
                 continue
             assert self._verified is not None
             stored = self._verified[1]

@@ -61,7 +61,7 @@ class Interval:
         return self._kind != "steps" and self._clock() - self._since >= self._seconds
 
     def begin_anew(self) -> None:
-        """A save was made or passed over: count from now."""
+        """A save was made or skipped: count from now."""
         self._since = self._clock()
 
     def note(self, stall_seconds: float) -> None:

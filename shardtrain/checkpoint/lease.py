@@ -3,7 +3,7 @@
 The holder touches the file every ten seconds. A lease is free when its process is dead (seen from the same host) or,
 on another host, when nobody has touched it for a minute. Ages are counted in the filesystem's own time, so no host's
 clock matters. What cannot be read is not another's: the holder goes on beating, looks again, and writes a lease that is
-gone anew.
+gone again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEASE = "lease.json"
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 """Six missed beats."""
-DEAD = "its process is no more"
+DEAD = "its process no longer exists"
 PATIENCE_SECONDS = 20.0
 """How long a holder looks for its lease in storage that does not answer."""
 
@@ -223,7 +223,7 @@ def is_seen_from_here(holder: dict[str, Any]) -> bool:
 
 
 def read(path: Path | ObjectPath) -> dict[str, Any]:
-    """What a lease says; empty where there is none, or none of ours, or it cannot be read."""
+    """What a lease says; empty where there is none, or not one of shardtrain's, or it cannot be read."""
     try:
         return _read(path)
     except OSError:
@@ -238,7 +238,7 @@ def _read(path: Path | ObjectPath) -> dict[str, Any]:
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """The fields of a lease; none where it is none of ours."""
+    """The fields of a lease; none where it is not shardtrain's."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):

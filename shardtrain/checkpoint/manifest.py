@@ -123,7 +123,7 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
     file = path / MANIFEST
     try:
         if file.stat().st_size > MAX_BYTES or not file.is_file():
-            raise CheckpointError(f"checkpoint {path}: {MANIFEST} is no file of less than {MAX_BYTES} bytes")
+            raise CheckpointError(f"checkpoint {path}: {MANIFEST} is not a file of less than {MAX_BYTES} bytes")
         return file.read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
@@ -136,7 +136,7 @@ def way_from_dcp(path: Path | ObjectPath) -> str:
     """How a folder that torch.distributed.checkpoint has written, as torchtitan does, comes in; empty for others."""
     if not isinstance(path, Path) or not (path / ".metadata").is_file():
         return ""
-    return f"it is one of torch.distributed.checkpoint; `shardtrain checkpoint from-dcp {path} NEW` makes one of ours"
+    return f"it is one of torch.distributed.checkpoint; convert it with `shardtrain checkpoint from-dcp {path} NEW`"
 
 
 def parse(data: bytes, path: Path | ObjectPath) -> Manifest:
@@ -162,7 +162,7 @@ def _parse(data: bytes) -> Manifest:
     try:
         body = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        _refuse(f"is no JSON of ours: {str(error)[:100]}")
+        _refuse(f"is not a manifest's JSON: {str(error)[:100]}")
     if body.get("format") != FORMAT:
         _refuse("is of another program")
     version = _count(body.get("version"), "version")
@@ -196,7 +196,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _finite(text: str) -> float:
@@ -250,12 +250,12 @@ def _check_places(files: tuple[StoredFile, ...], tensors: Mapping[str, StoredTen
 
 
 def _dict(value: Any, what: str) -> dict[str, Any]:
-    return value if isinstance(value, dict) else _refuse(f"has {what} that are no table")
+    return value if isinstance(value, dict) else _refuse(f"has {what} that are not a table")
 
 
 def _list(value: Any, what: str, length: int | None = None) -> list[Any]:
     if not isinstance(value, list) or (length is not None and len(value) != length):
-        _refuse(f"has an entry of {what} that is no list of the right length")
+        _refuse(f"has an entry of {what} that is not a list of the right length")
     return value
 
 
@@ -267,11 +267,11 @@ def _counts(value: Any, what: str) -> tuple[int, ...]:
 
 def _count(value: Any, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_SIZE:
-        _refuse(f"has a number in {what} that is no count")
+        _refuse(f"has a number in {what} that is not a count")
     return value
 
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or len(value) > _MAX_NAME or not value.isprintable():
-        _refuse(f"has a {what} that is no short text")
+        _refuse(f"has a {what} that is not a short text")
     return value

@@ -61,7 +61,7 @@ def parse(
     most some hundred bytes. Values may share parts, so what walks through one needs a bound of its own.
 
     Raises:
-        CheckpointError: for other names, steps that plain data do not need, and bytes that are no pickle; it begins
+        CheckpointError: for other names, steps that plain data do not need, and bytes that are not a pickle; it begins
             with ``where``.
     """
     machine = _Machine(names, persistent)
@@ -134,7 +134,7 @@ class _Machine:
         elif name in ("REDUCE", "NEWOBJ"):
             arguments, made = self.pop(), self.pop()
             if not isinstance(made, Name) or not isinstance(arguments, tuple):
-                raise _Refused("calls what is no name")
+                raise _Refused("calls what is not a name")
             push(Made(made, arguments))
         elif name == "BUILD":
             state, made = self.pop(), self._stack[-1]
@@ -156,7 +156,7 @@ class _Machine:
         found = Name(module, name) if isinstance(module, str) and isinstance(name, str) else None
         if found is None or str(found) not in self._names:
             said = "".join(c if c.isprintable() else "?" for c in str(found))[:100]
-            raise _Refused(f"names {said}, which is no part of a checkpoint")
+            raise _Refused(f"names {said}, which is not part of a checkpoint")
         self._stack.append(found)
 
     def _since_mark(self) -> list[Any]:
@@ -177,5 +177,5 @@ def _table(values: list[Any]) -> dict[Any, Any]:
         raise ValueError("a table has a key without a value")
     # a Made is told apart by what it is, not by what it says; to hash a tuple may take for ever, as parts are shared
     if not all(isinstance(key, str | int | Made) for key in values[::2]):
-        raise _Refused("has a table whose keys are no names")
+        raise _Refused("has a table whose keys are not names")
     return dict(zip(values[::2], values[1::2], strict=True))

@@ -42,7 +42,7 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
         try:
             files.write_whole(sign, b"")
         except OSError as error:
-            problem = f"cannot write {error.filename}: {error.strerror}; mend job.dump_folder, then start again"
+            problem = f"cannot write {error.filename}: {error.strerror}; fix job.dump_folder, then start again"
     problem = all_gather_json(problem)[0]
     if problem:
         raise StorageError(problem)

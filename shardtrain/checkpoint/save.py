@@ -36,7 +36,7 @@ FAILURES_IN_A_ROW = 2
 CRASH_SECONDS = 3.0
 """How long a rank that ends with an error waits for the save in flight: the others are waiting to be ended."""
 GIVE_UP_SECONDS = 1.0
-"""And for its thread to notice that it is given up, between two pieces of a file."""
+"""And for its thread to notice that it is cancelled, between two pieces of a file."""
 
 
 COMPARED = "replicas_compared"
@@ -66,7 +66,7 @@ class Saver:
         self.failures_in_a_row = self.skipped = 0
         self._export_is_due = self._export_must = False
         self.export_seconds = 0.0
-        """How long the newest save waited for an export, which is no part of the save."""
+        """How long the newest save waited for an export, which is not part of the save."""
         self.exporter: Exporter | None = None
         """Writes some of the checkpoints once more, in another format."""
         self.on_saved: Callable[[int], object] = lambda step: None
@@ -101,7 +101,7 @@ class Saver:
 
         With ``checkpoint.async_mode`` it returns when the tensors are copied, unless it is the ``last`` or is to
         ``wait``; what becomes of it then is met by ``poll``. While an earlier save is in flight it waits for at most
-        ``checkpoint.max_stall_seconds`` and is then passed over; the best so far waits as long as it takes.
+        ``checkpoint.max_stall_seconds`` and is then skipped; the best so far waits as long as it takes.
 
         Raises:
             StorageError: on all ranks, when one could not write; older checkpoints are as they were. Not raised where
@@ -276,7 +276,7 @@ class Saver:
         with contextlib.suppress(StorageError):
             self.finish()
         known = all_gather_json(self._newest_compared() if self._is_first and self._saves else None)[0]
-        advice = "no checkpoint is known to be without it: begin anew"
+        advice = "no checkpoint is known to be without it: start from scratch"
         if known is not None:
             path = self._folder / f"step-{known}"
             advice = f"the last checkpoint known to be without it is {path}: go on with checkpoint.load_step={known}"
@@ -333,7 +333,7 @@ class Saver:
         return self._folder / f"step-{writing.step}{retention.HUB if writing.is_export else ''}"
 
     def _written(self, writing: Writing) -> None:
-        """What the threads wrote is there, or was given up."""
+        """What the threads wrote is there, or was cancelled."""
         if not writing.is_export:
             self._saved(writing.step)
             self.on_written(writing.seconds)
@@ -341,7 +341,7 @@ class Saver:
             self._export_if_due(writing.step, wait=False, must=False)
         elif any(all_gather_json(writing.given_up)):
             self._abandon(writing.step)
-            logger.warning(f"{self._name(writing)} was given up: there was no time for it")
+            logger.warning(f"{self._name(writing)} was cancelled: there was no time for it")
         else:
             logger.info(f"saved {self._name(writing)}")
 
@@ -367,7 +367,7 @@ class Saver:
         self.interval.begin_anew()
         assert self.saving.writing is not None
         logger.warning(
-            f"the save of step {step} is passed over: that of step {self.saving.writing.step} is still being written "
+            f"the save of step {step} is skipped: that of step {self.saving.writing.step} is still being written "
             f"after checkpoint.max_stall_seconds={self._options.max_stall_seconds} ({self.skipped} in all); save "
             "less often, or to faster storage"
         )

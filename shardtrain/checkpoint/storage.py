@@ -184,7 +184,7 @@ class ObjectStorage:
         for final in self.folder.glob("step-*"):
             if not isinstance(final, ObjectPath) or retention.step_of(final) is None:
                 continue
-            with contextlib.suppress(CheckpointError):  # a damaged manifest may be mended: nothing of it is touched
+            with contextlib.suppress(CheckpointError):  # a damaged manifest may be fixed: nothing of it is touched
                 named: set[str] = set()
                 if (final / MANIFEST).is_file():
                     named = {file.name for file in manifest.read(final).files}

@@ -194,7 +194,7 @@ def box_of(tensor: Tensor) -> Box:
     box = tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)
     own = tuple(local_tensor(tensor).shape)
     if own != box[1] and not (0 in own and 0 in box[1]):
-        raise CheckpointError(f"a rank's part has shape {own} and should have {box[1]}: the split is none of ours")
+        raise CheckpointError(f"a rank's part has shape {own} and should have {box[1]}: this sharding is not supported")
     return box
 
 

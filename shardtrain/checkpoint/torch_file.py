@@ -284,7 +284,7 @@ def _members(archive: zipfile.ZipFile, length: int, where: str) -> tuple[str, di
         raise CheckpointError(f"{where} is compressed, which torch.save does not do; use another checkpoint")
     tops = {m.filename.partition("/")[0] for m in every}
     if len(tops) != 1:
-        raise ValueError("it is no archive of torch.save")
+        raise ValueError("it is not an archive of torch.save")
     (top,) = tops
     start = f"{top}/data/"
     return top, {m.filename.removeprefix(start): m for m in every if m.filename.startswith(start)}

@@ -305,7 +305,7 @@ def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
         return None
     why = f": {alias.why}" if alias.why else (" (its opposite)" if alias.translate is _inverted else "")
     if alias.translate is _mask and value == "on":
-        why = ": here positions begin anew in each document, too"
+        why = ": here positions restart in each document, too"
     done.notices.append(f"{where}: {old} is called {alias.new} now{why}")
     if alias.translate is _mask and value == "on":
         done.changes.append(done.notices[-1])
@@ -486,7 +486,7 @@ def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
     done.settings.remove(flavor)
     _add(done, "model.flavor", plain, flavor.where, f'"{word}" is this flavor with a mask between documents')
     if "data.document_mask" not in new:
-        why = f'"{word}" let no document attend to another; here positions begin anew in each, too'
+        why = f'"{word}" let no document attend to another; here positions restart in each, too'
         _add(done, "data.document_mask", "on", flavor.where, why)
         done.changes.append(done.notices[-1])
 

@@ -91,7 +91,7 @@ def _stray(word: str) -> Problem:
 
 
 def _negation(name: str, kinds: Mapping[str, Any]) -> tuple[str, bool]:
-    """Turn ``x.no_y`` into ``x.y`` where y is a boolean option and no_y is no option itself."""
+    """Turn ``x.no_y`` into ``x.y`` where y is a boolean option and no_y is not an option itself."""
     section, _, key = name.rpartition(".")
     positive = f"{section}.{key[3:]}"
     if key.startswith("no_") and name not in kinds and _is_bool(kinds.get(positive)):

@@ -148,7 +148,7 @@ FREED: dict[str, tuple[str, ...]] = {
     "train_state": ("training.", "lr_scheduler."),
     "dataloader": (),
 }
-"""What a part left out by checkpoint.exclude_from_loading frees: begun anew, it has no course to leave. What the data
+"""What a part left out by checkpoint.exclude_from_loading frees: restarted, it has no course to leave. What the data
 decide is compared with the data."""
 
 
@@ -186,8 +186,8 @@ def to_record(config: Config, world_size: int) -> dict[str, Any]:
 def find(saved: Any, config: Config, world_size: int, excluded: Sequence[str] = ()) -> list[Change]:
     """The options that differ from a checkpoint's record; options that only one of the two versions has are not told.
 
-    A record of another program version, or none at all, is no error: what it does not name is not compared. A value
-    that says what was so without it, as the number of steps in ``lr_scheduler.total_steps``, is no change.
+    A record of another program version, or none at all, is not an error: what it does not name is not compared. A value
+    that says what was so without it, as the number of steps in ``lr_scheduler.total_steps``, is not a change.
     """
     if not isinstance(saved, Mapping):
         return []
@@ -236,7 +236,7 @@ def check_accepted(loaded: Loaded) -> Iterator[Problem]:
             continue
         kind = class_of(word) if word in options() else None
         rule = {
-            None: f'holds "{word}", which is no option',
+            None: f'holds "{word}", which is not an option',
             "free": f'holds "{word}", which may be changed freely',
             "told": f'holds "{word}", which may be changed freely',
             "data": f'holds "{word}", which the data decide: other data begin at their first sample',

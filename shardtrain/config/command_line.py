@@ -1,4 +1,4 @@
-"""The words after ``train`` and ``config``: a file, a few options of ours, and overrides of the configuration."""
+"""The words after ``train`` and ``config``: a file, a few shardtrain's options, and overrides of the configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What follows a verb: the configuration file, options of ours, and overrides for the configuration to read."""
+    """What follows a verb: the configuration file, shardtrain's options, and overrides of the configuration."""
 
     path: str | None
     nproc: int | None
@@ -65,7 +65,7 @@ def split(words: Sequence[str]) -> CommandLine:
     ``--job.config_file``, anywhere.
 
     Raises:
-        ConfigError: an option of ours has no value, or a wrong one, or two files are named.
+        ConfigError: one of shardtrain's options has no value, or a wrong one, or two files are named.
     """
     path: str | None = None
     named: str | None = None

@@ -22,7 +22,7 @@ from shardtrain.config.toml_lines import key_lines
 from shardtrain.utils.errors import ConfigError, Problem
 
 MAX_PROBLEMS = 100
-"""Looking for mistakes ends when this many are found: a file with more is no configuration of ours."""
+"""Looking for mistakes ends when this many are found: a file with more is not a configuration of ours."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _read_file(file: Path, problems: list[Problem]) -> list[Setting]:
 def _flatten(
     table: Mapping[str, Any], prefix: tuple[str, ...], lines: Mapping[tuple[str, ...], int], file: str
 ) -> list[Setting]:
-    """Turn nested tables into dotted settings; a table that is no section stays one setting."""
+    """Turn nested tables into dotted settings; a table that is not a section stays one setting."""
     found: list[Setting] = []
     for key, value in table.items():
         path = (*prefix, key)

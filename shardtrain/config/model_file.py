@@ -35,7 +35,7 @@ _ELSEWHERE: Mapping[str, str] = {
 class ModelFacts:
     """What a model file says: the fields of its Config with type and default, and its flavors.
 
-    A field without a default, or whose default is no literal, has the default None.
+    A field without a default, or whose default is not a literal, has the default None.
     """
 
     path: Path
@@ -159,7 +159,7 @@ def _flavors(node: ast.AST, name: str) -> dict[str, dict[str, Any]]:
     """Read FLAVORS: a dict from text to a dict, written as ``{...}``, ``dict(...)`` or ``Config(...)``."""
     found: dict[str, dict[str, Any]] = {}
     if not isinstance(node, ast.Dict):
-        raise _incomplete(name, "has a FLAVORS that is no literal dict", "write FLAVORS = {name: {field: value}}")
+        raise _incomplete(name, "has a FLAVORS that is not a literal dict", "write FLAVORS = {name: {field: value}}")
     for key, value in zip(node.keys, node.values, strict=True):
         flavor = _literal(key)
         pairs: list[tuple[Any, ast.expr]] = []
@@ -168,6 +168,8 @@ def _flavors(node: ast.AST, name: str) -> dict[str, dict[str, Any]]:
         elif isinstance(value, ast.Call):
             pairs = [(keyword.arg, keyword.value) for keyword in value.keywords]
         if not isinstance(flavor, str) or not isinstance(value, ast.Dict | ast.Call):
-            raise _incomplete(name, "has a FLAVORS that is no literal dict", "write FLAVORS = {name: {field: value}}")
+            raise _incomplete(
+                name, "has a FLAVORS that is not a literal dict", "write FLAVORS = {name: {field: value}}"
+            )
         found[flavor] = {field: _literal(item) for field, item in pairs}
     return found

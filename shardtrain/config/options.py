@@ -168,7 +168,7 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
             return f"did you mean {other_section}.{key}?"
         return f"did you mean a key of [{other_section}]?"
     match = nearest(name, known, 0.75)
-    if match and nearest(key, [match.rpartition(".")[2]], 0.75):  # a common section alone is no likeness
+    if match and nearest(key, [match.rpartition(".")[2]], 0.75):  # a common section alone is not a likeness
         return f"did you mean {match}?"
     where = section if section in sections() and section else ""
     return f"`shardtrain config show` lists the options{f' of [{where}]' if where else ''}"

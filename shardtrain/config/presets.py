@@ -16,7 +16,7 @@ def names() -> list[str]:
 
 
 def find(path: Path) -> Path:
-    """The file of the preset that a word names; the path itself where it is no such word, or a file is called so."""
+    """The file of the preset that a word names; the path itself where it is not such a word, or a file is called so."""
     is_word = path.suffix == "" and len(path.parts) == 1
     preset = FOLDER / f"{path}.toml"
     return preset if is_word and not path.exists() and preset.is_file() else path

@@ -44,7 +44,7 @@ def read_task_file(name: str) -> TaskFacts:
                 found = {"METRICS": facts.metrics, "DEGREES": facts.degrees, **found}
     metrics, degrees = found.get("METRICS", {}), found.get("DEGREES", ())
     if not isinstance(metrics, dict) or not set(metrics.values()) <= {"max", "min"} or not isinstance(degrees, tuple):
-        rule = "has METRICS or DEGREES that are no literals of names"
+        rule = "has METRICS or DEGREES that are not literals of names"
         fix = 'write METRICS = {"accuracy": "max"} and DEGREES = ("tensor_parallel_degree",)'
         raise ConfigError(Problem("task.name", name, rule, fix))
     return TaskFacts({"loss": "min", **metrics}, degrees)

@@ -95,7 +95,7 @@ def named_sources(config: Config, section: Training | Validation) -> list[NamedD
 
 
 def is_local(path: str) -> bool:
-    """Whether a dataset's path leads to files here, and is no name on the hub."""
+    """Whether a dataset's path leads to files here, and is not a name on the hub."""
     return Path(path).expanduser().exists()
 
 

@@ -69,7 +69,7 @@ def tools_of(value: Any, name: str) -> list[Any] | None:
         try:
             value = json.loads(value) if value.strip() else None
         except (ValueError, RecursionError):
-            raise Unusable(f"column {name!r} holds a text that is no JSON list of tools") from None
+            raise Unusable(f"column {name!r} holds a text that is not a JSON list of tools") from None
     if value is None or (isinstance(value, list | tuple) and not value):
         return None
     if isinstance(value, list | tuple) and all(isinstance(tool, Mapping) for tool in value):
@@ -136,7 +136,7 @@ def _content(value: Any, where: str) -> str:
 
 def _check_calls(calls: Any, where: str) -> None:
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise Unusable(f"{where} has tool_calls that are no list of objects")
+        raise Unusable(f"{where} has tool_calls that are not a list of objects")
     for call in calls:
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -160,7 +160,7 @@ def _call(text: str, where: str) -> Any:
     except (ValueError, RecursionError):
         call = None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise Unusable(f"{where} is a function_call whose value is no JSON object with name and arguments")
+        raise Unusable(f"{where} is a function_call whose value is not a JSON object with name and arguments")
     return {"name": call["name"], "arguments": call.get("arguments", {})}
 
 
@@ -193,4 +193,4 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return [_plain(item, where, depth + 1) for item in value]
     if value is None or type(value) in (str, int, float, bool):
         return check_text(value, where) if type(value) is str else value
-    raise Unusable(f"{where} holds a {type(value).__name__}, which is no JSON")
+    raise Unusable(f"{where} holds a {type(value).__name__}, which is not JSON")

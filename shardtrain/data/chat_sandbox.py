@@ -44,12 +44,12 @@ _LINEAR_FILTERS = frozenset(
 )
 """Filters that go once through a text."""
 _QUADRATIC = ("sync_do_sum", "do_sum")
-"""Filters that make a new whole of each item and all before it, where items are no numbers."""
+"""Filters that make a new whole of each item and all before it, where items are not numbers."""
 _LONG_NUMBER = re.compile(r"\d{5}")
 
 
 class Work:
-    """What one rendering has done so far; ``begin`` starts anew."""
+    """What one rendering has done so far; ``begin`` starts from scratch."""
 
     def __init__(self) -> None:
         self.begin()

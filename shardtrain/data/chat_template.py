@@ -119,9 +119,9 @@ class ChatTemplate:
                 where = f"line {error.lineno}: {error.message}"
             elif isinstance(error, SyntaxError):  # Python's own, of the code that Jinja makes of a template
                 where = str(error.msg)
-            rule = f"is no Jinja template ({where})"
+            rule = f"is not a Jinja template ({where})"
             if file is None:
-                rule = f"is not set, and the tokenizer's own is no Jinja template ({where})"
+                rule = f"is not set, and the tokenizer's own is not a Jinja template ({where})"
             raise ConfigError(Problem(option, file, rule, "correct the template")) from error
 
     def _range(self, *bounds: int) -> range:

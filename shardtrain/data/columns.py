@@ -62,7 +62,7 @@ def check_text(value: str, what: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise Unusable(f"{what} has a lone surrogate, which is no character") from None
+            raise Unusable(f"{what} has a lone surrogate, which is not a character") from None
     return value
 
 

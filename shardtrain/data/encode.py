@@ -201,7 +201,7 @@ def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None
         return tokenizer.chat_template, tokenizer.tool_template
     file = Path(data.chat_template)
     if not file.is_file():
-        rule = "is no file"
+        rule = "is not a file"
         raise ConfigError(Problem("data.chat_template", data.chat_template, rule, "name the file of a Jinja template"))
     return read_text(file, "data.chat_template"), None
 

@@ -165,7 +165,7 @@ class Contents:
             rule, fix = "does not hold what index.json says of it", 'run "shardtrain data prepare" again, or restore it'
         elif self._since and self._expected.get(file.name, sha256) != sha256:
             rule = f"has other content than in the checkpoint that the run went on from, at equal size; {self._since}"
-            fix = 'put the old file back, or start the data anew with checkpoint.exclude_from_loading=["dataloader"]'
+            fix = 'put the old file back, or restart the data with checkpoint.exclude_from_loading=["dataloader"]'
         else:
             return
         self._problem = ConfigError(Problem(file.option, file.path, rule, fix))

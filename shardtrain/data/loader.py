@@ -162,7 +162,7 @@ class DataLoader:
         """Stand where all ranks together have consumed this many samples.
 
         ``cursors`` are what ``cursors()`` gave there, over all ranks. Without them datasets that are read as training
-        goes on are read anew up to this point; all others are there at once. Worker processes end, and others begin
+        goes on are read again up to this point; all others are there at once. Worker processes end, and others begin
         with the next batch.
         """
         self._batches = None

@@ -2,7 +2,7 @@
 
 "concat" lays all documents end to end and cuts every ``seq_len`` targets, so that each token but the first is the
 target of one row. "first_fit" and "padded" keep documents whole: see ``fitted``. Where documents are masked, positions
-begin anew in each, and no token has a target in another document.
+start from scratch in each, and no token has a target in another document.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class RowStats:
             self.places[reason] = (self.places.get(reason, []) + places)[:_PLACES_KEPT]
 
     def reasons(self) -> list[str]:
-        """One line per reason, the most frequent first: ``3 rows: is no JSON (a.jsonl:7, a.jsonl:9)``."""
+        """One line per reason, the most frequent first: ``3 rows: is not JSON (a.jsonl:7, a.jsonl:9)``."""
         both = Counter(self.bad) + Counter(self.harmless)
         return [
             f"{count} {'row' if count == 1 else 'rows'}: {reason} "

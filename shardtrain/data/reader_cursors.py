@@ -23,7 +23,7 @@ class ReaderCursors:
         self.mark()
 
     def mark(self) -> None:
-        """Remember these places: a step begins, and may be given up before all ranks have read it."""
+        """Remember these places: a step begins, and may be cancelled before all ranks have read it."""
         self._before = self._rows.copy(), self._cursors.copy()
 
     def move(self, move: CursorUpdate) -> None:

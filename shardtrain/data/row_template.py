@@ -97,7 +97,7 @@ class RowTemplate:
             return environment.from_string(text)
         except (jinja2.TemplateSyntaxError, RecursionError, MemoryError) as error:
             where = error.message if isinstance(error, jinja2.TemplateSyntaxError) else "it nests too deeply"
-            rule = f"is no Jinja template ({where})"
+            rule = f"is not a Jinja template ({where})"
             raise ConfigError(Problem(f"{option}.{name}", text, rule, "write columns like {{ question }}")) from error
 
 
@@ -121,7 +121,7 @@ def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate
     """The template of a source: its own, that of ``data``, or that of a preset; None where rows are read as they are.
 
     Raises:
-        ConfigError: when one is no Jinja template.
+        ConfigError: when one is not a Jinja template.
     """
     for option, entries in (
         ("data.sources.NAME.template", source and source.template),

@@ -177,7 +177,7 @@ def main() -> None:
         refused = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
     except ShardtrainError:
         refused = ""  # within the limits: who opens it next tells what is wrong with it
-    except BaseException as error:  # a library may raise anything; panics of Rust are no Exception
+    except BaseException as error:  # a library may raise anything; panics of Rust are not an Exception
         text = f"cannot be opened ({' '.join(str(error).split())[:200]})"
         refused = text
         if (isinstance(error, OSError) and error.errno == errno.ENOMEM) or any(

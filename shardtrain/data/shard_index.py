@@ -170,9 +170,9 @@ def _load(folder: Path, path: Path, option: str) -> dict[str, Any]:
         rule = f"cannot be read ({error.strerror})"
         raise ConfigError(Problem(option, str(path), rule, "make the file readable")) from error
     except (ValueError, RecursionError) as error:
-        raise _broken(path, option, f"is no JSON ({error})") from error
+        raise _broken(path, option, f"is not JSON ({error})") from error
     if not isinstance(table, dict):
-        raise _broken(path, option, "is no JSON object")
+        raise _broken(path, option, "is not a JSON object")
     return table
 
 
@@ -247,7 +247,7 @@ def _broken(path: Path, option: str, rule: str) -> ConfigError:
 
 
 def _stored(table: Mapping[str, Any], name: str) -> StoredFile:
-    # a name inside an artefact is no path to follow: it must be the one that this format gives
+    # a name inside an artefact is not a path to follow: it must be the one that this format gives
     if table["name"] != name:
         raise ValueError(f"file name {table['name']!r} should be {name}")
     return StoredFile(name, _count(table["bytes"], "bytes"), str(table["sha256"]), str(table["ends_sha256"]))
@@ -261,5 +261,5 @@ def _count(value: object, name: str, least: int = 0) -> int:
 
 def _list(value: object) -> Sequence[Mapping[str, Any]]:
     if not isinstance(value, list):
-        raise ValueError("shards is no list")
+        raise ValueError("shards is not a list")
     return value

@@ -1,7 +1,8 @@
 """Write prepared shards: files grow to a fixed number of tokens each, and the index comes last.
 
-Until ``index.json`` is there (written beside, synced, renamed) the folder is no dataset, so a write that is cut short
-is never read. ``position`` says what is safe on the disk; a writer that starts from one continues with the same bytes.
+Until ``index.json`` is there (written beside, synced, renamed) the folder is not a dataset, so a write that is cut
+short is never read. ``position`` says what is safe on the disk; a writer that starts from one continues with the same
+bytes.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _NAMES = ("tokenizer.json", "tokenizer.model")
 class Tokenizer(Protocol):
     """What the data pipeline needs of a tokenizer; ids are in 0..vocab_size-1.
 
-    A tokenizer can be pickled: the copy opens the file anew and refuses one that has changed. It can also be used on
+    A tokenizer can be pickled: the copy opens the file again and refuses one that has changed. It can also be used on
     both sides of a fork.
     """
 

@@ -41,7 +41,7 @@ def set_aside(model: nn.Module, word_of: Words) -> Aside:
 
 
 def put_back(model: nn.Module, word_of: Words, mesh: DeviceMesh, aside: Aside) -> None:
-    """Split the factors, and freeze again what a style has made anew."""
+    """Split the factors, and freeze again what a style has made again."""
     taken, trained = aside
     for path, factors in taken.items():
         linear, splits = model.get_submodule(path), _SPLITS[str(word_of(path))]

@@ -26,7 +26,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
 
 def _forget_cached_gradients() -> None:
-    """Trace backward anew in each process instead of reading it from the compiler's cache on disk.
+    """Trace backward again in each process instead of reading it from the compiler's cache on disk.
 
     That cache does not tell all placements of DTensors apart: with sequence parallelism an entry of another run has
     given norm weights the gradient of one rank's tokens alone, without an error (torch 2.13). Kernels are still cached.

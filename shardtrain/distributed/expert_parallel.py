@@ -246,8 +246,8 @@ def _place(dim: int, _: nn.Parameter) -> Shard:
 def _hide_from_modes(module: nn.Module) -> None:
     """Run the hooks of FSDP on a module outside of the dispatch modes of selective recomputation.
 
-    It counts operations and stops where a second forward has more than the first. Those of FSDP are no part of what is
-    recomputed, and differ: what was gathered ahead at first is gathered anew later. Other modes stay: without that of
+    It counts operations and stops where a second forward has more than the first. Those of FSDP are not part of what is
+    recomputed, and differ: what was gathered ahead at first is gathered again later. Other modes stay: without that of
     fake tensors, FSDP would allocate its buffers in earnest.
     """
 

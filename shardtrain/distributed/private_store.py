@@ -36,7 +36,7 @@ def folder_of(environment: Mapping[str, str]) -> Path | None:
     except OSError as error:
         raise StorageError(f"the folder {folder}, in which the ranks meet, is gone: {error.strerror}") from error
     if not folder.is_dir() or folder.is_symlink() or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise StorageError(f"{folder}, in which the ranks meet, is no folder of this user alone; unset {STORE}")
+        raise StorageError(f"{folder}, in which the ranks meet, is not a folder of this user alone; unset {STORE}")
     return folder
 
 

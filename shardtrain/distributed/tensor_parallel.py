@@ -124,7 +124,7 @@ def _is_whole(x: Any) -> bool:
 
 
 def _watch_functions(model: nn.Module, refuse: Callable[[str], None]) -> None:
-    """Look at calls of dropout that are no modules, in the first pass: later ones do the same."""
+    """Look at calls of dropout that are not modules, in the first pass: later ones do the same."""
     seen = []
 
     class Watch(TorchFunctionMode):

@@ -95,8 +95,8 @@ def to_fmengine(words: Sequence[str]) -> int:
 
 
 def to_hf_format(words: Sequence[str]) -> int:
-    """``cli/to_hf_format.py`` with its own flags; gives the exit status. Its input may be a run of ours as well."""
-    parser = Arguments("to_hf_format.py", "Write a folder of FMEngine, or a run of ours, as a Hugging Face folder.")
+    """``cli/to_hf_format.py`` with its own flags; gives the exit status. Its input may be a shardtrain run as well."""
+    parser = Arguments("to_hf_format.py", "Write a folder of FMEngine, or a shardtrain run, as a Hugging Face folder.")
     parser.add_argument("--in-model-path", type=Path, required=True, metavar="DIR", help="latest and global_stepN")
     parser.add_argument("--out-model-path", type=Path, required=True, metavar="HF_DIR", help="a new folder")
     parser.add_argument("--base-model", default="", help="Hugging Face folder of the model: config.json and tokenizer")
@@ -108,7 +108,7 @@ def to_hf_format(words: Sequence[str]) -> int:
         return 0
     adapters = _truth("--is-lora-tuned", found.is_lora_tuned)
     if found.base_model and not Path(found.base_model).is_dir():
-        rule = "is no folder here; nothing is fetched"
+        rule = "is not a folder here; nothing is fetched"
         fix = f"shardtrain data download --repo_id {found.base_model}, and name the folder"
         raise ConfigError(Problem("--base-model", found.base_model, rule, fix, "command line"))
     base = Path(found.base_model) if found.base_model else None
@@ -150,7 +150,7 @@ def from_hf(words: Sequence[str]) -> int:
         return 0
     folder = found.model_name_or_path
     if not is_hub_folder(Path(folder)):
-        rule = "is no Hugging Face folder here; nothing is fetched"
+        rule = "is not a Hugging Face folder here; nothing is fetched"
         fix = f"shardtrain data download --repo_id {folder}, and name the folder"
         raise ConfigError(Problem("--model_name_or_path", folder, rule, fix, "command line"))
     return to_fmengine([folder, found.output_dir, f"--mp_world_size={found.mp_world_size}"])
@@ -177,7 +177,7 @@ def _export(checkpoint: Path, output: Path, tokenizer: Path | None, adapters: bo
 
 
 def _steps_of_run(folder: Path) -> dict[str, Path]:
-    """The checkpoints of a run of ours, in order, by the name that FMEngine would give them."""
+    """The checkpoints of a shardtrain run, in order, by the name that FMEngine would give them."""
     inside = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
     try:
         found = [p for p in inside.iterdir() if p.name.startswith("step-") and (p / manifest.MANIFEST).is_file()]

@@ -103,7 +103,9 @@ def staged(folder: Path, base: Path | None, step: str, beside: Path) -> Iterator
     places = [base] if base else [folder, folder.parent]  # a step's own folder has none
     described = next((place for place in places if (place / CONFIG).is_file()), places[0])
     if not (described / CONFIG).is_file():
-        hint = "it is no Hugging Face folder" if base else "name the Hugging Face folder of its model with --base-model"
+        hint = (
+            "it is not a Hugging Face folder" if base else "name the Hugging Face folder of its model with --base-model"
+        )
         raise CheckpointError(f"{described / CONFIG} is missing: {hint}")
     with _new(beside, keep=False) as temporary:
         _copy_beside(described, temporary)

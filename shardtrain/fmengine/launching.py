@@ -130,7 +130,7 @@ def _hosts(options: dict[str, str]) -> list[str]:
     is_local = any(options.get(name, "").startswith("localhost") for name in ("include", "exclude"))
     if is_local or not Path(file).is_file():
         if given and not is_local:
-            raise ConfigError(Problem("--hostfile", given, "is no file here", "give one, or leave it out"))
+            raise ConfigError(Problem("--hostfile", given, "is not a file here", "give one, or leave it out"))
         if int(options.get("num_nodes", "1")) > 1:
             rule = f"needs a hostfile, and {HOSTFILE} is not here"
             raise ConfigError(Problem("--num_nodes", options["num_nodes"], rule, "give --hostfile FILE"))

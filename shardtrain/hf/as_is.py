@@ -41,7 +41,7 @@ def translation(model: Any, config: Any) -> Translation:
 
 
 def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list[str]]:
-    """Where the tensors of a model lie in a file, and regular expressions for those that are passed over.
+    """Where the tensors of a model lie in a file, and regular expressions for those that are skipped.
 
     Where ``architecture`` is another one than the file's, what lies outside the base model may be missing, and starts
     as it is drawn, or surplus.

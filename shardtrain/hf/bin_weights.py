@@ -47,7 +47,7 @@ class BinWeights(HubWeights):
                 raise CheckpointError(f"{folder / file} holds no table of tensors")
             for name, stored in table.items():
                 if not isinstance(name, str) or not isinstance(stored, Stored):
-                    raise CheckpointError(f"{folder / file}: {str(name)[:100]} is no tensor; use another file")
+                    raise CheckpointError(f"{folder / file}: {str(name)[:100]} is not a tensor; use another file")
                 if name in self._stored:
                     raise CheckpointError(f"{name} is both in {self._file_of[name]} and in {file} of {folder}")
                 self._stored[name], self._file_of[name] = stored, file
@@ -63,7 +63,7 @@ class BinWeights(HubWeights):
                 raise CheckpointError(f"{index} is larger than {MAX_JSON_BYTES} bytes, which no index is")
             found = json.loads(index.read_bytes())["weight_map"].values()
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is no index of weights ({type(error).__name__}: {error})") from None
+            raise CheckpointError(f"{index} is not an index of weights ({type(error).__name__}: {error})") from None
         for file in found:
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(".bin"):
                 raise CheckpointError(f"{index} names {str(file)[:100]!r}, which is no .bin file of this folder")

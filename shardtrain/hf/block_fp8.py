@@ -34,7 +34,7 @@ def open_weights(folder: Path, block: Quantised, prefix: str = "") -> HubWeights
 
 
 class BlockFp8Weights(HubWeights):
-    """Weights of which some have scales: those are read as float32, and their scales are no tensors of their own."""
+    """Weights of which some have scales: those are read as float32, and their scales are not tensors of their own."""
 
     def __init__(self, folder: Path, block: tuple[int, int], prefix: str = "") -> None:
         """Raises CheckpointError as ``HubWeights`` does, and for scales that do not fit."""
@@ -51,7 +51,7 @@ class BlockFp8Weights(HubWeights):
             if not fits or kinds != (torch.float8_e4m3fn, torch.float32):
                 raise CheckpointError(
                     f"{folder}: {name} {list(shape)} {kinds[0]} with scales {list(super().shape(name + _SCALE))} "
-                    f"{kinds[1]} is no fp8 weight with a float32 for each block of {block[0]} x {block[1]}"
+                    f"{kinds[1]} is not an fp8 weight with a float32 for each block of {block[0]} x {block[1]}"
                 )
 
     def names(self) -> list[str]:

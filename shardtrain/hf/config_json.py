@@ -80,7 +80,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path} is missing; give a folder with config.json and safetensors") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON ({error})") from None
+        raise CheckpointError(f"{path} is not JSON ({error})") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     if path.name == CONFIG:

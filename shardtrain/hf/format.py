@@ -1,4 +1,4 @@
-"""How a model of ours is written in the format of the Hugging Face hub, as data beside the model. No torch is imported.
+"""How a model is written in the format of the Hugging Face hub, as data beside the model; no torch is imported.
 
 A model file that has such a form carries one ``HUB``: the names of tensors, and two functions between ``config.json``
 and the model's Config. A reader knows every key that the architecture's class in ``transformers`` knows, so whatever
@@ -17,7 +17,7 @@ from shardtrain.utils.errors import ConfigError
 
 
 class OnlyInTransformers(ConfigError):
-    """A model that is none of ours, but may be one of the classes of ``transformers``."""
+    """A model that is not shardtrain's, but may be one of the classes of ``transformers``."""
 
 
 TRANSFORMERS_HINT = '; use model.name = "transformers"'
@@ -142,7 +142,7 @@ class Hub:
         return self.whole.prefix if self.whole is not None else ""
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a tensor of theirs is passed over on purpose."""
+        """Whether a tensor of theirs is skipped on purpose."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
 
 
@@ -296,7 +296,7 @@ class Fields:
         ``transformers``, ``rope_scaling`` goes before ``rope_parameters``, and ``rope_type`` before ``type``.
 
         Raises:
-            OnlyInTransformers: for what is no number, and a part of each head where ``share`` is empty.
+            OnlyInTransformers: for what is not a number, and a part of each head where ``share`` is empty.
         """
         self._used |= {base, share, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
         tables = [self._values.get(key) or {} for key in ("rope_scaling", "rope_parameters")]

@@ -175,4 +175,4 @@ def _grown(found: HubModel, vocab_size: int) -> HubModel:
 
 def _tell(ignored: list[str]) -> None:
     if ignored:
-        logger.info(f"{len(ignored)} tensors of the file are passed over, such as {ignored[0]}")
+        logger.info(f"{len(ignored)} tensors of the file are skipped, such as {ignored[0]}")

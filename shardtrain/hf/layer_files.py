@@ -93,7 +93,7 @@ def family_of(folder: Path) -> tuple[Family, int]:
             f"{', '.join(FAMILIES)}"
         )
     if type(count) is not int or not 0 < count < 10**5:
-        raise CheckpointError(f"{folder / CONFIG}: num_hidden_layers={str(count)[:40]} is no number of layers")
+        raise CheckpointError(f"{folder / CONFIG}: num_hidden_layers={str(count)[:40]} is not a number of layers")
     return FAMILIES[kind], count
 
 
@@ -183,7 +183,7 @@ class LayerWeights(HubWeights):
                 full = f"{self._family.prefix(number, count)}{name}"
                 if not isinstance(stored, Stored) or not isinstance(name, str) or not full.isprintable():
                     said = "".join(c if c.isprintable() else "?" for c in str(name))[:60]
-                    raise CheckpointError(f"{path}: {said} is no tensor; use another checkpoint")
+                    raise CheckpointError(f"{path}: {said} is not a tensor; use another checkpoint")
                 self._parts.setdefault(full, []).append((opened, stored))
         adapters = next((name for name in self._parts if "lora_" in name), None)
         if adapters:
@@ -273,5 +273,5 @@ def _check(step: Path, files: Mapping[tuple[int, int], Path], num_layers: int, n
     ]
     if problems:
         raise CheckpointError(
-            f"{step} is no model of {num_layers} layers, as its config.json says: {'; '.join(problems)}"
+            f"{step} is not a model of {num_layers} layers, as its config.json says: {'; '.join(problems)}"
         )

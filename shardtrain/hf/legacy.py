@@ -70,7 +70,7 @@ def _bin_files(folder: Path) -> list[str]:
         return [BIN]
     named = read_json(folder / BIN_INDEX).get("weight_map")
     if not isinstance(named, dict) or not named:
-        raise CheckpointError(f"{folder / BIN_INDEX}: weight_map is no table of names")
+        raise CheckpointError(f"{folder / BIN_INDEX}: weight_map is not a table of names")
     for file in named.values():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".bin"):
             raise CheckpointError(f"{folder / BIN_INDEX} names {file!r}, which is no .bin file of this folder")
@@ -111,7 +111,7 @@ def _convert(source: Path, target: Path) -> None:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = "".join(c if c.isprintable() else "?" for c in lines[-1])[:300] if lines else "it ended"
         raise CheckpointError(
-            f"{source} is no file of tensors alone that can be mapped ({reason}; status {done.returncode}); nothing in "
+            f"{source} is not a file of tensors that can be mapped ({reason}; status {done.returncode}); nothing in "
             "it was run: get the safetensors of this model, or save it so with the program that wrote it"
         )
 

@@ -39,9 +39,9 @@ def _write(found: Any, target: Path) -> None:
     for name, tensor in found.items():
         dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
         if not isinstance(name, str) or type(tensor) is not torch.Tensor or dtype not in TYPES:
-            raise ValueError(f"its entry {str(name)[:100]!r} is no tensor of a type that weights have")
+            raise ValueError(f"its entry {str(name)[:100]!r} is not a tensor of a type that weights have")
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
-            raise ValueError(f"its tensor {name[:100]!r} is no dense one on the CPU")
+            raise ValueError(f"its tensor {name[:100]!r} is not a dense one on the CPU")
         kinds[name] = dtype, tuple(tensor.shape)
     # a few bytes may pretend to be a tensor of any size: strides of 0 repeat them
     claimed = sum(tensor.numel() * tensor.element_size() for tensor in found.values())

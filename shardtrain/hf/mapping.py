@@ -69,7 +69,7 @@ def translate(hub: Hub, config: Any, shapes: Mapping[str, Shape]) -> Translation
 
 
 def check(translation: Translation, weights: HubWeights, passed_over: Iterable[str] = ()) -> list[str]:
-    """Refuse a folder that is not exactly this model; gives the names of tensors that are passed over.
+    """Refuse a folder that is not exactly this model; gives the names of tensors that are skipped.
 
     ``passed_over`` are regular expressions for tensors that the model has no place for on purpose. Where the head is
     the embedding, their file may hold it twice.

@@ -52,7 +52,7 @@ class HubModel:
 
 
 def recognise(folder: Path, name: str = "") -> HubModel:
-    """Read a folder's ``config.json``: a model of ours, or else what ``transformers`` has under its ``model_type``.
+    """Read a folder's ``config.json``: a model of this package, else what ``transformers`` has for its ``model_type``.
 
     Raises:
         ConfigError: for a model that neither has, weights in a form that is not read, or values that make no sense.
@@ -80,7 +80,7 @@ def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
 
 
 def translation_of(module: ModuleType, config: Any, where: str) -> Translation:
-    """How the tensors of a model of ours lie in its Hugging Face format.
+    """How the tensors of a model of this package lie in its Hugging Face format.
 
     Raises:
         ConfigError: when the model file has no HUB.

@@ -65,7 +65,7 @@ def describe(folder: Path, name: str = "") -> Description:
     """Read a folder's ``config.json``; ``name`` is the model file that is to be used, the nearest one unless given.
 
     Raises:
-        OnlyInTransformers: for a model that is none of ours, and may be a class of ``transformers``.
+        OnlyInTransformers: for a model that is not shardtrain's, and may be a class of ``transformers``.
         ConfigError: for a file that describes no model that can be computed.
         CheckpointError: when the file is missing or no JSON object.
     """

@@ -45,7 +45,7 @@ class HubSaves:
         translation_of(module, shape, f"model.name={model.name}")
         config_fields(self._wanted)
         if not any(one.has_tokenizer for one in self._wanted.sources()):
-            logger.warning(f"no tokenizer will be in the Hugging Face folders: {str(assets)!r} is no folder of one")
+            logger.warning(f"no tokenizer will be in the Hugging Face folders: {str(assets)!r} is not a folder of one")
 
     @staticmethod
     def wanted(config: Config) -> bool:

@@ -70,12 +70,14 @@ class HubWeights:
                 raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes, which no index is")
             found = json.loads(path.read_bytes())["weight_map"]
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is no index of weights ({type(error).__name__}: {error})") from None
+            raise CheckpointError(f"{path} is not an index of weights ({type(error).__name__}: {error})") from None
         if not isinstance(found, dict) or not found:
-            raise CheckpointError(f"{path}: weight_map is no table of names")
+            raise CheckpointError(f"{path}: weight_map is not a table of names")
         for name, file in found.items():
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-                raise CheckpointError(f"{path}: {name} lies in {file!r}, which is no safetensors file of this folder")
+                raise CheckpointError(
+                    f"{path}: {name} lies in {file!r}, which is not a safetensors file of this folder"
+                )
         return found
 
     def _open(self, file: str) -> None:

@@ -1,6 +1,6 @@
 """By which address other machines reach this one: that of the way to where the nodes meet.
 
-A name is no answer: many hosts do not resolve their own, and Debian resolves it to 127.0.1.1.
+A name is not an answer: many hosts do not resolve their own, and Debian resolves it to 127.0.1.1.
 """
 
 from __future__ import annotations

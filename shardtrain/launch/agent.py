@@ -69,7 +69,7 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
 def run_verb(
     verb: str, words: Sequence[str], config: Config, nproc: int | None, arguments: CommandLine | None = None
 ) -> int | None:
-    """Run this node's share of a verb that is no training; None where it is the only one. Raises as ``train``."""
+    """Run this node's share of a verb other than training; None where it is the only one. Raises as ``train``."""
     several = nodes_of_platform(arguments or split([]), os.environ)
     if several is None:
         return None

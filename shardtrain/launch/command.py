@@ -37,7 +37,7 @@ Start a training where it belongs. --dry-run prints what would be submitted, and
 DeepSpeed's names of some: --num_nodes (--nodes), --num_gpus (--nproc), --master_addr (launch.ssh.rendezvous_host),
 --master_port (launch.ssh.rendezvous_port).
 
-All options are keys of [launch] (shardtrain config help launch); what is no option of launch goes to the run.
+All options are keys of [launch] (shardtrain config help launch); what is not an option of launch goes to the run.
 """
 
 SHORT = {
@@ -78,7 +78,7 @@ class Asked:
 
     @property
     def launch(self) -> Launch:
-        """The options of launch; a doctor is no sweep."""
+        """The options of launch; a doctor is not a sweep."""
         launch = self.loaded.config.launch
         return launch if self.verb == "train" else replace(launch, slurm=replace(launch.slurm, sweep=[]))
 
@@ -201,7 +201,7 @@ def _spelt_out(words: list[str]) -> list[str]:
         if name == "--nodes" and colon:
             if not (least and most):
                 raise ConfigError(
-                    Problem(name, text, "is no range", "write 2, or 1:4 for an elastic run", "command line")
+                    Problem(name, text, "is not a range", "write 2, or 1:4 for an elastic run", "command line")
                 )
             spelt += ["--launch.min_nodes", least]
             text = most

@@ -83,7 +83,7 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
     node do not meet. What is set already is kept, unless Slurm says something else.
 
     Raises:
-        ConfigError: a name is missing, is no number, or contradicts another.
+        ConfigError: a name is missing, is not a number, or contradicts another.
     """
     if is_slurm_rank(environment) and not _was_launched(environment):
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
@@ -114,12 +114,12 @@ def _require_rank(environment: Mapping[str, str]) -> None:
     rank, size, _ = (_number(environment, name, "", least=int(name == "WORLD_SIZE")) for name in RANK_NAMES)
     _number(environment, "LOCAL_WORLD_SIZE", "1", least=1)
     if rank >= size:
-        rule, fix = f"is no rank of WORLD_SIZE={size}", f"use 0 to {size - 1}"
+        rule, fix = f"is not a rank of WORLD_SIZE={size}", f"use 0 to {size - 1}"
         raise ConfigError(Problem("RANK", rank, rule, fix, "environment"))
     if size > 1 and not environment.get(STORE):
         port = _number(environment, "MASTER_PORT", "", least=1)
         if port > 65_535 or not environment.get("MASTER_ADDR"):
-            name, rule = ("MASTER_PORT", "is no port") if port > 65_535 else ("MASTER_ADDR", "is not set")
+            name, rule = ("MASTER_PORT", "is not a port") if port > 65_535 else ("MASTER_ADDR", "is not set")
             fix = "set MASTER_ADDR and MASTER_PORT to where the first rank listens, as torchrun does"
             raise ConfigError(Problem(name, environment.get(name) or None, rule, fix, "environment"))
 
@@ -141,7 +141,7 @@ def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
     """The rank that ``comm.mode="fake_backend"`` builds: RANK, or 0.
 
     Raises:
-        ConfigError: a launcher has started this process as one of several, or RANK is no rank of that world.
+        ConfigError: a launcher has started this process as one of several, or RANK is not a rank of that world.
 
     >>> simulated_rank({"RANK": "511"}, 512), simulated_rank({}, 512)
     (511, 0)
@@ -151,7 +151,7 @@ def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
         raise ConfigError(Problem("comm.mode", "fake_backend", rule, "start it without torchrun or srun, with --nproc"))
     text = environment.get("RANK") or "0"
     if not text.isdecimal() or int(text) >= world_size:
-        rule, fix = f"is no rank of a world of {world_size}", f"use 0 to {world_size - 1}"
+        rule, fix = f"is not a rank of a world of {world_size}", f"use 0 to {world_size - 1}"
         raise ConfigError(Problem("RANK", text, rule, fix, "environment"))
     return int(text)
 
@@ -199,7 +199,7 @@ def choose_processes(
     ``requested`` is ``--nproc``; for the variables that come next see ``asked_processes``.
 
     Raises:
-        ConfigError: ``--nproc`` or a variable is no whole number above 0.
+        ConfigError: ``--nproc`` or a variable is not a whole number above 0.
     """
     asked = asked_processes(requested, environment)
     if asked:
@@ -224,7 +224,7 @@ def asked_processes(requested: int | None, environment: Mapping[str, str]) -> Pr
     NGPU, then PET_NPROC_PER_NODE where it is a number, then RUNAI_NUM_OF_GPUS, where a share of a GPU is one.
 
     Raises:
-        ConfigError: what comes first is no whole number above 0.
+        ConfigError: what comes first is not a whole number above 0.
 
     >>> asked_processes(None, {"PET_NPROC_PER_NODE": "auto", "RUNAI_NUM_OF_GPUS": "0.5"})
     ProcessCount(count=1, reason='as RUNAI_NUM_OF_GPUS says')

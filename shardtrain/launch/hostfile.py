@@ -92,7 +92,7 @@ def read_hostfile(path: Path) -> list[Host]:
         if not re.fullmatch(HOST, words[0]) or len(words) > 2 or (len(words) == 2 and not found):
             shown = "".join(c if c.isprintable() else "?" for c in line)[:80]
             raise ConfigError(
-                Problem("line", shown, "is no host", 'write it like "node1 slots=8"', f"{path.name}:{number}")
+                Problem("line", shown, "is not a host", 'write it like "node1 slots=8"', f"{path.name}:{number}")
             )
         hosts.append(replace(to_host(words[0]), slots=int(found[1]) if found else None))
     return hosts
@@ -135,7 +135,9 @@ def _filter(option: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, .
     for part in text.split("@"):
         name, colon, numbers = part.partition(":")
         if name not in by_name:
-            raise _wrong(option, text, f"names {name!r}, which is no host of the hostfile", f"use {', '.join(by_name)}")
+            raise _wrong(
+                option, text, f"names {name!r}, which is not a host of the hostfile", f"use {', '.join(by_name)}"
+            )
         if not colon:
             named[name] = None
             continue

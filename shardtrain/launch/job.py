@@ -25,8 +25,8 @@ FABRICS: Mapping[str, Mapping[str, str]] = {
     "none": {},
     # AWS's libfabric provider; NCCL finds it by its plugin in the image
     "efa": {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"},
-    # a busy fabric loses packets for seconds: wait longer before a connection is given up. NCCL takes 1 to 22, which is
-    # 4.096 us x 2^22 = 17 s a try (its default is 20, 4.3 s); scripts go round with 50, which the five bits of the
+    # a busy fabric loses packets for seconds: wait longer before a connection is cancelled. NCCL takes 1 to 22, which
+    # is 4.096 us x 2^22 = 17 s a try (its default is 20, 4.3 s); scripts go round with 50, which the five bits of the
     # local ack timeout cannot hold (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)
     "infiniband": {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "10", "UCX_RC_TIMEOUT": "4s"},
 }

@@ -61,7 +61,7 @@ def parts_of(name: str) -> tuple[str, list[str]]:
     """The platform of an id, and the parts behind it.
 
     Raises:
-        ConfigError: it is no id.
+        ConfigError: it is not an id.
 
     >>> parts_of("runai/v2/pytorch/-/my-run")
     ('runai', ['v2', 'pytorch', '-', 'my-run'])
@@ -69,7 +69,7 @@ def parts_of(name: str) -> tuple[str, list[str]]:
     platform, *parts = name.split("/")
     forms = _FORMS.get(platform, ())
     if not forms or len(parts) != len(forms) or not all(map(re.fullmatch, forms, parts)):
-        raise ConfigError(Problem("id", name, "is no id of a job", "use what launch printed, as slurm/1234"))
+        raise ConfigError(Problem("id", name, "is not an id of a job", "use what launch printed, as slurm/1234"))
     return platform, parts
 
 
@@ -151,7 +151,9 @@ def _started(pid: int) -> str:
 def _ssh(pid: int, verb: str) -> int:
     folder = folder_of(pid)
     if not (folder / "started").exists():
-        raise ConfigError(Problem("id", f"ssh/{pid}", "is no launch of this user and machine", "look where it began"))
+        raise ConfigError(
+            Problem("id", f"ssh/{pid}", "is not a launch of this user and machine", "look where it began")
+        )
     runs = bool(_started(pid)) and _started(pid) == (folder / "started").read_text(encoding="utf-8")
     actions: dict[str, Callable[[], object]] = {
         "status": lambda: print("running" if runs else _end_of(folder)),

@@ -113,7 +113,7 @@ def _of_storage(error: BaseException, run_folder: Path) -> BaseException:
     name = os.path.abspath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
     if not name.startswith(os.path.join(os.path.abspath(run_folder), "")) and error.errno not in _OF_DISKS:
         return error
-    fix = "free space or mend job.dump_folder, then start again"
+    fix = "free space or fix job.dump_folder, then start again"
     told = StorageError(f"cannot use {name or 'a file'}: {error.strerror}; {fix}")
     told.__cause__ = error
     return told.with_traceback(error.__traceback__)

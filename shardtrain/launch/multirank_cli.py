@@ -1,4 +1,4 @@
-"""A verb that is no training, in this process or on ranks that split each layer among them."""
+"""A verb other than training, in this process or on ranks that split each layer among them."""
 
 from __future__ import annotations
 

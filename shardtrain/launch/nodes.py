@@ -1,7 +1,7 @@
 """One node of several: what the platforms tell a pod, a task or a host, read as one thing.
 
-Every answer is the first of: an option of the command line, a variable of ours, PET_* (torchrun's own, which Kubeflow
-sets), what Run:ai and PyTorchJob set besides, Slurm, SkyPilot, an indexed job; else this machine decides.
+Every answer is the first of: an option of the command line, one of shardtrain's variables, PET_* (torchrun's own, which
+Kubeflow sets), what Run:ai and PyTorchJob set besides, Slurm, SkyPilot, an indexed job; else this machine decides.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     """This node among several, or None where it is the only one.
 
     Raises:
-        ConfigError: a variable is no number, or nothing says where the nodes meet.
+        ConfigError: a variable is not a number, or nothing says where the nodes meet.
     """
     if arguments.nnodes and "TORCHELASTIC_RUN_ID" in names:
         rule = "is for one process a node, and torchrun has started this one as a rank"
@@ -70,7 +70,9 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         return None
     found = re.fullmatch(r"(?:([1-9][0-9]{0,5}):)?([1-9][0-9]{0,5})", text)
     if not found or int(found[1] or 1) > int(found[2]):
-        raise ConfigError(Problem(name, text, "is no number of nodes", "write 2, or 1:4 for an elastic run", _at(name)))
+        raise ConfigError(
+            Problem(name, text, "is not a number of nodes", "write 2, or 1:4 for an elastic run", _at(name))
+        )
     least, most = int(found[1] or found[2]), int(found[2])
     # a platform may say 1 and mean it, whatever others number; but not where it numbers nodes itself
     own = (name.replace("NNODES", "NODE_RANK"),)
@@ -83,12 +85,14 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     endpoint = _endpoint(arguments, names, name, text)
     where = re.fullmatch(r"[^\s/]+:([0-9]{1,5})", endpoint)
     if not where or not 0 < int(where[1]) < 65_536:
-        raise ConfigError(Problem("rendezvous", endpoint, "is no host with a port that is a number", "write HOST:PORT"))
+        raise ConfigError(
+            Problem("rendezvous", endpoint, "is not a host with a port that is a number", "write HOST:PORT")
+        )
     return Nodes(
         least=least,
         most=most,
         endpoint=endpoint,
-        # an elastic platform counts anew when pods change
+        # an elastic platform counts again when pods change
         node_rank=rank if least == most or "SHARDTRAIN_NODE_RANK" in names or arguments.node_rank else None,
         run_id=next((names[one] for one in RUN_ID if names.get(one)), "shardtrain"),
         local_address=names.get("SHARDTRAIN_LOCAL_ADDR") or names.get("PET_LOCAL_ADDR") or _by_suffix(names),
@@ -108,7 +112,7 @@ def _settings(text: str) -> dict[str, str]:
     pairs = [pair.strip().partition("=") for pair in text.split(",") if pair.strip()]
     if any(not re.fullmatch(r"[a-z_]+", key) or not value for key, _, value in pairs):
         fix = "write last_call_timeout=10,keep_alive_interval=2"
-        raise ConfigError(Problem("PET_RDZV_CONF", text, "is no list of settings", fix, "environment"))
+        raise ConfigError(Problem("PET_RDZV_CONF", text, "is not a list of settings", fix, "environment"))
     return {key: value for key, _, value in pairs}
 
 
@@ -206,7 +210,7 @@ def choose_processes(
     """How many ranks this node starts: as asked, one per accelerator, or its share of the mesh, or up to two on a CPU.
 
     Raises:
-        ConfigError: a variable is no number.
+        ConfigError: a variable is not a number.
     """
     asked = environment.asked_processes(requested, names)
     if asked:

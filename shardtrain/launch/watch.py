@@ -19,7 +19,7 @@ are killed: SIGTERM would ask them to save, and a rank is missing."""
 NOTHING_TO_SAVE_SECONDS = 5.0
 """From a request to stop to SIGKILL, in a run without checkpoints."""
 FINE = (0, 75)
-"""Statuses of a rank that are no reason to stop the others: done, and preempted with everything saved."""
+"""Statuses of a rank that are not a reason to stop the others: done, and preempted with everything saved."""
 
 
 class Watch:

@@ -66,7 +66,7 @@ def load(
 
 
 def _without_new_head(config: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A head of labels on a model of ours is not in a Hugging Face folder, and starts anew."""
+    """A head of labels on a model of this package is not in a Hugging Face folder, and starts from scratch."""
     module = models.find(config.model.name)
     if not tasks.open_task(config).num_labels or is_as_is(module):
         return tensors

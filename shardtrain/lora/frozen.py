@@ -164,7 +164,7 @@ def find(
     if path is None:
         found = random_fingerprint(config, "cpu")
     elif not path.is_dir():
-        rule = "is no folder, and the adapters need the weights beside which they were trained"
+        rule = "is not a folder, and the adapters need the weights beside which they were trained"
         raise ConfigError(Problem(option, str(path), rule, "name it with --base"))
     else:
         found = fingerprint_of(path)

@@ -130,7 +130,7 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, held: Mapping[str, tupl
     unmapped = [path for path in spec.modules if path not in theirs]
     if unmapped:
         raise ConfigError(
-            f"{unmapped[0]} is no module of its own in the Hugging Face format of this model, so its adapter has no "
+            f"{unmapped[0]} is not a module of its own in the Hugging Face format of this model, so its adapter has no "
             "form there; merge the adapters (shardtrain merge) and export the sum"
         )
     found, shapes, experts = {}, {}, {}
@@ -192,7 +192,7 @@ def _saved_names(
                 if spec is None:
                     continue
                 raise ConfigError(
-                    f"{name} is no tensor of its own in the Hugging Face format of this model, so it has no form "
+                    f"{name} is not a tensor of its own in the Hugging Face format of this model, so it has no form "
                     "there; merge the adapters (shardtrain merge) and export the sum"
                 )
             found[name] = source
@@ -200,7 +200,7 @@ def _saved_names(
 
 
 class PeftFolder:
-    """Adapters of a folder, checked against a model of ours."""
+    """Adapters of a folder, checked against a model of this package."""
 
     def __init__(self, folder: Path, module: ModuleType, shape: Any, num_labels: int = 0) -> None:
         """Read the configuration and the header of the weights; ``num_labels`` are the rows of a new head.
@@ -349,7 +349,9 @@ def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
     alpha = _number(fields, "lora_alpha", 8, path, lambda v: 0 < v < math.inf)
     stacked = fields.get("target_parameters") or []
     if not isinstance(stacked, list) or not all(isinstance(name, str) for name in stacked):
-        raise ConfigError(f"{path}: target_parameters={str(stacked)[:60]!r} is no list of names; use PEFT's own file")
+        raise ConfigError(
+            f"{path}: target_parameters={str(stacked)[:60]!r} is not a list of names; use PEFT's own file"
+        )
     kind = fields.get("task_type")
     dora = bool(fields.get("use_dora"))
     return Spec(int(rank), float(alpha), bool(fields.get("use_rslora")), (), 0.0, dora, tuple(stacked), (), kind)

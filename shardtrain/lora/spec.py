@@ -104,7 +104,7 @@ def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
         or not all(isinstance(paths, list) and all(isinstance(path, str) for path in paths) for paths in lists)
         or not 1 <= sum(map(len, lists)) <= _MAX_MODULES
     ):
-        raise CheckpointError(f"checkpoint {where}: what it says of its adapters is no rank, alpha and modules")
+        raise CheckpointError(f"checkpoint {where}: what it says of its adapters is not a rank, alpha and modules")
     dropout = found.get("dropout")
     dropout = float(dropout) if isinstance(dropout, int | float) and 0 <= dropout < 1 else 0.0
     modules, parameters, saved = map(tuple, lists)
@@ -213,7 +213,7 @@ def apply(model: nn.Module, spec: Spec) -> None:
     for path in spec.modules:
         linear = known.get(path)
         if linear is None or not is_linear(linear):
-            raise CheckpointError(f"the adapters are for {path}, which is no linear module of this model")
+            raise CheckpointError(f"the adapters are for {path}, which is not a linear module of this model")
         owner, _, leaf = path.rpartition(".")
         lora = LoraLinear(linear, spec.rank, spec.scale, spec.dropout, spec.use_dora)
         setattr(model.get_submodule(owner), leaf, lora)
@@ -221,11 +221,11 @@ def apply(model: nn.Module, spec: Spec) -> None:
         found = stacks.find(model)
         for path in spec.parameters:
             if path not in found:
-                raise CheckpointError(f"the adapters are for {path}, which is no stack of experts of this model")
+                raise CheckpointError(f"the adapters are for {path}, which is not a stack of experts of this model")
         stacks.apply(model, [found[path] for path in spec.parameters], spec.rank, spec.scale)
     for path in spec.saved:
         if path not in known:
-            raise CheckpointError(f"the adapters come with {path}, which is no module of this model")
+            raise CheckpointError(f"the adapters come with {path}, which is not a module of this model")
         known[path].requires_grad_(True)
 
 

@@ -171,7 +171,7 @@ def _fitting(name: str, linears: Sequence[str], theirs: Mapping[str, str], words
 def _unknown(name: str, model: nn.Module, layout: Layout, linears: Sequence[str], theirs: Mapping[str, str]) -> Problem:
     owners = [path for path, _ in model.named_modules() if path and _fits(path, name)]
     if owners:
-        rule = f"names {owners[0]}, which is no linear module that can have an adapter"
+        rule = f"names {owners[0]}, which is not a linear module that can have an adapter"
         if word_of(layout, owners[0]) == "router":
             rule = f"names {owners[0]}, a router: which experts a token sees is not trained by adapters here"
         elif word_of(layout, owners[0]) == "expert":

@@ -262,7 +262,7 @@ class Metrics:
         if not steps and self._step >= self._facts.total_steps:
             logger.info(
                 f"the run was finished already, at step {self._step}: to go on raise training.steps or epochs; "
-                "to begin anew choose another job.dump_folder"
+                "to start from scratch choose another job.dump_folder"
             )
             return
         if not steps:

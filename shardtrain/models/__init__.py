@@ -47,7 +47,7 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     names = {field.name for field in dataclasses.fields(module.Config)}
     unknown = sorted(set(overrides) - names)
     if unknown:
-        problem = "is no field of the model's Config"
+        problem = "is not a field of the model's Config"
         raise ConfigError(
             [Problem(f"model.overrides.{u}", overrides[u], problem, f"use {sorted(names)}") for u in unknown]
         )
@@ -126,14 +126,16 @@ def _load_in_tree(name: str) -> ModuleType:
     files = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
     if name not in files or name in ("__init__", "layers", "moe"):
         known = [file for file in files if file not in ("__init__", "layers", "llama", "moe")]
-        raise ConfigError(Problem("model.name", name, "is no model file", f"use {', '.join(known)} or a path to a .py"))
+        raise ConfigError(
+            Problem("model.name", name, "is not a model file", f"use {', '.join(known)} or a path to a .py")
+        )
     return importlib.import_module(f"shardtrain.models.{name}")
 
 
 def _load_path(path: Path) -> ModuleType:
     # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
     if not path.is_file():
-        raise ConfigError(Problem("model.name", str(path), "is no file", "give the path of an existing model file"))
+        raise ConfigError(Problem("model.name", str(path), "is not a file", "give the path of an existing model file"))
     name = f"shardtrain_model_file_{path.stem}"  # a prefix, so that no file can stand in for an installed package
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a .py path always has a loader

@@ -31,8 +31,8 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 class Config:
     """The shape of a gpt-oss; each field can be set by ``model.overrides``.
 
-    Layers 0, 2, 4, ... attend within ``sliding_window`` tokens, the token itself among them; 0 is no window. An expert
-    computes w2((up + 1) gate sigmoid(swiglu_alpha gate)), its gate bounded above and its up on both sides by
+    Layers 0, 2, 4, ... attend within ``sliding_window`` tokens, the token itself among them; 0 means no window. An
+    expert computes w2((up + 1) gate sigmoid(swiglu_alpha gate)), its gate bounded above and its up on both sides by
     ``swiglu_limit``. ``rope_factor`` 1 leaves the rotary angles unscaled.
     """
 

@@ -139,7 +139,7 @@ def yarn_scale(factor: float, mscale: float) -> float:
 class AttentionCore(nn.Module):
     """softmax(q k / sqrt(H)) v with a causal mask, and nothing else: the one seam that context parallelism needs.
 
-    With a ``window`` a token attends to itself and the ``window - 1`` tokens before it; 0 is no window. With a
+    With a ``window`` a token attends to itself and the ``window - 1`` tokens before it; 0 means no window. With a
     ``chunk`` each document is cut into chunks of so many tokens from its beginning, and a token attends within its own
     chunk alone; 0 cuts nothing. ``scale`` takes the place of 1 / sqrt(H); ``softcap`` bounds the scaled scores by
     softcap tanh(score / softcap), 0 is none; ``alibi_slopes``, one number per query head of the whole model, times the

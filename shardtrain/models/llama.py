@@ -23,7 +23,7 @@ class Config:
     """The shape of a Llama; each field can be set by ``model.overrides``.
 
     ``qkv_bias`` gives queries, keys and values a bias. ``sliding_window`` counts the tokens that a token attends to,
-    itself and those before it; 0 is no window.
+    itself and those before it; 0 means no window.
     """
 
     vocab_size: int = 32000

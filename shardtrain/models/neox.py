@@ -134,7 +134,7 @@ class Model(Decoder):
 
 def _check(c: Config) -> None:
     if c.hidden_act not in ("gelu", "gelu_tanh"):
-        rule = "is no activation of this model"
+        rule = "is not an activation of this model"
         fix = "use gelu, or gelu_tanh for what others call gelu_fast, gelu_new and gelu_pytorch_tanh"
         raise ConfigError(Problem("model.overrides.hidden_act", c.hidden_act, rule, fix))
     if not 0 < c.rotary_dim <= c.head_dim or c.rotary_dim % 2:

@@ -32,7 +32,7 @@ _LONG_NUMBERS = 1 << 24
 
 
 class Broken(NamedTuple):
-    """What a core does that cannot be carried, and how to mend it."""
+    """What a core does that cannot be carried, and how to fix it."""
 
     rule: str
     fix: str

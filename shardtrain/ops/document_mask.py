@@ -42,11 +42,11 @@ def attention(
 ) -> Tensor:
     """Causal attention within each document and window: (B, T, N, H). Without ``documents_BT`` a row is one document.
 
-    ``window`` counts the tokens that a token sees, itself among them; 0 is no window. ``scale`` is 1 / sqrt(H) unless
-    given. ``sinks_N`` are the scores of a sink per head: see ``scores.with_sinks``. On a CPU the flash kernel runs
-    once per document, which costs no more than the documents do (20 documents in 2,048 tokens: an eighth of the time of
-    a mask), or once per block of queries where the window is shorter; on CUDA its form for ragged sequences runs once.
-    Other types and devices mask a part of the queries at a time.
+    ``window`` counts the tokens that a token sees, itself among them; 0 means no window. ``scale`` is 1 / sqrt(H)
+    unless given. ``sinks_N`` are the scores of a sink per head: see ``scores.with_sinks``. On a CPU the flash kernel
+    runs once per document, which costs no more than the documents do (20 documents in 2,048 tokens: an eighth of the
+    time of a mask), or once per block of queries where the window is shorter; on CUDA its form for ragged sequences
+    runs once. Other types and devices mask a part of the queries at a time.
 
     Raises:
         ValueError: when the numbers of a row do not ascend.

@@ -32,7 +32,7 @@ def build(
     """
     if config.name not in (*CLASSES, "Muon"):
         fix = f"use one of {', '.join((*CLASSES, 'Muon'))}"
-        raise ConfigError(Problem("optimizer.name", config.name, "is no optimizer", fix))
+        raise ConfigError(Problem("optimizer.name", config.name, "is not an optimizer", fix))
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if config.name == "Muon":
         groups = muon_groups(trained, config, all_names)

@@ -39,7 +39,7 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether a smaller scale is left to try; numbers that are not finite at the smallest are no overflow."""
+        """Whether a smaller scale is left to try; numbers that are not finite at the smallest are not an overflow."""
         return self.scale > SMALLEST
 
     def update(self, finite: bool) -> bool:
@@ -67,7 +67,7 @@ class LossScaler:
         scale, finite_steps = state.get("scale"), state.get("finite_steps")
         if scale is None or not SMALLEST <= scale <= LARGEST or finite_steps is None or finite_steps < 0:
             raise CheckpointError(
-                f"the loss scaler's state {dict(state)} is no scale and count; use another checkpoint"
+                f"the loss scaler's state {dict(state)} is not a scale and count; use another checkpoint"
             )
         self.scale = float(scale)
         # a run continued with a shorter interval must still reach it

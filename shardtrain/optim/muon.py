@@ -164,7 +164,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    # the default patterns fit most models; a model without biases is no mistake of the user
+    # the default patterns fit most models; a model without biases is not a mistake of the user
     usual = Optimizer().muon_adamw_patterns
     unused = [p for p in patterns if p not in usual and not any(fnmatchcase(name, p) for name in names)]
     fix = f"use a pattern of names like {', '.join(names[:3])}"

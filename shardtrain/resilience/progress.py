@@ -55,7 +55,7 @@ def now() -> Moving:
 
 
 def restart(mark_steps: int) -> Moving:
-    """Begin to count anew: a fork has inherited the counts of its parent."""
+    """Count from zero: a fork has inherited the counts of its parent."""
     global _now
     _now = Moving(mark_steps=mark_steps)
     return _now

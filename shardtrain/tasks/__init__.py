@@ -35,7 +35,9 @@ def find(name: str) -> ModuleType:
     elif name in task_names():
         module = importlib.import_module(f"{__name__}.{name}")
     else:
-        raise ConfigError(Problem("task.name", name, "is no task", f"use {', '.join(task_names())} or a path to a .py"))
+        raise ConfigError(
+            Problem("task.name", name, "is not a task", f"use {', '.join(task_names())} or a path to a .py")
+        )
     if not isinstance(getattr(module, "Task", None), type):
         fix = "define a class Task(RowTask), as shardtrain/tasks/classification.py does"
         raise ConfigError(Problem("task.name", name, "has no class Task", fix))
@@ -51,7 +53,7 @@ def open_task(config: Config) -> LanguageModel | RowTask:
 def _load_path(path: Path) -> ModuleType:
     # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
     if not path.is_file():
-        raise ConfigError(Problem("task.name", str(path), "is no file", "give the path of an existing task file"))
+        raise ConfigError(Problem("task.name", str(path), "is not a file", "give the path of an existing task file"))
     name = f"shardtrain_task_file_{path.stem}"  # a prefix, so that no file can stand in for an installed package
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a .py path always has a loader

@@ -113,7 +113,7 @@ class MaskedLanguageModel(ExampleTask):
             rule = "sees no token that follows, and cannot learn hidden ones from both sides"
             raise ConfigError(Problem("model.name", self.config.model.name, rule, "use encoder or transformers"))
         if not 0 <= self.mask_id < shape.vocab_size:
-            rule = f"is no id of the model, which has {shape.vocab_size}"
+            rule = f"is not an id of the model, which has {shape.vocab_size}"
             raise ConfigError(Problem("task.options.mask_token_id", self.mask_id, rule, "give the mask's own id"))
 
     def hide(self, row: Example, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -112,7 +112,7 @@ class RowTask:
         """The model, still on the meta device, with a head of ``num_labels`` rows.
 
         Raises:
-            ConfigError: when its last module is no linear layer.
+            ConfigError: when its last module is not a linear layer.
         """
         check_kind(self.config, model, self.kind)
         if not self.num_labels or hasattr(model, "kind"):

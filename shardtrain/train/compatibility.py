@@ -46,7 +46,7 @@ def refuse(run: Run, path: object, found: Sequence[Change], other_data: str) -> 
         by_option = "".join(f", {change}" for change in found if change.kind == "data")
         lines.append(
             f"checkpoint {path} was trained on other data ({other_data}{by_option}); use the same, "
-            'or start the data anew with checkpoint.exclude_from_loading=["dataloader"]'
+            'or start the data from the beginning with checkpoint.exclude_from_loading=["dataloader"]'
         )
     if lines:
         raise ConfigError(lines)

@@ -2,7 +2,7 @@
 compares, and the teacher of a distillation.
 
 The first weights are read again at every start, from ``checkpoint.initial_load_path``, or drawn again from the seed; a
-teacher's are read from its folder. They are sharded as the model is. So they are no part of a checkpoint, and any mesh
+teacher's are read from its folder. They are sharded as the model is. So they are not part of a checkpoint, and any mesh
 can continue a run. What ``first_weights`` says of them is part of what the data are known by, so that a run continues
 with no others than its own.
 """

@@ -108,7 +108,7 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
         if run.scaler and ("scaler" in facts or not begins_to_scale):
             run.scaler.load(_scaler_state(path, facts))
     if "lr_scheduler" in excluded:
-        run.state.updates = 0  # the schedule begins anew: it is a function of this count alone
+        run.state.updates = 0  # the schedule starts from scratch: it is a function of this count alone
     cursors: np.ndarray | None = None
     if "dataloader" in excluded:
         run.state.samples_consumed = run.state.order_hash = 0
@@ -130,7 +130,7 @@ def _load_hub(run: Run, folder: Place) -> None:
     if tasks.open_task(run.config).num_labels:
         head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
-        logger.info(f"the head of {run.config.task.name} is not in the folder, and starts anew")
+        logger.info(f"the head of {run.config.task.name} is not in the folder, and starts from scratch")
     all_ranks(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized, resize, legacy))
     logger.info(f"starting from the weights of {folder}")
 
@@ -170,7 +170,7 @@ def _load_guard(run: Run, path: Place, facts: Mapping[str, Any]) -> None:
         logger.warning(f"checkpoint {path} remembers no earlier losses: spikes are found when the window is full again")
         return
     if not isinstance(values, dict):
-        raise CheckpointError(f"checkpoint {path}: the guard's state is no table; use another one")
+        raise CheckpointError(f"checkpoint {path}: the guard's state is not a table; use another one")
     run.guard.load(values)
 
 
@@ -190,14 +190,14 @@ def _saved_cursors(path: Place, facts: Mapping[str, Any]) -> np.ndarray | None:
         return None if cursors is None else np.array(cursors, np.int64).reshape(-1, 3)
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
-            f"checkpoint {path}: data_cursors are no rows of three counts; use another one"
+            f"checkpoint {path}: data_cursors are not rows of three counts; use another one"
         ) from error
 
 
 def _scaler_state(path: Place, facts: Mapping[str, Any]) -> dict[str, float]:
     state = facts.get("scaler", {})
     if not isinstance(state, dict) or not all(isinstance(value, int | float) for value in state.values()):
-        raise CheckpointError(f"checkpoint {path}: the loss scaler's state is no table of numbers; use another one")
+        raise CheckpointError(f"checkpoint {path}: the loss scaler's state is not a table of numbers; use another one")
     return state
 
 

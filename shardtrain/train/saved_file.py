@@ -41,7 +41,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def is_saved_file(path: Place | None) -> bool:
-    """Whether a path leads to a file, where a checkpoint of ours is a folder."""
+    """Whether a path leads to a file, where a shardtrain checkpoint is a folder."""
     return isinstance(path, Path) and path.is_file()
 
 
@@ -49,7 +49,7 @@ class FileWeights(HubWeights):
     """The weights of such a file by name, without the ``module.`` of a wrapped model."""
 
     def __init__(self, path: Path) -> None:
-        """Read what the file describes; raises CheckpointError where that is no table of weights."""
+        """Read what the file describes; raises CheckpointError where that is not a table of weights."""
         self.folder, self._files = path, {}
         self.file = TorchFile(path)
         table = self.file.value
@@ -60,7 +60,7 @@ class FileWeights(HubWeights):
         found = {name: stored for name, stored in named.items() if isinstance(stored, Stored)}
         if not found or (named is not table and len(found) < len(named)):
             odd = next((str(name)[:80] for name, stored in named.items() if not isinstance(stored, Stored)), "nothing")
-            raise CheckpointError(f"{path} holds no table of weights ({odd} is no tensor)")
+            raise CheckpointError(f"{path} holds no table of weights ({odd} is not a tensor)")
         while all(str(name).startswith("module.") for name in found):
             found = {str(name).removeprefix("module."): stored for name, stored in found.items()}
         self.stored: Mapping[str, Stored] = {str(name): stored for name, stored in found.items()}
@@ -191,7 +191,7 @@ def _step(weights: FileWeights, name: str) -> int:
     value = weights.table.get(name)
     if type(value) is not int or value < 0:
         raise CheckpointError(
-            f"{weights.folder}: {name} is no count; for its weights alone set checkpoint.initial_load_model_only = true"
+            f"{weights.folder}: {name} is not a count; for weights alone set checkpoint.initial_load_model_only=true"
         )
     return value
 

@@ -32,7 +32,7 @@ def expect(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> N
     """Let the run and its checkpoints know of each other, and say where the data will end before the last step.
 
     Called when the run stands where it begins, and where it goes on after going back: data that it leaves out from then
-    on are no reason to give up what it has learned, so it ``may_end_early``.
+    on are not a reason to give up what it has learned, so it ``may_end_early``.
 
     Raises:
         DataError: when a run that begins is known to have too few data, unless training.on_data_end allows it.

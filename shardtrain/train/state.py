@@ -42,9 +42,9 @@ class TrainState:
         return asdict(self)
 
     def load(self, values: dict[str, Any]) -> None:
-        """Take the counters of a checkpoint; raises CheckpointError when one is missing or is no count."""
+        """Take the counters of a checkpoint; raises CheckpointError when one is missing or is not a count."""
         for field in fields(self):
             value = values.get(field.name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise CheckpointError(f"train state: {field.name}={value!r} is no count; use another checkpoint")
+                raise CheckpointError(f"train state: {field.name}={value!r} is not a count; use another checkpoint")
             setattr(self, field.name, value)

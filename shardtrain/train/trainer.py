@@ -51,7 +51,7 @@ _STEPS_WITHOUT_TARGETS = 10
 
 
 def main(loaded: Loaded) -> TrainState:
-    """Train as one rank of the job that the environment describes; raises ShardtrainError for what a user can mend."""
+    """Train as one rank of the job that the environment describes; raises ShardtrainError for what a user can fix."""
     config, phases = loaded.config, Phases()
     folder = Path(config.job.dump_folder)
     os.environ.update(flight_recorder_environment(config, folder))  # read when the process group starts
@@ -193,7 +193,7 @@ def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Che
     with metrics.pause(), run.phases.within("validation"):
         found = validator.run(run.state.step)
     if found is None:
-        logger.warning(f"validation after step {run.state.step} was given up: the run was asked to stop")
+        logger.warning(f"validation after step {run.state.step} was cancelled: the run was asked to stop")
         return
     metrics.validation(run.state.step, found.values)
     shutdown.note_validation(run, checkpoints, found.values)

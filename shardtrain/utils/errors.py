@@ -72,7 +72,7 @@ class DataError(ShardtrainError):
 
 
 class NumericalError(ShardtrainError):
-    """A loss or a gradient is no finite number, spikes do not end, or ranks hold different bits of the same weights."""
+    """A loss or a gradient is not finite, spikes do not end, or ranks hold different bits of the same weights."""
 
     exit_code = 4
 

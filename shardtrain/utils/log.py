@@ -35,7 +35,7 @@ def setup(
 
     ``file_pattern`` is a path below ``run_folder`` in which ``{rank}`` becomes the rank; the file is appended to, so
     a resumed run continues its log. ``prefix`` starts each line with ``[rank3]``, for consoles shared by ranks.
-    ``color`` permits colours; a stream that is no terminal, ``NO_COLOR`` and ``SLURM_JOB_ID`` forbid them. A second
+    ``color`` permits colours; a stream that is not a terminal, ``NO_COLOR`` and ``SLURM_JOB_ID`` forbid them. A second
     call replaces the first. Raises ConfigError where ranks would share a file, StorageError where it cannot be opened.
     """
     if world_size > 1 and "{rank}" not in file_pattern:

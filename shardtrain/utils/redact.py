@@ -14,7 +14,7 @@ MASK = "***"
 """What a secret is replaced by."""
 
 MIN_SECRET_LENGTH = 8
-"""Shorter values are not masked: they are no secrets, and would blot out ordinary words."""
+"""Shorter values are not masked: they are not secrets, and would blot out ordinary words."""
 
 _SECRET_NAME = re.compile(
     r"TOKEN$|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|(^|_)(KEY|PAT|AUTH)$",
@@ -90,7 +90,7 @@ def redact_all(value: Any) -> Any:
 
 def secret_values() -> list[str]:
     """Values of the secret variables of this process, longest first so that one inside another is masked whole."""
-    # Read anew each time: a token may be put into the environment after the log was set up.
+    # Read again each time: a token may be put into the environment after the log was set up.
     values = {
         value.strip()
         for name, value in os.environ.items()

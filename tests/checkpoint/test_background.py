@@ -107,7 +107,7 @@ def test_there_are_never_two_and_what_is_passed_over_is_counted(
         save(kept, 2)
         save(kept, 3)
         assert kept.skipped == 2
-        assert "the save of step 3 is passed over: that of step 1 is still being written" in caplog.text
+        assert "the save of step 3 is skipped: that of step 1 is still being written" in caplog.text
         assert "max_stall_seconds=0.0 (2 in all)" in caplog.text
         go.set()
         kept.finish()
@@ -240,7 +240,7 @@ def three_ranks(rank: int, root: Path) -> dict[str, Any]:
             found["told"] = str(error)
     dist.barrier()
     found["left"] = sorted(path.name for path in (root / "fail/checkpoint").glob("step-*"))
-    # the slowest rank decides that the next is passed over
+    # the slowest rank decides that the next is skipped
     with held() if rank == 1 else contextlib.nullcontext() as go:
         kept.save(2, shared_out(2), {}, facts(2), last=False)
         if rank == 2:  # it has nothing to write
@@ -372,7 +372,7 @@ def test_a_word_of_another_save_is_not_taken_and_a_broken_one_is_an_error(tmp_pa
     with pytest.raises(async_save.GivenUp):
         async_save.wait_for_marker(tmp_path, 1, "new", go_on)
     assert async_save.wait_for_marker(tmp_path, 2, "new", lambda: None) == file
-    assert not (tmp_path / "rank-00002.done").exists(), "it is no part of the checkpoint"
+    assert not (tmp_path / "rank-00002.done").exists(), "it is not part of the checkpoint"
     for text in ("", "[]", "{", "3", '["new"]', '["new", "a", "b", "c"]', "[" * 4000):
         (tmp_path / "rank-00003.done").write_text(text)
         with pytest.raises(StorageError, match=r"rank-00003\.done: it holds no word"):

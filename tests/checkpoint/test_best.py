@@ -134,7 +134,7 @@ def test_a_pointer_that_is_behind_or_broken_is_written_anew(
 def test_a_state_that_is_none_is_said_and_passed_over(state: Any, tmp_path: Path, caplog: Any) -> None:
     best = Best(config(tmp_path))
     best.load(state, tmp_path)
-    assert best.step == -1 and "looking for the best anew" in caplog.text
+    assert best.step == -1 and "looking for the best again" in caplog.text
 
 
 def test_another_metric_begins_anew_and_says_so(tmp_path: Path, caplog: Any) -> None:

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def assert_refused(root: Path, step: int, name: str) -> None:
-    """The step asked for is refused in one line that names the file, and an unasked one is passed over."""
+    """The step asked for is refused in one line that names the file, and an unasked one is skipped."""
     with pytest.raises(CheckpointError) as caught:
         checkpoints(root, load_only=True, load_step=step).to_continue()
     assert name in str(caught.value) and f"step-{step}" in str(caught.value) and "\n" not in str(caught.value)
@@ -104,7 +104,7 @@ def test_the_newest_good_one_is_taken_and_what_was_passed_over_is_named(
     (folder / "checkpoint/step-6").mkdir()
     found = checkpoints(folder).to_continue()
     assert found == folder / "checkpoint/step-2"
-    lines = [record.message for record in caplog.records if "passed over" in record.message]
+    lines = [record.message for record in caplog.records if "skipped" in record.message]
     assert len(lines) == 2 and all("continuing from step-2" in line for line in lines)
     assert "step-6 has no manifest.json" in lines[0] and "step-4: rank-00000.bin has 5 bytes" in lines[1]
 

@@ -1,4 +1,4 @@
-"""A checkpoint written once more in another format: in the background, given up when time is short, whole or not."""
+"""A checkpoint written once more in another format: in the background, cancelled when time is short, whole or not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Slow:
             time.sleep(0.005)
 
     def write_rest(self, checkpoint: Path, draft: Path) -> None:
-        raise AssertionError("it was given up before")
+        raise AssertionError("it was cancelled before")
 
 
 @pytest.fixture

@@ -127,9 +127,9 @@ def test_the_command_prints_the_interval_and_what_it_leaves(capsys: pytest.Captu
         ([], "--stall must be a time above 0"),
         (["--stall", "1"], "--mttf must be a time above 0"),
         (["--stall", "0", "--mttf", "1h"], "--stall=0.0 must be a time above 0"),
-        (["--stall", "-1", "--mttf", "1h"], 'stall="-1" is no time'),
-        (["--stall", "1", "--mttf"], 'mttf="" is no time'),
-        (["--stall", "1", "--mttf", "nan"], 'mttf="nan" is no time'),
+        (["--stall", "-1", "--mttf", "1h"], 'stall="-1" is not a time'),
+        (["--stall", "1", "--mttf"], 'mttf="" is not a time'),
+        (["--stall", "1", "--mttf", "nan"], 'mttf="nan" is not a time'),
         (["--mtbf", "1"], "--mtbf"),
     ],
 )

@@ -68,7 +68,7 @@ def test_the_lease_of_a_killed_process_is_taken_over_and_logged(
     holder.join(patience.seconds(10))
     taken = Lease(tmp_path)
     taken.acquire()
-    assert "took over" in caplog.text and f"process {holder.pid}" in caplog.text and "is no more" in caplog.text
+    assert "took over" in caplog.text and f"process {holder.pid}" in caplog.text and "no longer exists" in caplog.text
     taken.check()
     taken.release()
     assert list(tmp_path.iterdir()) == []

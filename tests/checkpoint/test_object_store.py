@@ -351,7 +351,7 @@ def test_the_command_takes_addresses(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-2"]) == 1
     assert command.main(["weights", f"{FOLDER}/step-2", str(tmp_path / "w.safetensors")]) == 0
     assert torch.equal(load_file(tmp_path / "w.safetensors")["a"], weights(2)["model.a"])
-    with pytest.raises(ConfigError, match="is no local file"):
+    with pytest.raises(ConfigError, match="is not a local file"):
         command.main(["weights", f"{FOLDER}/step-2", f"{FOLDER}/w.safetensors"])
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         command.main(["ls", "memory://nothing/here"])
@@ -377,8 +377,8 @@ def test_what_is_missing_for_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -
     ("folder", "rule"),
     [
         ("file:///data/run", "write the path alone"),
-        ("s3://", "is no address of a store"),
-        ("simplecache::s3://bucket/run", "is no address of a store"),
+        ("s3://", "is not an address of a store"),
+        ("simplecache::s3://bucket/run", "is not an address of a store"),
         ("s3://key:secret@bucket/run", "holds a credential"),
         ("s3://bucket/run", ""),
         ("checkpoint", ""),

@@ -148,7 +148,7 @@ def test_a_run_that_was_told_no_step_falls_back_to_the_newest_good_one_and_says_
         assert rank[f"{name}, any step"].losses == rank["good"].losses[2:]
     log = (root / name / "logs/rank-0.log").read_text()
     damaged = "step-3 has no manifest.json" if name == "manifest missing" else "rank-00001.bin"
-    assert damaged in log and "passed over, continuing from step-2" in log
+    assert damaged in log and "skipped, continuing from step-2" in log
 
 
 def test_every_option_that_would_change_the_course_is_named_at_once(runs: list[dict[str, Ended]]) -> None:

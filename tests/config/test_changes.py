@@ -117,7 +117,7 @@ def problems(*words: str) -> list[str]:
 def test_only_what_can_be_accepted_is_an_accepted_change() -> None:
     assert problems("optimizer.lr", "training.max_norm") == problems("all") == []
     (told,) = problems("optimizer.lrr")
-    assert 'did you mean "optimizer.lr"?' in told and "is no option" in told
+    assert 'did you mean "optimizer.lr"?' in told and "is not an option" in told
     (told,) = problems("metrics.log_freq")
     assert "may be changed freely" in told
     (told,) = problems("debug.seed")

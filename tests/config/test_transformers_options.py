@@ -37,7 +37,7 @@ def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "option", "said"),
     [
-        (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree=2", "is no chain"),
+        (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree=2", "is not a chain"),
         (["--parallelism.context_parallel_degree=2"], "parallelism.context_parallel_degree=2", "over the sequence"),
         (["--parallelism.expert_parallel_degree=2"], "parallelism.expert_parallel_degree=2", "not dealt out"),
         (["--parallelism.tensor_parallel_degree=4"], "parallelism.tensor_parallel_degree=4", "num_key_value_heads=2"),
@@ -70,7 +70,7 @@ def test_padded_rows_need_no_mask(folder: Path) -> None:
     [
         (None, "has no config.json"),
         ("{", "cannot be read (JSONDecodeError)"),
-        ("[]", "is no JSON object"),
+        ("[]", "is not a JSON object"),
         ('{"auto_map": {}}', "which transformers does not have, and its own code is never run here"),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_folder_that_is_none_is_named(text: str | None, said: str, tmp_path: P
     [
         (["--task.options.mask_fraction=2.0"], "must lie between 0 and 1"),
         (["--task.options.mask_token_id=-1"], "must be the id of a token"),
-        (["--task.options.masks=3"], "is no option of masked_language_model"),
+        (["--task.options.masks=3"], "is not an option of masked_language_model"),
         (["--task.labels", "a", "b"], "task.labels"),
         (["--data.packing=padded"], "data.packing"),
         (["--parallelism.tensor_parallel_degree=2"], "parallelism.tensor_parallel_degree=2 splits each layer"),

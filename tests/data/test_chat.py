@@ -308,12 +308,12 @@ BAD = {
     "mark": ({"messages": [USER, {"role": "assistant", "content": "\ufdd0"}]}, "noncharacter"),
     "speaker": ({"conversations": [{"from": "alien", "value": "x"}]}, "is from 'alien'; known are human, user, gpt"),
     "value": ({"conversations": [{"from": "gpt"}]}, "has no value"),
-    "call": ({"conversations": [{"from": "function_call", "value": "x"}]}, "is no JSON object with name"),
+    "call": ({"conversations": [{"from": "function_call", "value": "x"}]}, "is not a JSON object with name"),
     "tool call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "without the name of a function"),
-    "tool calls": ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "tool_calls that are no list"),
-    "tools": ({"messages": TURNS, "tools": "x"}, "column 'tools' holds a text that is no JSON list"),
+    "tool calls": ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "tool_calls that are not list"),
+    "tools": ({"messages": TURNS, "tools": "x"}, "column 'tools' holds a text that is not a JSON list"),
     "tools type": ({"messages": TURNS, "tools": [3]}, "column 'tools' holds a list, not a list of tools"),
-    "bytes": ({"messages": [{"role": "user", "content": b"x"}]}, "holds a bytes, which is no JSON"),
+    "bytes": ({"messages": [{"role": "user", "content": b"x"}]}, "holds a bytes, which is not JSON"),
 }  # fmt: skip
 
 
@@ -345,10 +345,10 @@ def test_no_chat_template_is_an_error_that_names_the_option(tmp_path):
         ConfigError, match=r"data.chat_template is not set, and the tokenizer has no chat template; name"
     ):
         open_encoder(open_tokenizer(str(path)), Data(format="chat"))
-    with pytest.raises(ConfigError, match=r"data.chat_template=.*is no file"):
+    with pytest.raises(ConfigError, match=r"data.chat_template=.*is not a file"):
         open_encoder(open_tokenizer(str(path)), Data(format="chat", chat_template=str(tmp_path / "absent")))
     (tmp_path / "broken.jinja").write_text("{% for x in %}")
-    with pytest.raises(ConfigError, match=r'data.chat_template=".*broken.jinja" is no Jinja template \(line 1'):
+    with pytest.raises(ConfigError, match=r'data.chat_template=".*broken.jinja" is not a Jinja template \(line 1'):
         open_encoder(open_tokenizer(str(path)), Data(format="chat", chat_template=str(tmp_path / "broken.jinja")))
 
 

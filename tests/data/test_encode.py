@@ -63,7 +63,7 @@ BAD_TEXTS = {
     "list": ({"text": ["x"]}, "column 'text' holds a list, not a text"),
     "object": ({"text": {"a": 1}}, "column 'text' holds an object, not a text"),
     "bytes": ({"text": b"x"}, "column 'text' holds a bytes, not a text"),
-    "surrogate": ({"text": "a\ud800"}, "column 'text' has a lone surrogate, which is no character"),
+    "surrogate": ({"text": "a\ud800"}, "column 'text' has a lone surrogate, which is not a character"),
 }
 
 

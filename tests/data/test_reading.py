@@ -23,7 +23,7 @@ class Rows:
 
     def row(self, index):
         if index in self._bad:
-            return BadRow("is no JSON", detail=f"column {index}") if index else BadRow("is no JSON")
+            return BadRow("is not JSON", detail=f"column {index}") if index else BadRow("is not JSON")
         return {"text": "" if index in self._empty else "ab"}
 
     def place(self, index):
@@ -51,7 +51,7 @@ def read(source, policy):
 
 def test_the_first_bad_row_stops_by_its_place_and_its_detail():
     with pytest.raises(
-        DataError, match=r"^a.jsonl:301: is no JSON \(column 300\); correct or remove the row, name its"
+        DataError, match=r"^a.jsonl:301: is not JSON \(column 300\); correct or remove the row, name its"
     ):
         read(Rows(1000, bad=[300, 700]), BadRows())
 
@@ -65,7 +65,7 @@ def test_an_empty_text_is_counted_and_stops_nothing():
 def test_skipped_rows_are_counted_by_reason_with_their_first_places():
     documents, tally = read(Rows(2000, bad=[0, 7, 900, 1999]), BadRows(skip=True, max_fraction=0.002))
     assert (len(documents), tally.num_bad, tally.rows) == (1996, 4, 2000)
-    assert tally.reasons() == ["4 rows: is no JSON (a.jsonl:1, a.jsonl:8, a.jsonl:901, ...)"]
+    assert tally.reasons() == ["4 rows: is not JSON (a.jsonl:1, a.jsonl:8, a.jsonl:901, ...)"]
     BadRows(skip=True, max_fraction=0.002).judge(tally, "dataset x")
 
 
@@ -90,7 +90,7 @@ def test_the_line_of_an_error_names_the_main_reasons_and_how_many_more():
 
 def test_a_dataset_without_a_usable_row_says_what_its_rows_are():
     _, tally = read(Rows(3, bad=[0], empty=[1, 2]), BadRows(skip=True, max_fraction=1))
-    expected = r"x has 0 usable of 3 rows: 2 rows: the text is empty \(a.jsonl:2, a.jsonl:3\); 1 row: is no JSON"
+    expected = r"x has 0 usable of 3 rows: 2 rows: the text is empty \(a.jsonl:2, a.jsonl:3\); 1 row: is not JSON"
     with pytest.raises(DataError, match=expected):
         BadRows(skip=True, max_fraction=1).judge(tally, "x")
     with pytest.raises(DataError, match="x has 0 usable of 0 rows: there are none"):

@@ -115,7 +115,7 @@ def test_a_template_is_tried_on_the_first_rows(tmp_path: Path) -> None:
         ('[data.template]\nprompt = "{{ a }}"', "data.template makes prompt, and data.format text reads text"),
         ('[data]\nformat = "chat"\n[data.template]\nhuman = "{{ a }}"', "has the entry 'human', which is not a turn"),
         ('[data]\nformat = "chat"\n[data.template]\nuser = "{{ a }}"', "has no user or no assistant"),
-        ('[data.template]\ntext = "{% if %}"', 'data.template.text="{% if %}" is no Jinja template'),
+        ('[data.template]\ntext = "{% if %}"', 'data.template.text="{% if %}" is not a Jinja template'),
     ],
 )
 def test_templates_that_make_nothing_that_is_read_are_refused(text: str, told: str, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_templates_that_make_nothing_that_is_read_are_refused(text: str, told: s
 
 
 def test_a_template_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data.template.text=.* is no Jinja template .*write columns like"):
+    with pytest.raises(ConfigError, match=r"data.template.text=.* is not a Jinja template .*write columns like"):
         open_encoder(BYTES, Data(template={"text": "{% if %}"}))
 
 

@@ -50,11 +50,11 @@ FILE_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"has 19999 bytes, and index\.json says 20000",
     ),
     "swapped shards": (swap, r"tokens-00000\.bin\" is not the file that index\.json describes"),
-    "cut index": (lambda f: os.truncate(f / INDEX, 100), r"index\.json\" is no JSON"),
-    "empty index": (lambda f: (f / INDEX).write_text(""), r"index\.json\" is no JSON"),
-    "a list": (lambda f: (f / INDEX).write_text("[]"), r"index\.json\" is no JSON object"),
-    "deep index": (lambda f: (f / INDEX).write_text("[" * 100_000), r"index\.json\" is no JSON"),
-    "binary index": (lambda f: (f / INDEX).write_bytes(b"\xff\x00"), r"index\.json\" is no JSON"),
+    "cut index": (lambda f: os.truncate(f / INDEX, 100), r"index\.json\" is not JSON"),
+    "empty index": (lambda f: (f / INDEX).write_text(""), r"index\.json\" is not JSON"),
+    "a list": (lambda f: (f / INDEX).write_text("[]"), r"index\.json\" is not a JSON object"),
+    "deep index": (lambda f: (f / INDEX).write_text("[" * 100_000), r"index\.json\" is not JSON"),
+    "binary index": (lambda f: (f / INDEX).write_bytes(b"\xff\x00"), r"index\.json\" is not JSON"),
 }
 
 INDEX_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -65,7 +65,7 @@ INDEX_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "text for a number": (lambda t: t.update(num_tokens="30000"), "num_tokens is '30000'"),
     "true for a number": (lambda t: t.update(vocab_size=True), "vocab_size is True"),
     "negative": (lambda t: t.update(num_documents=-3), "num_documents is -3"),
-    "shards no list": (lambda t: t.update(shards={}), "shards is no list"),
+    "shards no list": (lambda t: t.update(shards={}), "shards is not a list"),
     "shard no object": (lambda t: t.update(shards=[1]), "is damaged"),
     "a name that leads elsewhere": (
         lambda t: t["shards"][0]["tokens"].update(name="../../secret"),

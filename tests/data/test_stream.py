@@ -190,10 +190,10 @@ def test_a_reader_without_documents_does_not_stop_the_others():
 
 def test_a_bad_row_names_its_place():
     rows = rows_with([9, 9, 9])
-    rows[1] = BadRow("is no JSON")
-    with pytest.raises(DataError, match='list:2: is no JSON; correct or remove the row.* or set data.bad_rows="skip"'):
+    rows[1] = BadRow("is not JSON")
+    with pytest.raises(DataError, match='list:2: is not JSON; correct or remove the row.* or set data.bad_rows="skip"'):
         take(feed_of(ListTable(rows), readers=1), 0, 4)
-    with pytest.raises(DataError, match="shard1:1: is no JSON"):
+    with pytest.raises(DataError, match="shard1:1: is not JSON"):
         take(feed_of(ListShards([[rows[0]], [rows[1]]]), readers=2), 0, 2)
 
 
@@ -230,7 +230,7 @@ def test_a_row_that_is_bad_since_its_file_changed_names_the_file():
             raise ConfigError("a.jsonl was changed")
 
     with pytest.raises(ConfigError, match=r"a\.jsonl was changed"):
-        take(feed_of(Changed([BadRow("is no JSON")]), readers=1), 0, 1)
+        take(feed_of(Changed([BadRow("is not JSON")]), readers=1), 0, 1)
 
 
 @pytest.mark.parametrize("packing", [Packing(8), Packing(8, kind="padded")])

@@ -97,7 +97,7 @@ def test_a_broken_or_missing_file_names_the_option_and_the_path(tmp_path):
     with pytest.raises(ConfigError, match=r"model.tokenizer_path=.*nowhere"):
         open_tokenizer(str(tmp_path / "nowhere"), option="model.tokenizer_path")
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"is no tokenizer: neither JSON nor ranks"):
+    with pytest.raises(ConfigError, match=r"is not a tokenizer: neither JSON nor ranks"):
         open_tokenizer(str(tmp_path / "tokenizer.model"))
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')

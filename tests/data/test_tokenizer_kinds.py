@@ -229,13 +229,16 @@ def line(token: bytes, rank: object) -> bytes:
 
 BROKEN = {
     "empty": (b"", "is empty"),
-    "noise": (b"\xff\xfe\x00garbage", "is no tokenizer: neither JSON nor ranks of tiktoken nor a sentencepiece model"),
-    "cut": (None, "is no tokenizer"),
+    "noise": (
+        b"\xff\xfe\x00garbage",
+        "is not a tokenizer: neither JSON nor ranks of tiktoken nor a sentencepiece model",
+    ),
+    "cut": (None, "is not a tokenizer"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n", "pointer of Git LFS"),
     "rank": (line(b"a", 0) + line(b"b", 5), r"tokenizer.model:2.* has a rank other than 1"),
     "twice": (line(b"a", 0) + line(b"a", 1), r"tokenizer.model:2.* was there before"),
-    "base64": (line(b"a", 0) + b"YQ=Q 1\n", r"tokenizer.model:2.* is no base64 token"),
-    "words": (line(b"a", 0) + b"hello\n", r"tokenizer.model:2.* is no base64 token"),
+    "base64": (line(b"a", 0) + b"YQ=Q 1\n", r"tokenizer.model:2.* is not a base64 token"),
+    "words": (line(b"a", 0) + b"hello\n", r"tokenizer.model:2.* is not a base64 token"),
     "bytes": (line(b"a", 0), "lacks a token for 255 of the 256 bytes"),
     "json": (b'{"model": 1}', "cannot be read as a tokenizer"),
 }

@@ -288,7 +288,7 @@ def test_forced_balance_gives_every_expert_the_same_load() -> None:
 
 @pytest.mark.nightly("one mesh", by="tests/test_search.py::test_what_a_search_has_found_stays_mended")
 def test_forced_balance_deals_along_the_sequence_on_any_mesh() -> None:
-    # a rank's own count would start anew at its first token, and with other rows in its batch
+    # a rank's own count would start from scratch at its first token, and with other rows in its batch
     def forced(parallelism: dict[str, int], **training: int) -> Config:
         return family_config(
             "qwen3_moe", parallelism=parallelism, training=training, debug={"moe_force_load_balance": True}

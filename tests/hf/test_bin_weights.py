@@ -61,7 +61,7 @@ class Hostile:
 def test_what_is_more_than_tensors_is_refused_and_not_run(tmp_path: Path) -> None:
     for value, said in (
         ({"a": Hostile(tmp_path / "ran")}, "nothing in it was run"),
-        ({"a": torch.zeros(2), "note": "text"}, "note is no tensor"),
+        ({"a": torch.zeros(2), "note": "text"}, "note is not a tensor"),
         ([torch.zeros(2)], "holds no table of tensors"),
         ({}, "holds no table of tensors"),
     ):

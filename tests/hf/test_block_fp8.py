@@ -101,7 +101,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     whole = dict(tensors)
     tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="is no fp8 weight with a float32 for each block of 8 x 12"):
+    with pytest.raises(CheckpointError, match="is not an fp8 weight with a float32 for each block of 8 x 12"):
         importing.to_checkpoint(folder, tmp_path / "checkpoint")
     del whole[f"{name}_scale_inv"]
     save_file(whole, folder / "model.safetensors")

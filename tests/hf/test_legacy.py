@@ -74,7 +74,7 @@ def test_a_pickle_that_would_run_something_is_refused(
 ) -> None:
     folder, canary = old(modern, tmp_path / "old"), tmp_path / "canary"
     (folder / "pytorch_model.bin").write_bytes(bombs(canary)[kind])
-    assert "is no file of tensors alone" in refused(folder, tmp_path / "checkpoint", capfd)
+    assert "is not a file of tensors alone" in refused(folder, tmp_path / "checkpoint", capfd)
     assert not canary.exists()
 
 
@@ -86,7 +86,9 @@ def no_tensors(_: Path) -> Any:
     return {"model.embed_tokens.weight": [1.0, 2.0]}
 
 
-@pytest.mark.parametrize(("make", "told"), [(repeated, "would be 4398046511104 bytes"), (no_tensors, "is no tensor")])
+@pytest.mark.parametrize(
+    ("make", "told"), [(repeated, "would be 4398046511104 bytes"), (no_tensors, "is not a tensor")]
+)
 def test_what_is_no_table_of_tensors_is_refused(
     make: Any, told: str, modern: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +102,7 @@ def test_bounds_end_what_goes_beyond_them(
 ) -> None:
     folder = old(modern, tmp_path / "old")
     monkeypatch.setattr(legacy, "_BASE_BYTES", 2**26)  # too little for PyTorch itself
-    assert "is no file of tensors alone" in refused(folder, tmp_path / "checkpoint", capfd)
+    assert "is not a file of tensors alone" in refused(folder, tmp_path / "checkpoint", capfd)
     monkeypatch.undo()
     monkeypatch.setattr(legacy, "_BASE_SECONDS", 0)
     assert refused(folder, tmp_path / "checkpoint", capfd)

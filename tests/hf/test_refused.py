@@ -95,9 +95,9 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
         CheckpointError,
         "2.safetensors is missing",
     ),
-    "index shape": (index([1]), CheckpointError, "is no index"),
+    "index shape": (index([1]), CheckpointError, "is not an index"),
     "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "config.json is missing"),
-    "no json": (lambda f: (f / "config.json").write_text("{") and None, CheckpointError, "is no JSON"),  # type: ignore[dict-item]
+    "no json": (lambda f: (f / "config.json").write_text("{") and None, CheckpointError, "is not JSON"),  # type: ignore[dict-item]
     "bits": (key("quantization_config", {"bits": 4}), ConfigError, "quantised by MLX, which is not read here"),
     "quantized": (
         key("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),

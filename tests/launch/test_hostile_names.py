@@ -230,7 +230,7 @@ def test_an_id_that_a_platform_would_read_otherwise_is_none():
 def test_an_id_that_is_none_is_told_in_one_line(capsys, verb, name):
     assert main(["launch", verb, name]) == 2
     told = capsys.readouterr()
-    assert "is no id of a job" in told.err and len(told.err.splitlines()) == 1 and told.out == ""
+    assert "is not an id of a job" in told.err and len(told.err.splitlines()) == 1 and told.out == ""
 
 
 PATHS = ["a b.toml", "it's.toml", 'a"b.toml', "$(touch canary).toml", "`id`.toml", "a;b.toml", "-x.toml", "--help.toml",

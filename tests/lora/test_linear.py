@@ -58,7 +58,7 @@ def test_dropout_is_of_the_adapters_input_in_training_alone():
         adapted.lora_b.zero_()
     x = torch.randn(4, 64)
     base = nn.functional.linear(x, adapted.weight, adapted.bias)
-    assert torch.equal(adapted.train()(x), base)  # what is dropped is no part of the weight's own input
+    assert torch.equal(adapted.train()(x), base)  # what is dropped is not part of the weight's own input
     with torch.no_grad():
         adapted.lora_b.normal_()
     assert not torch.equal(adapted(x), adapted(x))

@@ -186,7 +186,7 @@ def test_dora_is_that_of_peft_and_merges_equally(base, base_dtype, tmp_path):
 def test_every_family_trains_adapters_and_merges_them(family, tmp_path):
     folder = save(build(family), tmp_path / "base")
     config = adapter_config(folder, tmp_path / "run")
-    if family == "qwen2":  # beside a checkpoint of ours as well
+    if family == "qwen2":  # beside a shardtrain checkpoint as well
         assert cli.main(["import", str(folder), "--to", str(tmp_path / "own")]) == 0
         own = dataclasses.replace(config.checkpoint, initial_load_path=str(tmp_path / "own"), initial_load_in_hf=False)
         config = dataclasses.replace(config, checkpoint=own)

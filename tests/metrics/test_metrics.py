@@ -147,7 +147,7 @@ def test_numbers_that_are_not_finite_are_null_in_valid_json(tmp_path, kit):
     text = (tmp_path / "metrics.jsonl").read_text()
 
     def refuse(word):
-        raise AssertionError(f"{word} is no JSON")
+        raise AssertionError(f"{word} is not JSON")
 
     record = json.loads(text, parse_constant=refuse)
     assert record["loss"] is None and record["grad_norm"] is None and record["own"] is None

@@ -159,9 +159,9 @@ def test_a_missing_part_is_named(part: str, tmp_path: Path) -> None:
     ("change", "parts"),
     [
         (('        "out_norm": "sequence",\n', ""), ["parameter out_norm.weight is named by 0 rules"]),
-        (('"blocks.*.mlp.up": "colwise"', '"blocks.*.mlp.up": "columnwise"'), ["'columnwise' is no known word"]),
+        (('"blocks.*.mlp.up": "colwise"', '"blocks.*.mlp.up": "columnwise"'), ["'columnwise' is not a known word"]),
         (('"blocks.*.mlp.up"', '"blocks.*.ffn.up"'), ["'blocks.*.ffn.up'", "names no module"]),
-        (('layers="blocks"', 'layers="layers"'), ["LAYOUT.layers names 'layers', which is no module"]),
+        (('layers="blocks"', 'layers="layers"'), ["LAYOUT.layers names 'layers', which is not a module"]),
         (('        "tokens.weight": Draw("normal"),\n', ""), ["initial() has no rule for parameter tokens.weight"]),
         (
             ("nn.ModuleDict({str(i): Block(c) for i in range(c.num_layers)})", "nn.ModuleList([Block(c)])"),
@@ -180,13 +180,13 @@ def test_a_broken_promise_is_a_config_error_that_names_it(change, parts: list[st
 
 
 def test_a_model_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent.py.* is no file"):
+    with pytest.raises(ConfigError, match=r"absent.py.* is not a file"):
         find(str(tmp_path / "absent.py"))
 
 
 @pytest.mark.parametrize("name", ["lama3", "layers", "__init__", "../llama3", "llama3.sub", ""])
 def test_an_unknown_name_lists_the_models_there_are(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no model file; use .*llama2, llama3"):
+    with pytest.raises(ConfigError, match=r"is not a model file; use .*llama2, llama3"):
         find(name)
 
 

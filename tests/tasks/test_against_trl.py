@@ -101,7 +101,7 @@ def of_kto() -> Both:
 
 
 def of_a_reward_model() -> Both:
-    """From our head, which starts anew in both."""
+    """From our head, which starts from scratch in both."""
     rows = pairs()
     task = {"name": "reward_model"}
     head = ours(rows, task=task, training={"steps": 1}, optimizer={"lr": 1e-30}).weights["head.weight"]

@@ -145,7 +145,7 @@ def test_tokens_are_hidden_by_row_and_epoch(tmp_path: Path) -> None:
         ("llama", {"task": "masked_language_model"}, "names a network for causal"),
         ("bert", {"task": "language_model"}, "names a network for masked"),
         ("bert", {"options": {}}, "has no mask_token"),
-        ("bert", {"options": {"mask_token_id": 512}}, "is no id of the model, which has 512"),
+        ("bert", {"options": {"mask_token_id": 512}}, "is not an id of the model, which has 512"),
         ("bart_classifier", {"overrides": {"num_labels": 4}}, "the network classifies into 4"),
     ],
 )

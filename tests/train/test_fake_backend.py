@@ -250,8 +250,8 @@ def test_a_device_that_this_machine_lacks_is_no_problem(capsys):
 @pytest.mark.parametrize(
     ("names", "fragment"),
     [
-        ({"RANK": "8"}, 'RANK="8" is no rank of a world of 8; use 0 to 7'),
-        ({"RANK": "first"}, "is no rank"),
+        ({"RANK": "8"}, 'RANK="8" is not a rank of a world of 8; use 0 to 7'),
+        ({"RANK": "first"}, "is not a rank"),
         ({"TORCHELASTIC_RUN_ID": "x", "RANK": "0"}, "start it without torchrun"),
     ],
 )

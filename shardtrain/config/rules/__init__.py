@@ -128,7 +128,7 @@ _SWITCHES: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
 
 
 def notes(loaded: Loaded) -> list[str]:
-    """Return what is no error and still worth a line: options of features that are off, and lengths that get cut."""
+    """What is not an error and still worth a line: options of features that are off, and lengths that get cut."""
     found = []
     for is_off, start, switch in _SWITCHES:
         if not is_off(loaded.config):

@@ -251,7 +251,7 @@ def _check_jinja(option: str, entries: dict[str, str], where: str) -> Iterator[P
             jinja2.Environment().parse(text)
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             message = error.message if isinstance(error, jinja2.TemplateSyntaxError) else "it nests too deeply"
-            rule, fix = f"is no Jinja template ({message})", "write columns like {{ question }}"
+            rule, fix = f"is not a Jinja template ({message})", "write columns like {{ question }}"
             yield Problem(f"{option}.{name}", text, rule, fix, where)
 
 
@@ -271,7 +271,7 @@ def check_validation(loaded: Loaded) -> Iterator[Problem]:
 
 
 def data_notes(loaded: Loaded) -> list[str]:
-    """Return what about data is no error and still worth a line."""
+    """Return what about data is not an error and still worth a line."""
     c, found = loaded.config, datasets(loaded)
     notes = []
     if c.data.packing == "concat" and formats(loaded) != {"text"}:

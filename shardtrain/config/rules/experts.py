@@ -117,7 +117,7 @@ def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterat
         yield problem_of(loaded, "model.overrides.group_top_k", best, rule, f"use 1 to {experts // groups}")
     score = sizes.get("score_func", "softmax")
     if score not in ("softmax", "sigmoid"):
-        rule = "is no way to score experts"
+        rule = "is not a way to score experts"
         yield problem_of(loaded, "model.overrides.score_func", score, rule, 'use "softmax" or "sigmoid"')
 
 

@@ -71,7 +71,7 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
     for table in ("launch.env", "launch.secrets"):
         for name in loaded.value(table):
             if not re.fullmatch(VARIABLE, name):
-                yield problem(loaded, table, f"names {name!r}, which is no variable", "use letters, digits and _")
+                yield problem(loaded, table, f"names {name!r}, which is not a variable", "use letters, digits and _")
     for name in filter(names_a_secret, launch.env):
         fix = f'take it from there: launch.forward_env = ["{name}"] (ssh, slurm) or launch.secrets (kubernetes, runai)'
         yield Problem("launch.env", MASK, f"holds {name}, and secrets stay in the environment", fix)
@@ -102,4 +102,4 @@ def _check_sweep(loaded: Loaded) -> Iterator[Problem]:
             words = []
         if not words or not words[0].startswith("--"):
             fix = 'write each like "--optimizer.lr 1e-4"'
-            yield problem(loaded, "launch.slurm.sweep", f"has {entry!r}, which is no override", fix)
+            yield problem(loaded, "launch.slurm.sweep", f"has {entry!r}, which is not an override", fix)

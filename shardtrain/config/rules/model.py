@@ -112,7 +112,7 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
         rule = f"is more than the {width} features of a key, to which values are padded"
         yield wrong("v_head_dim", rule, f"use at most {width}")
     if sizes.get("rope_scaling") not in (None, "none", "linear", "llama3"):
-        yield wrong("rope_scaling", "is no way to scale rotary angles", 'use "none", "linear" or "llama3"')
+        yield wrong("rope_scaling", "is not a way to scale rotary angles", 'use "none", "linear" or "llama3"')
     low, high = number("rope_low_freq_factor"), number("rope_high_freq_factor")
     if sizes.get("rope_scaling") == "llama3" and low is not None and high is not None and low > high:
         yield wrong("rope_low_freq_factor", f"is above rope_high_freq_factor {high}", "use a smaller one")

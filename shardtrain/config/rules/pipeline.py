@@ -26,7 +26,7 @@ def check_pipeline(loaded: Loaded) -> Iterator[Problem]:
     if schedule is None:
         near = nearest(p.pipeline_parallel_schedule, stages.SCHEDULES)
         fix = (f"did you mean {near}? " if near else "") + f"schedules are {', '.join(stages.SCHEDULES)}"
-        yield problem(loaded, _SCHEDULE, "is no schedule", fix)
+        yield problem(loaded, _SCHEDULE, "is not a schedule", fix)
     if p.pipeline_parallel_degree < 2 or schedule is None:
         return
     yield from _check_combinations(loaded, schedule, sizes or {})

@@ -57,7 +57,7 @@ def _path_rule(text: str, one_name: bool) -> str | None:
         return "leads out of job.dump_folder"
     if one_name:
         return "is the beginning of one name, and no path" if "/" in text else None
-    return "is no name of a file or folder" if not path.parts else None
+    return "is not a name of a file or folder" if not path.parts else None
 
 
 def code_of_a_run(loaded: Loaded) -> list[Problem]:

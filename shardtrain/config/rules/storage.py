@@ -27,7 +27,7 @@ def check_storage(loaded: Loaded) -> Iterator[Problem]:
             rule = "names a local folder as if it were an object store, which has weaker promises"
             yield problem(loaded, option, rule, "write the path alone")
         elif "::" in address or not rest.strip("/"):
-            yield problem(loaded, option, "is no address of a store", "use for example s3://bucket/run")
+            yield problem(loaded, option, "is not an address of a store", "use for example s3://bucket/run")
     checkpoint = loaded.config.checkpoint
     if checkpoint.storage == "first_node" and "://" in checkpoint.folder:
         yield problem(loaded, _FIRST_NODE, "is for a folder of one node, and checkpoint.folder is a store", "remove it")

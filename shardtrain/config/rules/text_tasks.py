@@ -28,7 +28,7 @@ def check_text_tasks(loaded: Loaded) -> Iterator[Problem]:
         where = loaded.origins.get(f"task.options.{name}", loaded.where("task.options"))
         if name not in known:
             fix = f"use {' or '.join(known)}" if known else "remove it"
-            yield Problem(f"task.options.{name}", value, f"is no option of {task.name}", fix, where)
+            yield Problem(f"task.options.{name}", value, f"is not an option of {task.name}", fix, where)
         elif name == "mask_fraction" and not (type(value) in (int, float) and 0 < float(value) < 1):
             yield Problem(f"task.options.{name}", value, "must lie between 0 and 1", "use 0.15", where)
         elif name == "mask_token_id" and not (type(value) is int and value >= 0):

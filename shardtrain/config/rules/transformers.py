@@ -71,12 +71,12 @@ def _read(folder: str) -> Mapping[str, Any] | str:
         return "has no config.json"
     except (OSError, ValueError, RecursionError) as error:
         return f"has a config.json that cannot be read ({type(error).__name__})"
-    return found if isinstance(found, dict) else "has a config.json that is no JSON object"
+    return found if isinstance(found, dict) else "has a config.json that is not a JSON object"
 
 
 def _check_mesh(loaded: Loaded) -> Iterator[Problem]:
     reasons = {
-        "pipeline_parallel_degree": "its forward is no chain of modules that could be cut into stages",
+        "pipeline_parallel_degree": "its forward is not a chain of modules that could be cut into stages",
         "context_parallel_degree": "its attention is inside its blocks and cannot be split over the sequence",
         "expert_parallel_degree": "its experts are its own modules, which are not dealt out to ranks",
     }

@@ -98,7 +98,7 @@ class Data:
     lose its end (cut), or be left out (drop); the last two are counted in the log. auto splits texts, and cuts prompts
     and conversations (shardtrain)."""
     document_mask: Literal["auto", "on", "off"] = "auto"
-    """Let no document attend to another in its sequence, and start positions anew in each; auto does so for
+    """Let no document attend to another in its sequence, and restart positions in each; auto does so for
     prompt_completion, chat, first_fit and padded (shardtrain)."""
     split: str = "train"
     """Split of a Hugging Face dataset (shardtrain)."""

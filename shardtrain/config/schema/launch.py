@@ -23,7 +23,7 @@ class LaunchSSH:
     via: Literal["ssh", "pdsh"] = "ssh"
     """What starts the connections: this program, or pdsh, which then runs its ssh for each host (shardtrain)."""
     connect_timeout_seconds: int = 10
-    """Seconds after which a host that does not answer is named, and the launch is given up (shardtrain)."""
+    """Seconds after which a host that does not answer is named, and the launch is cancelled (shardtrain)."""
     rendezvous_host: str | None = None
     """Name or address at which the others meet the first host, as over InfiniBand; found by itself unless set
     (shardtrain)."""

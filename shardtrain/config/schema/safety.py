@@ -57,7 +57,7 @@ class Checkpoint:
     """Write checkpoints while training goes on, which waits for a copy in host memory alone; pinned copies faster from
     CUDA."""
     max_stall_seconds: float = 60.0
-    """How long a save waits for the one before it, with async_mode; then it is passed over (shardtrain)."""
+    """How long a save waits for the one before it, with async_mode; then it is skipped (shardtrain)."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """What a failed save does to the run: exit 8, or go on with at most two in a row; the last one always stops
     (shardtrain)."""

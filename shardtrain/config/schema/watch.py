@@ -34,7 +34,7 @@ class Metrics:
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
     disable_color_printing: bool = False
-    """Plain console lines; colours are off anyway when the output is no terminal or SLURM_JOB_ID is set."""
+    """Plain console lines; colours are off anyway when the output is not a terminal or SLURM_JOB_ID is set."""
     save_tb_folder: str = "tb"
     """Folder of TensorBoard files, below job.dump_folder."""
     save_for_all_ranks: bool = False

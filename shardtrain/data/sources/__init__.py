@@ -24,7 +24,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 class BadRow:
     """A row that gives no document. A harmless one (an empty text) is counted, and never stops a run.
 
-    Rows are counted by their reason, so it names no numbers of the row; ``detail`` does, for who mends the row: a
+    Rows are counted by their reason, so it names no numbers of the row; ``detail`` does, for who fixes the row: a
     column, a length, a key. As text, the two are one.
     """
 
@@ -125,7 +125,7 @@ def find(name: str, option: str = "training.dataset") -> ModuleType:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f'did you mean "{near[0]}"? there are' if near else "use one of"
-        problem = Problem(option, name, "is no file of shardtrain/data/sources", f"{hint} {', '.join(known)}")
+        problem = Problem(option, name, "is not a file of shardtrain/data/sources", f"{hint} {', '.join(known)}")
         raise ConfigError(problem)
     return importlib.import_module(f"{__name__}.{name}")
 

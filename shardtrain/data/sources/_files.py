@@ -150,7 +150,7 @@ def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty:
 
     Raises:
         ConfigError: when the option is not set, or leads to no file.
-        DataError: when a file is no regular file, cannot be read, or is empty and ``empty`` does not allow that.
+        DataError: when a file is not a regular file, cannot be read, or is empty and ``empty`` does not allow that.
     """
     names: Sequence[str]
     wanted = ", ".join(f"*{ending}" for ending in endings)
@@ -213,7 +213,7 @@ def _note(name: str, path: str, option: str, empty: bool) -> File:
         status = os.stat(path)
     except OSError as error:
         rule = f"cannot be read ({error.strerror})"
-        raise DataError(str(Problem(option, path, rule, "mend or remove the file or link"))) from error
+        raise DataError(str(Problem(option, path, rule, "fix or remove the file or link"))) from error
     file = File(name, path, option, status.st_size, status.st_mtime_ns, status.st_ino)
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")

@@ -48,7 +48,7 @@ def _reason(error: BaseException, name: str, asked: Mapping[str, Any]) -> tuple[
         return "is not open to you", "set HF_TOKEN to a token that may read it"
     if kinds & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
         return (
-            "is no dataset of the hub, or a private one",
+            "is not a dataset of the hub, or a private one",
             "correct the name, or set HF_TOKEN to a token that may read it",
         )
     if "dataset scripts" in text or "custom code" in text:

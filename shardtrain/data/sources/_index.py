@@ -17,7 +17,7 @@ _BLOCK_BYTES = 16 * 2**20
 _NEWLINE, _QUOTE, _RETURN = 10, 34, 13
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BLANKS = b" \t\r"
-"""What a blank line may have; such a line is no row."""
+"""What a blank line may have; such a line is not a row."""
 
 
 class Reader:
@@ -71,7 +71,7 @@ class Index:
     """Records of a file, and their lines; 8 bytes a record.
 
     A record is a line, or with ``quoted`` the lines up to the next newline outside double quotes, as in CSV. Blank
-    records are no rows. A byte order mark at the head is left out; a last line needs no newline.
+    records are not rows. A byte order mark at the head is left out; a last line needs no newline.
     """
 
     def __init__(self, file: File, reader: Reader, *, quoted: bool = False) -> None:

@@ -31,14 +31,14 @@ def parse_bytes(data: bytes) -> Row:
 
 
 def parse_text(text: str) -> Row:
-    """Read one JSON object; a BadRow for anything else, for keys given twice, NaN, and text that is no Unicode.
+    """Read one JSON object; a BadRow for anything else, for keys given twice, NaN, and text that is not Unicode.
 
     Escaped control characters, U+0000 among them, are kept as they are.
     """
     try:
         value = _DECODER.decode(text)
         if not isinstance(value, dict):
-            return BadRow(f"is no JSON object but {_TYPES[type(value)]}")
+            return BadRow(f"is not a JSON object but {_TYPES[type(value)]}")
         if "\\ud" in text or "\\uD" in text:  # half of a pair of escapes would fail in every tokenizer
             json.dumps(value, ensure_ascii=False).encode()
         if text.count("{") + text.count("[") > _MAX_DEPTH and _too_deep(value):
@@ -47,10 +47,10 @@ def parse_text(text: str) -> Row:
         return refused.row
     except json.JSONDecodeError as error:
         message = error.msg[0].lower() + error.msg[1:].removesuffix(" at")
-        return BadRow(f"is no JSON: {message}", detail=f"column {error.pos + 1}")
+        return BadRow(f"is not JSON: {message}", detail=f"column {error.pos + 1}")
     except UnicodeEncodeError as error:
         return BadRow(
-            "holds half of a surrogate pair, which is no text", detail=f"\\u{ord(error.object[error.start]):04x}"
+            "holds half of a surrogate pair, which is not text", detail=f"\\u{ord(error.object[error.start]):04x}"
         )
     except RecursionError:
         return _TOO_DEEP
@@ -70,7 +70,7 @@ def _too_deep(value: Any) -> bool:
 
 
 def not_utf8(error: UnicodeDecodeError, shift: int = 0) -> BadRow:
-    """Make the bad row of bytes that are no UTF-8; ``shift`` is what was left out before them."""
+    """Make the bad row of bytes that are not UTF-8; ``shift`` is what was left out before them."""
     return BadRow("is not UTF-8", detail=f"byte {error.start + shift + 1} is 0x{error.object[error.start]:02x}")
 
 
@@ -84,7 +84,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> NoReturn:
-    raise _Refused(BadRow(f"holds {name}, which is no JSON"))
+    raise _Refused(BadRow(f"holds {name}, which is not JSON"))
 
 
 _TOO_DEEP = BadRow("is nested too deeply", detail=f"more than {_MAX_DEPTH} levels")

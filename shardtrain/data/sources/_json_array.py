@@ -62,7 +62,7 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
     """Find the elements of a file's array.
 
     Raises:
-        DataError: when the file is too large, or is no JSON array; with the line.
+        DataError: when the file is too large, or is not a JSON array; with the line.
     """
     text = _text(file)
     starts, stops, lines = array("q"), array("q"), array("q")
@@ -85,7 +85,7 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
         if _after(text, place + 1) != len(text):
             raise json.JSONDecodeError("Expecting nothing after the array's end", text, _after(text, place + 1))
     except json.JSONDecodeError as error:
-        raise _broken(file, text, error.pos, f"is no JSON array: {error.msg}") from error
+        raise _broken(file, text, error.pos, f"is not a JSON array: {error.msg}") from error
     except RecursionError as error:
         raise _broken(file, text, place, "is nested too deeply") from error
     except ValueError as error:
@@ -114,7 +114,7 @@ def _text(file: File) -> str:
 
 
 def _after(text: str, place: int) -> int:
-    """The next place that is no white space."""
+    """The next place that is not white space."""
     match = _SPACE.match(text, place)
     return match.end() if match else place
 

@@ -12,7 +12,7 @@ from shardtrain.data.sources._index import BLANKS, BYTE_ORDER_MARK, too_long
 
 @dataclass(frozen=True)
 class _Long:
-    """A line that was passed over because of its length."""
+    """A line that was skipped because of its length."""
 
     num_bytes: int
     num_quotes: int

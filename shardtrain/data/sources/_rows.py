@@ -140,7 +140,7 @@ class FileShards(FileSource):
                     lines.note(number, line)
                     yield number, record
                 elif isinstance(record, BadRow):
-                    raise self.members[shard].unusable(f"cannot be read from its first line on: {record}", "mend it")
+                    raise self.members[shard].unusable(f"cannot be read from its first line on: {record}", "fix it")
 
 
 class _Lines:

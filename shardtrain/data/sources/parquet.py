@@ -33,7 +33,7 @@ def open_source(request: Request) -> Shards:
 
     Raises:
         ConfigError: when the option is not set, leads to no file, or pyarrow is not installed.
-        DataError: when a file is no Parquet file.
+        DataError: when a file is not a Parquet file.
     """
     return open_files(list_files(request, "parquet", ENDINGS), request)
 

@@ -27,7 +27,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 def open_source(request: Request) -> Table:
     """One row ``{"text": ...}`` per ``.py`` file, in the order of their relative paths.
 
-    Bytes that are no UTF-8 become U+FFFD (no file of CPython has any outside its tests).
+    Bytes that are not UTF-8 become U+FFFD (no file of CPython has any outside its tests).
 
     Raises:
         ConfigError: when a path is given, as this dataset takes none.

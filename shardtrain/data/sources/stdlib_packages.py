@@ -34,7 +34,7 @@ def open_source(request: Request) -> Table:
         raise ConfigError(Problem(request.option, request.path, rule, 'remove it, or use the dataset "tsv"'))
     if request.split not in SPLITS:
         fix = f"use one of {', '.join(SPLITS)}"
-        raise ConfigError(Problem("data.split", request.split, "is no split of stdlib_packages", fix))
+        raise ConfigError(Problem("data.split", request.split, "is not a split of stdlib_packages", fix))
     library = open_folder(Path(sysconfig.get_path("stdlib")))
     assert isinstance(library, Library)
     found: dict[str, list[tuple[str, str]]] = {name: [] for name in PACKAGES}

@@ -22,7 +22,7 @@ def open_source(request: Request) -> Table | Shards:
     """Rows of a file, a folder or a pattern as ``{column: text}``; shards where any of the files is compressed.
 
     The first line of each file names the columns, or ``request.header`` is False and they are "0", "1", ... A line
-    of white space alone is no row. In a CSV, quoted fields may hold newlines, and a quote is written twice.
+    of white space alone is not a row. In a CSV, quoted fields may hold newlines, and a quote is written twice.
 
     Raises:
         ConfigError: when the option is not set, or leads to no file.
@@ -81,7 +81,7 @@ def split(data: bytes, quoted: bool) -> list[str] | BadRow:
     try:
         (fields,) = csv.reader([text], strict=True)
     except (csv.Error, ValueError) as error:
-        return BadRow("is no CSV", detail=str(error))
+        return BadRow("is not CSV", detail=str(error))
     return fields
 
 

@@ -44,7 +44,7 @@ class ByteTokenizer:
         ]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
-        """Text of ids; bos and eos have none, and bytes that are no UTF-8 become U+FFFD.
+        """Text of ids; bos and eos have none, and bytes that are not UTF-8 become U+FFFD.
 
         ``keep_special`` writes bos and eos as ``<bos>`` and ``<eos>``.
 

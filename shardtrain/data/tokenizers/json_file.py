@@ -91,7 +91,7 @@ class JsonTokenizer:
 
     @contextlib.contextmanager
     def _panics(self) -> Iterator[None]:
-        """Turn a panic of the library, which is no Exception, into ConfigError: a pattern that takes too long."""
+        """Turn a panic of the library, which is not an Exception, into ConfigError: a pattern that takes too long."""
         try:
             yield
         except BaseException as error:

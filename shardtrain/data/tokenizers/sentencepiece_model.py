@@ -122,7 +122,7 @@ class SentencePieceTokenizer:
         added = next((i for i, content in self._added.items() if content == text), None)
         if added is not None:
             return added
-        i = int(self._whole.piece_to_id(text))  # the unknown id for a text that is no piece
+        i = int(self._whole.piece_to_id(text))  # the unknown id for a text that is not a piece
         return i if self._whole.id_to_piece(i) == text else None
 
     def _text_of(self, i: int) -> str:
@@ -157,7 +157,7 @@ def _load(file: Path, content: bytes, option: str) -> Any:
         if processor.get_piece_size() > 0:
             return processor
     except Exception as error:  # the library raises several kinds for a file that is none of its own
-        rule = "is no tokenizer: neither JSON nor ranks of tiktoken nor a sentencepiece model"
+        rule = "is not a tokenizer: neither JSON nor ranks of tiktoken nor a sentencepiece model"
         raise ConfigError(Problem(option, str(file), rule, "copy or download it again")) from error
     raise ConfigError(Problem(option, str(file), "has an empty vocabulary", "use a trained tokenizer"))
 

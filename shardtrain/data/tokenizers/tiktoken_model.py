@@ -102,7 +102,7 @@ class TiktokenTokenizer:
         return [self._with_spans(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
-        """Text of ids; special tokens are left out unless they are to be kept, bytes that are no UTF-8 become U+FFFD.
+        """Text of ids; special tokens are left out unless they are to be kept, bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             ValueError: when an id is not in 0..vocab_size-1.
@@ -159,7 +159,7 @@ def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
         except binascii.Error:
             token = None
         if match is None or token is None:
-            rule = "is no base64 token and its rank"
+            rule = "is not a base64 token and its rank"
             raise ConfigError(Problem(option, f"{file}:{number}", rule, "copy or download the file again"))
         if token in ranks or int(match[2]) != len(ranks):
             rule = "has a token that was there before" if token in ranks else f"has a rank other than {len(ranks)}"

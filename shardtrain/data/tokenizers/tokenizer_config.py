@@ -122,7 +122,7 @@ def read_text(file: Path, option: str) -> str:
     """Text of a small UTF-8 file.
 
     Raises:
-        ConfigError: when it cannot be read or is no UTF-8.
+        ConfigError: when it cannot be read or is not UTF-8.
     """
     try:
         with open(file, "rb", opener=atomic_io.without_waiting) as opened:
@@ -133,16 +133,16 @@ def read_text(file: Path, option: str) -> str:
     except OSError as error:
         raise ConfigError(Problem(option, str(file), f"cannot be read ({error.strerror})", _FIX)) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(Problem(option, str(file), "is no UTF-8 text", _FIX)) from error
+        raise ConfigError(Problem(option, str(file), "is not UTF-8 text", _FIX)) from error
 
 
 def _read_config(file: Path, beside: TokenizerConfig, option: str) -> None:
     try:
         content: Any = json.loads(read_text(file, option))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(Problem(option, str(file), f"is no JSON ({error})", _FIX)) from error
+        raise ConfigError(Problem(option, str(file), f"is not JSON ({error})", _FIX)) from error
     if not isinstance(content, dict):
-        raise ConfigError(Problem(option, str(file), "is no JSON object", _FIX))
+        raise ConfigError(Problem(option, str(file), "is not a JSON object", _FIX))
     for key, value in content.items():
         if key.endswith("_token"):
             _add_token(beside, key, value, file, option)
@@ -159,7 +159,7 @@ def _add_token(beside: TokenizerConfig, key: str, value: Any, file: Path, option
     elif isinstance(value, bool):  # add_bos_token and its like are switches, not tokens
         beside.switches[key] = value
     else:
-        raise ConfigError(Problem(option, str(file), f"has a {key} that is no text", _FIX))
+        raise ConfigError(Problem(option, str(file), f"has a {key} that is not text", _FIX))
 
 
 def _add_added_tokens(beside: TokenizerConfig, value: Any, file: Path, option: str) -> None:
@@ -169,7 +169,7 @@ def _add_added_tokens(beside: TokenizerConfig, value: Any, file: Path, option: s
         for number, token in value.items():
             beside.added[int(number)] = AddedToken(str(token["content"]), bool(token.get("special", False)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        rule = "has an added_tokens_decoder that is no object of ids and tokens"
+        rule = "has an added_tokens_decoder that is not an object of ids and tokens"
         raise ConfigError(Problem(option, str(file), rule, _FIX)) from error
     if any(number < 0 or not token.content for number, token in beside.added.items()):
         rule = "has an added token without text, or with an id below 0"
@@ -186,4 +186,4 @@ def _add_templates(beside: TokenizerConfig, value: Any, file: Path, option: str)
             rule = "has a chat_template that is neither a text nor a list of names and templates"
             raise ConfigError(Problem(option, str(file), rule, _FIX)) from error
     if not all(isinstance(template, str) for template in beside.templates.values()):
-        raise ConfigError(Problem(option, str(file), "has a chat_template that is no text", _FIX))
+        raise ConfigError(Problem(option, str(file), "has a chat_template that is not text", _FIX))

@@ -77,7 +77,7 @@ _OF_THE_SCRIPT = (
     "SHARDTRAIN_NNODES SHARDTRAIN_RDZV_ENDPOINT SHARDTRAIN_RDZV_ID SHARDTRAIN_HOST_SUFFIX hosts port command code look "
     "on_node"
 )
-# those that bash does not let be set, sets anew, or reads
+# those that bash does not let be set, sets again, or reads
 _OF_BASH = """
 _ BASH BASHOPTS BASHPID BASH_ALIASES BASH_ARGC BASH_ARGV BASH_ARGV0 BASH_CMDS BASH_COMMAND BASH_LINENO BASH_REMATCH
 BASH_SOURCE BASH_SUBSHELL BASH_VERSINFO BASH_VERSION COMP_WORDBREAKS DIRSTACK EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME
@@ -105,7 +105,7 @@ def render(job: Job, launch: Launch) -> str:
     slurm = launch.slurm
     lines = ["#!/bin/bash", f"# {header('sbatch FILE')}", *_directives(job, launch), "set -euo pipefail", TOLD.rstrip()]
     if job.workdir and slurm.container == "none":
-        rule = f"launch.workdir={job.workdir} is no folder here; use one that all nodes see"
+        rule = f"launch.workdir={job.workdir} is not a folder here; use one that all nodes see"
         folder = shlex.quote(folder_words(job.workdir))
         lines.append(f"cd -- {folder} 2>/dev/null || {{ told {shlex.quote(rule)}; exit 2; }}")
     lines += slurm.setup

@@ -243,7 +243,7 @@ def stop(number: str) -> int:
         next(records(number), None)  # scancel has no status of its own for a job that it does not know
     except ConfigError as error:
         _forgotten(error)
-        rule = "is no job that Slurm remembers: it has ended, or is another cluster's"
+        rule = "is not a job that Slurm remembers: it has ended, or is another cluster's"
         raise ConfigError(Problem("id", f"slurm/{number}", rule, "use what launch printed")) from None
     ask(["scancel", number], fixes=REFUSALS)
     return 0

@@ -74,12 +74,12 @@ class JsonlFile:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Records of a file in order; lines that are no JSON object with an integer ``step`` are left out."""
+    """Records of a file in order; lines that are not JSON objects with an integer ``step`` are left out."""
     return _parse(path.read_bytes())[0]
 
 
 def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Records of a file's content, and how many lines were no record."""
+    """Records of a file's content, and how many lines were not a record."""
     records: list[dict[str, Any]] = []
     bad = 0
     for line in content.split(b"\n"):

@@ -147,7 +147,7 @@ def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
     last, first_step = attempt.points[-1], attempt.start.step
     spent = {name: last.seconds.get(name, 0.0) for name in ("start", "end", "compile", "step", "data")}
     steps = last.step - first_step
-    # the first step is also a step: of its time, what a usual one takes is no compilation
+    # the first step is also a step: of its time, what a usual one takes is not a compilation
     usual = min(spent["compile"], spent["step"] / (steps - 1)) if steps > 1 else 0.0
     kept = _at(attempt, kept_step)
     keeps_first = kept_step > first_step

@@ -1,4 +1,4 @@
-"""What happens to a step whose loss or gradient is no finite number: the update is skipped, or the run stops."""
+"""What happens to a step whose loss or gradient is not a finite number: the update is skipped, or the run stops."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Heartbeat:
     limit_seconds: float = 0.0
     """How long this rank may stand where it stands."""
     is_cold: bool = False
-    """Before the end of the first step, or compiling: slow alone is no hang there."""
+    """Before the end of the first step, or compiling: slow alone is not a hang there."""
     has_left: bool = False
     marks: Mapping[int, Mark] = field(default_factory=dict)
 

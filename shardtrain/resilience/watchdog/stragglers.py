@@ -34,7 +34,7 @@ def common(signs: Mapping[int, Heartbeat], world_size: int, after: int) -> dict[
 
 
 def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> HangReport | None:
-    """Name the ranks that have counted otherwise than the rest: their numbers can no longer be right."""
+    """Name the ranks that have other counters than the rest: their numbers can no longer be right."""
     groups: dict[str, list[int]] = {}
     for rank, mark in sorted(marks.items()):
         groups.setdefault(mark.facts, []).append(rank)
@@ -43,7 +43,7 @@ def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> HangR
     odd = min(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))
     told = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {facts}" for facts, ranks in groups.items())
     sign = signs[odd[0]]
-    message = f"has counted otherwise than others after {marks[odd[0]].begun} steps together: {told}"
+    message = f"has other counters than the rest after {marks[odd[0]].begun} steps together: {told}"
     return HangReport(odd[0], sign.host, sign.phase, message, kind="Divergence")
 
 

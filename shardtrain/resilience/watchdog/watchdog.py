@@ -1,7 +1,8 @@
 """The two threads of a rank that keep its run from hanging in silence, beside the process group and without it.
 
 One speaks with the store: it writes this rank's sign, reads the verdict, and on a few ranks reads everybody's signs.
-The other never touches the store, which may itself hang: it samples the main thread, and notices a store that is mute.
+The other never touches the store, which may itself hang: it samples the main thread, and notices a store that does not
+answer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STEPS_LONG = 5.0
 BEATS_PER_LIMIT, LONGEST_BEAT_SECONDS, SHORTEST_BEAT_SECONDS = 10.0, 2.0, 0.1
 SAMPLE_SECONDS = 0.02
 MUTE_LIMITS = 1.7
-"""A store that has not answered for so many times the limit is called mute, where this rank does not move either."""
+"""A store that has not answered for so many times the limit is declared dead, where this rank does not move either."""
 COLD = ("start", "compile", "end")
 WORK = ("data", "step")
 VERDICT, DUMPED = "verdict", "dumped"
@@ -84,7 +85,7 @@ class Watchdog:
         """This rank leaves, and is not missed."""
         self._closed.set()
         for thread in self._threads:
-            thread.join(2 * self._beat)  # a mute store holds the first one; it dies with the process
+            thread.join(2 * self._beat)  # a store that does not answer holds the first one; it dies with the process
 
     # --- what this rank says
 
@@ -255,7 +256,7 @@ class Watchdog:
         """So that nobody's end cuts short what another has to say; not for long."""
         deadline = time.monotonic() + 3 * self._beat
         with contextlib.suppress(Exception):
-            # in a thread of its own, for the store may be mute
+            # in a thread of its own, for the store may not answer
             thread = threading.Thread(target=self._store.add, args=(DUMPED, 1), daemon=True)
             thread.start()
             thread.join(self._beat)

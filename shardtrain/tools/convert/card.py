@@ -87,7 +87,7 @@ def is_own(text: str) -> bool:
 
 
 def exported(folder: Path) -> str:
-    """What the weights of an exported folder are known by, as its card says; "" where it has none of ours."""
+    """What the weights of an exported folder are known by, as its card says; "" where that is not shardtrain's."""
     try:
         mark = _MARK.search((folder / CARD).read_text(encoding="utf-8", errors="replace"))
     except OSError:

@@ -20,6 +20,6 @@ def main(words: list[str]) -> int:
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, 1)
         fix = (f"did you mean {near[0]}? " if near else "") + f"verbs are {', '.join(VERBS)}"
-        raise ConfigError(Problem("shardtrain data", verb, "is no verb", fix, "command line"))
+        raise ConfigError(Problem("shardtrain data", verb, "is not a verb", fix, "command line"))
     tool = importlib.import_module(f"shardtrain.tools.data.{verb}")
     return int(tool.main(rest))

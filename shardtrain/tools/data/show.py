@@ -166,7 +166,7 @@ def task_rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownRow
 
 
 def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: int) -> Shown:
-    """One row of a batch in parts; the last target, which is no input, is the last token of its document."""
+    """One row of a batch in parts; the last target, which is not an input, is the last token of its document."""
     sample = int(batch.sample_ids_B[row])
     tokens, targets = batch.tokens_BT[row].tolist(), batch.targets_BT[row].tolist()
     positions = batch.positions_BT[row].tolist()

@@ -22,7 +22,7 @@ _FROM_USAGE = """\
 usage: shardtrain checkpoint from-dcp DCP DIR [CONFIG.toml] [OPTIONS]
 
 Write a folder of torch.distributed.checkpoint, such as torchtitan's
-outputs/checkpoint/step-1000, as a checkpoint of ours. Nothing in it is run:
+outputs/checkpoint/step-1000, as a shardtrain checkpoint. Nothing in it is run:
 its pickles are read as data.
 
   DCP          the folder that has .metadata, or a file of torch.save with the

@@ -1,4 +1,4 @@
-"""A folder of torch.distributed.checkpoint as a checkpoint of ours: weights, and the state of Adam or AdamW."""
+"""A folder of torch.distributed.checkpoint as a shardtrain checkpoint: weights, and the state of Adam or AdamW."""
 
 from __future__ import annotations
 

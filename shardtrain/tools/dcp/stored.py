@@ -190,7 +190,7 @@ class DcpFolder:
         facts = _state(info, f"{_FILES}._StorageInfo", self._where)
         file, begin, length = (facts.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not _FILE.fullmatch(file) or set(file) == {"."}:
-            said = repr(file[:100]) if isinstance(file, str) else "that is no text"
+            said = repr(file[:100]) if isinstance(file, str) else "that is not text"
             raise self._bad(f"names a file {said}, which is none beside it")
         if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in (begin, length)):
             raise self._bad("has a place in a file that is none")

@@ -1,4 +1,4 @@
-"""A checkpoint of ours as a folder of torch.distributed.checkpoint, with PyTorch's own writer.
+"""A shardtrain checkpoint as a folder of torch.distributed.checkpoint, with PyTorch's own writer.
 
 The names are those that torchtitan v0.2 gives its own: weights at the top, ``optimizer.state.NAME.exp_avg``,
 ``optimizer.param_groups.NAME.lr``, ``train_state.step``, ``lr_scheduler.last_epoch``. PyTorch's writer is asked for one
@@ -155,7 +155,7 @@ def _write(
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant here
                 dcp.save({**described, **objects}, storage_writer=writer, planner=_Reader(read), no_dist=True)
-        except dcp.api.CheckpointException as error:  # which is no Exception
+        except dcp.api.CheckpointException as error:  # which is not an Exception
             cause = next(iter(error.failures.values()), (error, None))[0]
             if isinstance(cause, CheckpointError) or not isinstance(cause, Exception):  # such as Ctrl-C
                 raise cause from None

@@ -111,7 +111,7 @@ def _infiniband(facts: Facts) -> Judged | None:
 def _unseen(facts: Facts) -> Judged | None:
     if not facts["unseen"]:
         return None
-    fix = "give the container its devices (apptainer --nv, docker --gpus all), or mend the driver: nvidia-smi"
+    fix = "give the container its devices (apptainer --nv, docker --gpus all), or fix the driver: nvidia-smi"
     return "fail", facts["unseen"], "a device for each that Slurm has given", fix
 
 

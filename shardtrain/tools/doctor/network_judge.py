@@ -79,7 +79,7 @@ def _pairs(said: Said) -> Iterator[Finding]:
         behind = slow(best)
         least = min(best, key=lambda rank: (best[rank], rank))
         text = f"{best[least] / GIGA:.3g} to {max(best.values()) / GIGA:.3g} GB/s, slowest {said.who([least])}"
-        fix = "look at the links of this rank or host, and leave it out if they cannot be mended" if behind else ""
+        fix = "look at the links of this rank or host, and leave it out if they cannot be fixed" if behind else ""
         yield Finding(AREA, kind, "warn" if behind else "pass", text, "as other pairs", fix, tuple(behind))
 
 

@@ -20,7 +20,7 @@ OUTLIER = 3.5
 LEAST_SPREAD = 0.05
 """Of the median: where all others agree to the last digit, 1 % is still no outlier."""
 SLOW = 0.7
-"""Of the median: a rank may be an outlier and be fast enough, which is no finding."""
+"""Of the median: a rank may be an outlier and be fast enough, which is not a finding."""
 SURELY_SLOW = 0.5
 
 

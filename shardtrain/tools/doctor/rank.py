@@ -137,7 +137,7 @@ def _unfinished(said: Said, area: str) -> Iterator[Finding]:
             (waited if facts.get("is_peer") else texts).setdefault(str(facts[ERROR]), []).append(rank)
     for text, ranks in texts.items():
         measured = f"{text} on {said.who(ranks)}"
-        fix = "mend what the message names; the other findings of this area are about the other ranks"
+        fix = "fix what the message names; the other findings of this area are about the other ranks"
         yield Finding(area, "check", "fail", measured, "an answer", fix, tuple(ranks))
     for text, ranks in waited.items():
         fix = "look at the rank that has not come: its own findings say more"

@@ -36,7 +36,7 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if STORE not in os.environ and (not address or not port.isdecimal()):
         fix = "start it with torchrun or srun, or without RANK and WORLD_SIZE"
-        raise ConfigError(Problem("MASTER_ADDR:MASTER_PORT", f"{address}:{port}", "is no place to meet", fix))
+        raise ConfigError(Problem("MASTER_ADDR:MASTER_PORT", f"{address}:{port}", "is not a place to meet", fix))
     try:
         with store_of_attempt(os.environ, timeout) as own:
             store = own

@@ -113,7 +113,7 @@ def _wrong_values(r: Request) -> list[Problem]:
                 _problem(f"--{option}", value, f"must be at least {least}", f"write it like {max(least, 8)}")
             )
     if r.seq_len is not None and r.seq_len % max(r.nproc, 1):
-        rule = f"is no multiple of --nproc={r.nproc}, over which sequences are split"
+        rule = f"is not a multiple of --nproc={r.nproc}, over which sequences are split"
         problems.append(_problem("--seq_len", r.seq_len, rule, "use a multiple"))
     return problems
 

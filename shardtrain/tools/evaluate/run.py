@@ -23,7 +23,7 @@ def run(asked: Request) -> None:
     """Measure what is asked for, as one rank of the job that the environment describes.
 
     Raises:
-        ShardtrainError: for what a user can mend.
+        ShardtrainError: for what a user can fix.
     """
     loaded = load_config(asked.source, asked.config, asked.tokenizer)
     with join(asked.device or loaded.config.training.device) as here:

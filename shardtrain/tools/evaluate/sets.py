@@ -32,7 +32,7 @@ def measure(opened: OpenedModel, section: Validation, text_field: str | None = N
         NumericalError: when the loss is not finite.
     """
     if section.seq_len % opened.width:
-        rule = f"is no multiple of the {opened.width} ranks, over which sequences are split"
+        rule = f"is not a multiple of the {opened.width} ranks, over which sequences are split"
         raise ConfigError(Problem("validation.seq_len", section.seq_len, rule, "give --data and --seq_len"))
     config = dataclasses.replace(opened.config, validation=section)
     if text_field is not None:

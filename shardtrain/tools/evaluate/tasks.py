@@ -53,7 +53,7 @@ def check_known(tasks: Sequence[str], known: Sequence[str]) -> None:
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, 1)
         fix = f"did you mean {near[0]}?" if near else "name the folder of your own task files with --include_path"
-        raise ConfigError(Problem("--tasks", unknown[0], "is no task that lm-eval knows", fix))
+        raise ConfigError(Problem("--tasks", unknown[0], "is not a task that lm-eval knows", fix))
 
 
 def _plain(value: Any) -> Any:

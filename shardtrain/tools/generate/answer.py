@@ -28,7 +28,7 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
     """Open the model and answer, as one rank of the job that the environment describes.
 
     Raises:
-        ShardtrainError: for what a user can mend.
+        ShardtrainError: for what a user can fix.
     """
     device = asked.device or load_config(asked.source, asked.config, asked.tokenizer).config.training.device
     with join(device) as here:

@@ -77,7 +77,7 @@ def find_checkpoint(path: Path, config: Config) -> tuple[Path, Manifest]:
         stored, damage = _verify(folder / f"step-{step}")
         if stored is not None:
             for passed in damages:
-                logger.warning(f"{passed}: passed over, using step-{step}")
+                logger.warning(f"{passed}: skipped, using step-{step}")
             return folder / f"step-{step}", stored
         damages.append(damage)
     raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(damages[:3])}")

@@ -34,11 +34,12 @@ class Row:
 
 
 def read_rows(path: Path, field: str, prediction_field: str) -> list[Row]:
-    """The rows of a JSONL file; empty lines are passed over.
+    """The rows of a JSONL file; empty lines are skipped.
 
     Raises:
         ConfigError: when the file cannot be read.
-        DataError: naming file and line, where a line is no object, has no such field, or has the field of predictions.
+        DataError: naming file and line, where a line is not an object, has no such field, or has the field of
+        predictions.
     """
     try:
         content = path.read_bytes()
@@ -58,11 +59,11 @@ def _row(data: bytes, place: str, field: str, prediction_field: str) -> Row:
         line = data.decode("utf-8-sig").strip()
         values = json.loads(line)
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: is no UTF-8 at byte {error.start}") from None
+        raise DataError(f"{place}: is not UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: is no JSON ({str(error)[:100]})") from None
+        raise DataError(f"{place}: is not JSON ({str(error)[:100]})") from None
     if not isinstance(values, dict):
-        raise DataError(f"{place}: is no JSON object; write one object per line, with the field {field!r}")
+        raise DataError(f"{place}: is not a JSON object; write one object per line, with the field {field!r}")
     try:
         value = column(values, field)
         if not isinstance(value, list):

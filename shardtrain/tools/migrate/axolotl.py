@@ -321,7 +321,7 @@ def _optimizer_args(found: Found) -> None:
             try:
                 rate = float(item)
             except (TypeError, ValueError):
-                found.answer("optim_args", "unsupported", f"{name} is no number")
+                found.answer("optim_args", "unsupported", f"{name} is not a number")
                 return
             if number:
                 found.default(known[name], rate, "in optim_args")

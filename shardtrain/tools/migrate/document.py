@@ -203,7 +203,7 @@ class _Yaml:
             for name_node, value_node in node.value:
                 line = name_node.start_mark.line + 1
                 if not isinstance(name_node, yaml.ScalarNode):
-                    raise _wrong(self.path, line, "has a key that is no text", "write a word")
+                    raise _wrong(self.path, line, "has a key that is not text", "write a word")
                 name = name_node.value
                 if name in found:
                     raise _wrong(self.path, line, f"gives {name} twice", "keep one")

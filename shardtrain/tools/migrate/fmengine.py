@@ -231,7 +231,7 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
         found.default("model.flavor", "from_folder", "the folder says which model it holds")
         found.default("checkpoint.enable", True)
         if get("pretrain", bool, False):
-            found.answer("pretrain", "honoured", "weights start anew, and the folder says their sizes")
+            found.answer("pretrain", "honoured", "weights start from scratch, and the folder says their sizes")
         else:
             why = "from its files per layer and model-parallel rank, or its safetensors"
             found.default("checkpoint.initial_load_in_hf", True, why)
@@ -246,7 +246,7 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
     window = get("window_size", int, 0)
     if window > 0:
         found.set("window_size", "model.overrides.sliding_window", window, "tokens that a token sees")
-    found.answer("window_size", "ignored", "0 is no limit" if not window else "it is below 0: no limit")
+    found.answer("window_size", "ignored", "0 means no limit" if not window else "it is below 0: no limit")
     if not get("use_deepspeed", bool, True):
         found.answer("use_deepspeed", "unsupported", "FMEngine required it to be true; leave it out")
     found.answer("use_deepspeed", "ignored", "it had to be true")

@@ -282,11 +282,13 @@ def _classes(file: Path) -> set[str]:
 
 
 def _continue(found: Found) -> None:
-    """``continue_training``: a checkpoint-N file of the program, or a checkpoint of ours."""
+    """``continue_training``: a checkpoint-N file of the program, or a shardtrain checkpoint."""
     key, place = _key(_T, "continue_training"), _key(_T, "continue_training_path")
     path = found.get(place, str)
     if not found.get(key, bool, False):
-        found.answer(key, "ignored", "a run goes on by itself from what its model_dir holds; another one starts anew")
+        found.answer(
+            key, "ignored", "a run goes on by itself from what its model_dir holds; another one starts from scratch"
+        )
         found.answer(place, "ignored", "it is read with continue_training alone")
     elif not path:
         found.answer(key, "honoured", "the run goes on from the newest checkpoint of its model_dir")

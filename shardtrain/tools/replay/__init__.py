@@ -134,7 +134,7 @@ def config_of(config: Config, found: Plan, output: Path) -> Config:
         accept_changes=[*config.checkpoint.accept_changes, "training.spike_policy"],  # see below
         **part,  # type: ignore[arg-type]
     )
-    # spikes that made the run go back are no part of what is left of it
+    # spikes that made the run go back are not part of what is left of it
     lora = config.lora
     if lora.enable and found.base:
         lora = dataclasses.replace(lora, initial_load_path=path)
@@ -193,7 +193,7 @@ def _load(request: _Request) -> Loaded:
         return configs.load(request.path, request.overrides)
     resolved = path / RESOLVED_CONFIG
     if not resolved.is_file():
-        rule = f"is no run's folder: it has no {RESOLVED_CONFIG}"
+        rule = f"is not a run's folder: it has no {RESOLVED_CONFIG}"
         raise ConfigError(Problem("RUN_FOLDER", str(path), rule, "name job.dump_folder of the run", "command line"))
     return configs.load(resolved, (*request.overrides, "--job.dump_folder", str(path)))
 
@@ -215,7 +215,7 @@ def _read(words: Sequence[str]) -> _Request:
     steps = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", places[0] if places else "")
     first, last = (int(steps[1]), int(steps[2] or steps[1])) if steps else (0, 0)
     if not 1 <= first <= last:
-        rule, fix = "is no step above 0, and no range of them", "write it like 120 or 100:120"
+        rule, fix = "is not a step above 0, and no range of them", "write it like 120 or 100:120"
         raise ConfigError(Problem("STEP", places[0] if places else None, rule, fix, "command line"))
     nproc = taken.get("--nproc")
     if nproc is not None and (not nproc.isdecimal() or int(nproc) < 1):

@@ -25,7 +25,7 @@ from shardtrain.utils.log import logger
 
 
 def main(asked: Request) -> None:
-    """Evaluate the sets and write their files (the first rank); raises ShardtrainError for what a user can mend."""
+    """Evaluate the sets and write their files (the first rank); raises ShardtrainError for what a user can fix."""
     config = asked.loaded.config
     with process_group.join(config.comm, config.training.device) as here:
         console = here.rank in log.console_ranks()

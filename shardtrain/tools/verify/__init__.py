@@ -89,7 +89,7 @@ def load(request: Request) -> Loaded:
 
 def _as_tokens(loaded: Loaded) -> Loaded:
     """A run that learns hidden tokens, as one of tokens: the loss is the cross-entropy of some tokens for both, and the
-    synthetic batches have targets at some places alone. What prepares the rows is no part of the comparison."""
+    synthetic batches have targets at some places alone. What prepares the rows is not part of the comparison."""
     config, plain = loaded.config, Config()
     training = dataclasses.replace(
         config.training, dataset=plain.training.dataset, dataset_path=plain.training.dataset_path

@@ -119,7 +119,7 @@ def _changed(config: Config, small: Config) -> dict[str, object]:
 
 
 def _of_model_and_mesh(config: Config) -> Loaded:
-    """The run's model, mesh and recomputation, under the default task, data and optimizer: these are no part of it."""
+    """The run's model, mesh and recomputation, under the default task, data and optimizer: these are not part of it."""
     plain, recompute = Config(), config.activation_checkpoint
     if recompute.mode == "memory_budget":  # the compiler's
         recompute = dataclasses.replace(recompute, mode="full", visualize_memory_budget_pareto=False)

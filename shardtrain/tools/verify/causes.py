@@ -53,7 +53,7 @@ def scaled(e: Evidence) -> str | None:
     for wanted, text in _factors(e):
         if abs(factor / wanted - 1) < 1e-3:
             return text
-    return f"scaled by {factor:.6g}, which is no size of an axis"
+    return f"scaled by {factor:.6g}, which is not a size of an axis"
 
 
 def _factors(e: Evidence) -> Iterator[tuple[float, str]]:

@@ -86,7 +86,7 @@ def read(text: str) -> dict[str, int]:
     ``ep`` divides experts over ranks of dp_shard, cp and tp; where these are too few, dp_shard becomes ``ep``.
 
     Raises:
-        ConfigError: an axis is unknown or given twice, or a degree is no whole number above 0.
+        ConfigError: an axis is unknown or given twice, or a degree is not a whole number above 0.
 
     >>> read("tp=2, pp=2"), read("ep=2")
     ({'tp': 2, 'pp': 2}, {'ep': 2, 'dp_shard': 2})

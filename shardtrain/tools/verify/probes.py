@@ -193,7 +193,7 @@ class Prober:
     # ---- questions
 
     def _repeats(self) -> None:
-        """Twice the same answer, from the same model and from one built anew."""
+        """Twice the same answer, from the same model and from one built again."""
         tokens, positions = self._tokens_BT, self._positions_BT
         before = _state(self._model)
         one = self._run(tokens, positions)

@@ -49,7 +49,7 @@ def read(words: Sequence[str]) -> Request:
     """Take verify's own options out of the words; all others are overrides of the configuration.
 
     Raises:
-        ConfigError: an option lacks its value, or ``--steps`` is no whole number above 0.
+        ConfigError: an option lacks its value, or ``--steps`` is not a whole number above 0.
     """
     path: str | None = None
     lists: dict[str, list[str]] = {"--mesh": [], "--schedule": [], "--steps": [], "--memory": []}

@@ -98,7 +98,8 @@ def _fitted(plan: Plan, sections: Mapping[str, dict[str, Any]], sequences: int) 
         section, _, name = option.partition(".")
         fitted[section] = {**fitted.get(section, {}), name: value}
     loaded = changed(plan.loaded, fitted, set(), "")
-    # what the user wrote for an option that verify has turned off is no mistake: only the mesh's own options are "set"
+    # what the user wrote for an option that verify has turned off is not a mistake: only the mesh's own options are
+    # "set"
     origins = {option: where for option, where in loaded.origins.items() if option.startswith("parallelism.")}
     loaded = dataclasses.replace(loaded, origins=origins)
     found = configs.check(loaded)

@@ -100,7 +100,7 @@ def off(mine: Tensor, theirs: Tensor, close: float) -> bool:
         return not torch.equal(mine, theirs)
     mine, theirs = mine.double(), theirs.double()
     far = (mine - theirs).abs()
-    far[(mine == theirs) | (mine.isnan() & theirs.isnan())] = 0.0  # an infinity that both have is no difference
+    far[(mine == theirs) | (mine.isnan() & theirs.isnan())] = 0.0  # an infinity that both have is not a difference
     if not far.numel():
         return False
     size = theirs[theirs.isfinite()].abs().max() if bool(theirs.isfinite().any()) else torch.zeros(())

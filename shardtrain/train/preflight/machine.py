@@ -55,7 +55,7 @@ def here(loaded: Loaded, nproc: int | None, world_size: int | None = None, local
     """This machine with as many ranks as ``train`` would start, or those of a launcher.
 
     Raises:
-        ConfigError: ``nproc`` or a variable of the environment is no number of ranks.
+        ConfigError: ``nproc`` or a variable of the environment is not a number of ranks.
     """
     config = loaded.config
     accelerators = environment.count_accelerators(config.training.device)
@@ -81,7 +81,7 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
 
         near = nearest(name, GPUS)
         fix = (f"did you mean {near}? " if near else "") + f"use none, here, or one of {', '.join(GPUS)}"
-        raise ConfigError(Problem("--for-machine", name, "is no machine that is known", fix, "command line"))
+        raise ConfigError(Problem("--for-machine", name, "is not a machine that is known", fix, "command line"))
     config = loaded.config
     fewest = derived.other_degrees(config) * max(1, config.parallelism.data_parallel_shard_degree)
     count = nproc or max(1, fewest)

@@ -50,5 +50,5 @@ def _parameters(config: Config) -> list[Parameter]:
 def _check_backend(name: str) -> None:
     known = torch._dynamo.list_backends(exclude_tags=())
     if name not in known:
-        rule = f"is no backend of torch.compile in PyTorch {torch.__version__}"
+        rule = f"is not a backend of torch.compile in PyTorch {torch.__version__}"
         raise ConfigError(Problem("compile.backend", name, rule, f"use one of {', '.join(known)}"))

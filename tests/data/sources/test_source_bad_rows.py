@@ -15,32 +15,32 @@ MILLION = "a " * 10**6
 
 # name -> the bytes of one line, and its row or why it is none
 LINES = {
-    "no JSON": (b"{text: 1}", "is no JSON: expecting property name enclosed in double quotes (column 2)"),
-    "cut": (b'{"text": "a', "is no JSON: unterminated string starting (column 10)"),
-    "two objects": (b'{"text": "a"} {"text": "b"}', "is no JSON: extra data (column 15)"),
-    "trailing comma": (b'{"text": "a",}', "is no JSON"),
-    "single quotes": (b"{'text': 'a'}", "is no JSON"),
+    "no JSON": (b"{text: 1}", "is not JSON: expecting property name enclosed in double quotes (column 2)"),
+    "cut": (b'{"text": "a', "is not JSON: unterminated string starting (column 10)"),
+    "two objects": (b'{"text": "a"} {"text": "b"}', "is not JSON: extra data (column 15)"),
+    "trailing comma": (b'{"text": "a",}', "is not JSON"),
+    "single quotes": (b"{'text': 'a'}", "is not JSON"),
     "wrong type": (b'{"text": 7}', {"text": 7}),  # what a text must be is the format's matter, not the source's
     "missing field": (b'{"title": "a"}', {"title": "a"}),
     "null": (b'{"text": null}', {"text": None}),
     "nested": (b'{"text": {"body": ["a"]}}', {"text": {"body": ["a"]}}),
     "empty text": (b'{"text": ""}', {"text": ""}),
     "escaped NUL": (b'{"text": "a\\u0000b"}', {"text": "a\0b"}),
-    "raw NUL": (b'{"text": "a\0b"}', "is no JSON: invalid control character (column 12)"),
-    "line of NUL": (bytes(100), "is no JSON: expecting value (column 1)"),
-    "raw control character": (b'{"text": "a\x0bb"}', "is no JSON: invalid control character (column 12)"),
-    "lone high surrogate": (b'{"text": "a\\ud83d"}', "holds half of a surrogate pair, which is no text (\\ud83d)"),
-    "lone low surrogate": (b'{"text": "\\uDE00b"}', "holds half of a surrogate pair, which is no text (\\ude00)"),
+    "raw NUL": (b'{"text": "a\0b"}', "is not JSON: invalid control character (column 12)"),
+    "line of NUL": (bytes(100), "is not JSON: expecting value (column 1)"),
+    "raw control character": (b'{"text": "a\x0bb"}', "is not JSON: invalid control character (column 12)"),
+    "lone high surrogate": (b'{"text": "a\\ud83d"}', "holds half of a surrogate pair, which is not text (\\ud83d)"),
+    "lone low surrogate": (b'{"text": "\\uDE00b"}', "holds half of a surrogate pair, which is not text (\\ude00)"),
     "lone surrogate in a key": (
         b'{"a\\ud83d": {"b": 1}}',
-        "holds half of a surrogate pair, which is no text (\\ud83d)",
+        "holds half of a surrogate pair, which is not text (\\ud83d)",
     ),
     "surrogate pair": (b'{"text": "\\ud83d\\ude00"}', {"text": "\U0001f600"}),
     "words that look like one": (b'{"text": "\\\\ud83d"}', {"text": "\\ud83d"}),
     "bad UTF-8": (b'{"text": "a\xff"}', "is not UTF-8 (byte 12 is 0xff)"),
     "cut UTF-8": (b'{"text": "a\xc3', "is not UTF-8 (byte 12 is 0xc3)"),
     "UTF-8 of a surrogate": (b'{"text": "\xed\xa0\xbd"}', "is not UTF-8 (byte 11 is 0xed)"),
-    "mark within the file": (b'\xef\xbb\xbf{"text": "a"}', "is no JSON: expecting value (column 1)"),
+    "mark within the file": (b'\xef\xbb\xbf{"text": "a"}', "is not JSON: expecting value (column 1)"),
     "line separators within": ('{"text": "a\u2028b\u0085c"}'.encode(), {"text": "a\u2028b\u0085c"}),
     "CRLF": (b'{"text": "a"}\r', {"text": "a"}),
     "white space around": (b' \t{"text": "a"}  ', {"text": "a"}),
@@ -51,17 +51,17 @@ LINES = {
     "arrays 100,000 deep": (b'{"a":' + b"[" * 10**5, "is nested too deeply"),
     "key twice": (b'{"text": "a", "text": "b"}', 'has a key twice ("text")'),
     "key twice within": (b'{"text": {"b": 1, "c": 2, "b": 1}}', 'has a key twice ("b")'),
-    "NaN": (b'{"text": "a", "score": NaN}', "holds NaN, which is no JSON"),
-    "Infinity": (b'{"text": "a", "score": [Infinity]}', "holds Infinity, which is no JSON"),
-    "-Infinity": (b'{"text": "a", "score": -Infinity}', "holds -Infinity, which is no JSON"),
+    "NaN": (b'{"text": "a", "score": NaN}', "holds NaN, which is not JSON"),
+    "Infinity": (b'{"text": "a", "score": [Infinity]}', "holds Infinity, which is not JSON"),
+    "-Infinity": (b'{"text": "a", "score": -Infinity}', "holds -Infinity, which is not JSON"),
     "the word NaN": (b'{"text": "NaN"}', {"text": "NaN"}),
     "integer above 2**63": (b'{"text": "a", "id": 18446744073709551617}', {"text": "a", "id": 2**64 + 1}),
     "integer of 10,000 digits": (b'{"id": ' + b"1" * 10**4 + b"}", "holds a number of too many digits"),
-    "array": (b'["a"]', "is no JSON object but an array"),
-    "string": (b'"a"', "is no JSON object but a string"),
-    "number": (b"1.5", "is no JSON object but a number"),
-    "boolean": (b"true", "is no JSON object but a boolean"),
-    "null alone": (b"null", "is no JSON object but null"),
+    "array": (b'["a"]', "is not a JSON object but an array"),
+    "string": (b'"a"', "is not a JSON object but a string"),
+    "number": (b"1.5", "is not a JSON object but a number"),
+    "boolean": (b"true", "is not a JSON object but a boolean"),
+    "null alone": (b"null", "is not a JSON object but null"),
     "empty object": (b"{}", {}),
 }
 
@@ -115,7 +115,7 @@ def test_reasons_are_few_however_many_rows_are_bad(tmp_path):
     """They are counted by reason, so a reason must name nothing that differs from row to row."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(b'{"k%d": "%s\n' % (n, b"x" * n) + b'{"%d": 1, "%d": 2}\n' % (n, n) for n in range(200)))
-    assert {row.reason for _, row in read(path)} == {"is no JSON: unterminated string starting", "has a key twice"}
+    assert {row.reason for _, row in read(path)} == {"is not JSON: unterminated string starting", "has a key twice"}
 
 
 def test_a_byte_order_mark_at_the_head_is_no_part_of_the_first_row(write):

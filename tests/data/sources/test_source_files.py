@@ -141,7 +141,7 @@ def test_a_file_in_another_code_than_its_name_says_is_one_error_and_not_one_for_
 
 
 def test_a_text_that_begins_like_a_bzip2_file_is_a_text(tmp_path):
-    (tmp_path / "a.jsonl").write_text("BZh9 is no JSON\n")
+    (tmp_path / "a.jsonl").write_text("BZh9 is not JSON\n")
     assert jsonl.open_source(Request(str(tmp_path))).num_rows == 1
 
 

@@ -196,10 +196,10 @@ def test_damage_within_compressed_data_is_one_bad_row_at_the_end(tmp_path, compr
 @pytest.mark.parametrize(
     ("content", "line", "reason"),
     [
-        (b'[{"a": 1},\n {"a": 2}\n', 3, "is no JSON array: Expecting ',' or ']'"),
-        (b'[{"a": 1}\n {"a": 2}]\n', 2, "is no JSON array: Expecting ',' or ']'"),
-        (b'[{"a": 1},\n {"a": 2},\n]\n', 3, "is no JSON array: Expecting value"),
-        (b'[{"a": 1}]\n\n[{"a": 2}]\n', 3, "is no JSON array: Expecting nothing after the array's end"),
+        (b'[{"a": 1},\n {"a": 2}\n', 3, "is not a JSON array: Expecting ',' or ']'"),
+        (b'[{"a": 1}\n {"a": 2}]\n', 2, "is not a JSON array: Expecting ',' or ']'"),
+        (b'[{"a": 1},\n {"a": 2},\n]\n', 3, "is not a JSON array: Expecting value"),
+        (b'[{"a": 1}]\n\n[{"a": 2}]\n', 3, "is not a JSON array: Expecting nothing after the array's end"),
         (b'[{"a": 1},\n\n {"a": \xff}]\n', 3, "is not UTF-8"),
         (b'[{"a": 1},\n{"a":' + b"[" * 10**5, 2, "is nested too deeply"),
         (b'[{"a": 1},\n{"a":' + b"1" * 10**4 + b"}]", 2, "holds a number of too many digits"),
@@ -219,8 +219,8 @@ def test_elements_of_an_array_that_are_no_rows_are_bad_rows_with_their_lines(tmp
     source = opened(tmp_path, max_row_bytes=90)
     assert rows_and_lines(source) == [
         (2, {"text": "\u00e9"}),
-        (3, "is no JSON object but an array"),
-        (4, "holds NaN, which is no JSON"),
+        (3, "is not a JSON object but an array"),
+        (4, "holds NaN, which is not JSON"),
         (5, 'has a key twice ("a")'),
         (6, "is longer than data.max_row_bytes (108 bytes)"),
         (7, {"b": 2}),

@@ -75,8 +75,8 @@ def test_quoted_fields_of_a_csv_may_hold_anything(tmp_path, name):
 def test_a_quote_that_csv_does_not_allow_makes_bad_rows_and_never_moves_a_field(tmp_path, name):
     path = write(tmp_path, name, b'id,text\n1,"a"b\n2,"open\n3,c\n')
     assert read(path) == [
-        (2, BadRow("is no CSV", detail="',' expected after '\"'")),
-        (3, BadRow("is no CSV", detail="unexpected end of data")),
+        (2, BadRow("is not CSV", detail="',' expected after '\"'")),
+        (3, BadRow("is not CSV", detail="unexpected end of data")),
     ]
 
 

@@ -241,14 +241,14 @@ def test_a_wrong_request_is_one_line(capfd, words, said):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"{broken", "is no JSON"),
-        (b"[1, 2]", "is no JSON object"),
-        (b'"text"', "is no JSON object"),
+        (b"{broken", "is not JSON"),
+        (b"[1, 2]", "is not a JSON object"),
+        (b'"text"', "is not a JSON object"),
         (b'{"text": "x"}', "has no column 'prompt'; its columns are text"),
         (b'{"prompt": 3}', "holds a number, not a text"),
         (b'{"prompt": "\\ud800"}', "lone surrogate"),
         (b'{"prompt": "x", "prediction": 1}', "has the field 'prediction' already"),
-        (b'{"prompt": "\xff"}', "is no UTF-8"),
+        (b'{"prompt": "\xff"}', "is not UTF-8"),
         (b'{"prompt": [{"role": "user", "content": "x"}]}', "give --chat"),
     ],
 )

@@ -61,7 +61,7 @@ def test_the_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "phi"])
 def test_the_tokens_of_an_architecture_that_only_transformers_has_are_its_own(name: str) -> None:
-    """Ends that are one tensor among them, whose head is no module of its own."""
+    """Ends that are one tensor among them, whose head is not a module of its own."""
     model = transformers.AutoModelForCausalLM.from_pretrained(foreign.folder(name), dtype=torch.float32).eval()
     assert ours(foreign.folder(name), ids=512) == [theirs(model, prompt) for prompt in PROMPTS]
     with pytest.raises(ConfigError, match="holds a T5ForConditionalGeneration, which does not continue a text"):

@@ -139,7 +139,7 @@ def test_ranks_that_stages_do_not_take_are_copies_however_their_number_is_known(
 def test_rates_and_twenty_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     """FMEngine's rules, written out: the mean over micro-batches of mean losses, clipping, Adam without decay, and the
     log warmup. Its faults are not among them: copies that read the same rows, bfloat16 whatever the JSON says, and eos
-    that is no target. In float32; what remains is the order of sums."""
+    that is not a target. In float32; what remains is the order of sums."""
     warmup, least, most, micro, length, steps = 10, 1e-4, 5e-3, 2, 16, 20
     schedule = {"warmup_min_lr": least, "warmup_max_lr": most, "warmup_num_steps": warmup}
     file = ds_json(tmp_path / "llama.json", micro, 4, bf16=False, scheduler={"type": "WarmupLR", "params": schedule})

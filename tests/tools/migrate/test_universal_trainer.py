@@ -282,10 +282,10 @@ def damaged(original: Original, file: Path, kind: str) -> str:
         return "the optimizer holds groups of"
     if kind == "no step":
         original.save(file, global_step="ten")
-        return "global_step is no count"
+        return "global_step is not a count"
     if kind == "hostile":
         torch.save({"model_state_dict": state, "hook": Hostile(str(file) + ".ran")}, file)
-        return "names posix.mkdir, which is no part of a checkpoint; nothing in it was run"
+        return "names posix.mkdir, which is not part of a checkpoint; nothing in it was run"
     original.save(file)
     data = bytearray(file.read_bytes())
     if kind == "cut":

@@ -213,7 +213,7 @@ def the_loss_divided_twice(monkeypatch):
     wrap(monkeypatch, runner.PlainRunner, "forward_backward", lambda f, self, b, weight: f(self, b, weight * weight))
 
 
-@fault("dp_shard=2", "scaled by 1.25", "which is no size of an axis")
+@fault("dp_shard=2", "scaled by 1.25", "which is not a size of an axis")
 def a_wrong_divisor(monkeypatch):
     wrap(
         monkeypatch, runner.PlainRunner, "forward_backward", lambda f, self, b, weight: f(self, b, weight * 1.25) / 1.25

@@ -162,7 +162,7 @@ BROKEN = {
     ),
     "unknown word": (
         [('"blocks.*.mix.up": "colwise"', '"blocks.*.mix.up": "columns"')],
-        ["'columns' is no known word"],
+        ["'columns' is not a known word"],
     ),
     "no chain": (
         [("return self.head(self.norm(x))", "return self.head(self.norm(x + self.embed(tokens)))")],

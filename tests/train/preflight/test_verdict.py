@@ -78,7 +78,7 @@ FAULTY: dict[str, list[str]] = {
     # tokenizers
     "tokenizer absent": ["--model.hf_assets_path=absent"],
     "folder without a tokenizer": ["--model.hf_assets_path=empty_folder"],
-    "tokenizer is no JSON": ["--model.hf_assets_path=broken.json"],
+    "tokenizer is not JSON": ["--model.hf_assets_path=broken.json"],
     "tokenizer is empty": ["--model.hf_assets_path=empty.json"],
     "sentencepiece of nothing": ["--model.tokenizer_path=broken.model"],
     "tokenizer is too large": ["--model.overrides.vocab_size=256"],
@@ -224,7 +224,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pairs.jsonl": (json.dumps(PAIR) + "\n") * 8,
         "broken.json": "{",
         "empty.json": "",
-        "broken.model": "this is no model",
+        "broken.model": "this is not a model",
         "no_task.py": TASK,
         "no_model.py": MODEL,
         "failing_task.py": FAILING_TASK,
