@@ -76,11 +76,11 @@ def test_generators_of_names_will_do() -> None:
 @pytest.mark.parametrize(
     ("layout", "parts"),
     [
-        (changed(tensor={**GOOD.tensor, "norm": "sequenec"}), ["'sequenec'", "no known word", "colwise"]),
+        (changed(tensor={**GOOD.tensor, "norm": "sequenec"}), ["'sequenec'", "not a known word", "colwise"]),
         (changed(tensor={**GOOD.tensor, "layers.*.ffn": "gather"}), ["'layers.*.ffn'", "names no module"]),
-        (changed(first=("embedding",)), ["LAYOUT.first", "'embedding'", "no module"]),
-        (changed(layers="blocks"), ["LAYOUT.layers", "'blocks'", "no module"]),
-        (changed(last=("norm", "output")), ["LAYOUT.last", "'output'", "no module"]),
+        (changed(first=("embedding",)), ["LAYOUT.first", "'embedding'", "not a module"]),
+        (changed(layers="blocks"), ["LAYOUT.layers", "'blocks'", "not a module"]),
+        (changed(last=("norm", "output")), ["LAYOUT.last", "'output'", "not a module"]),
         (changed(context="layers.*.core"), ["LAYOUT.context", "names no module"]),
         (changed(expert="layers.*.moe"), ["LAYOUT.expert", "names no module"]),
     ],

@@ -220,7 +220,7 @@ def test_a_grid_covers_exactly_and_any_change_of_it_does_not(cells: list[int], d
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "manifest.json").open("wb") as file:
         file.truncate(manifest.MAX_BYTES + 1)  # a hole: no disk is used
-    with pytest.raises(CheckpointError, match="no file of less than"):
+    with pytest.raises(CheckpointError, match="not a file of less than"):
         manifest.read(tmp_path)
 
 

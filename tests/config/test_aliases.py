@@ -398,7 +398,7 @@ def test_a_notice_that_tells_a_name_alone_is_no_warning(tmp_path):
     for changed in (mask, "[model]\nattn_mask_type = 'block_causal'\n"):
         loaded = read(tmp_path, changed)
         told = [notice for notice in loaded.notices if notice not in loaded.renames]
-        assert len(told) == 1 and "start from scratch in each" in told[0]
+        assert len(told) == 1 and "positions restart in each" in told[0]
     loaded = read(tmp_path, "[training]\nbatch_size = 2\nlocal_batch_size = 2\n")
     assert ["too, as here" in notice for notice in loaded.notices if notice not in loaded.renames] == [True]
 

@@ -48,7 +48,7 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
         (f"{DEEPSEEK}[model.overrides]\nnum_groups = 3", "num_groups=3", "does not divide the 8 experts"),
         (f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 5", "top_groups=5", "between 1 and the 4 groups"),
         (f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 1", "top_k=3", "more than the 2 experts"),
-        (f'{MIXTRAL}[model.overrides]\nscore_func = "tanh"', "score_func", "no way to score"),
+        (f'{MIXTRAL}[model.overrides]\nscore_func = "tanh"', "score_func", "not a way to score"),
         (
             f"{DEEPSEEK}[model.overrides]\nnum_layers = 2\nnum_dense_layers = 2\n[parallelism]\n"
             "expert_parallel_degree = 2",

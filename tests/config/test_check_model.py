@@ -25,7 +25,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("deepseek_v3", {"rope_theta": 1.0}, "rope_theta=1.0", "YaRN"),
     ("deepseek_v3", {"rope_factor": 0.0}, "rope_factor=0.0", "above 0"),
     ("llama3", {"rope_theta": 0.0}, "rope_theta=0.0", "above 0"),
-    ("llama3", {"rope_scaling": "dynamic"}, 'rope_scaling="dynamic"', "no way to scale"),
+    ("llama3", {"rope_scaling": "dynamic"}, 'rope_scaling="dynamic"', "not a way to scale"),
     ("llama3", {"rope_scaling": "llama3", "rope_low_freq_factor": 4.5}, "rope_low_freq_factor=4.5", "is above"),
 ]  # fmt: skip
 

@@ -73,8 +73,8 @@ def test_config_may_come_from_another_model_file_or_extend_its_config(
     [
         ("FLAVORS = {}\n", "defines no class Config"),
         (BASE, "defines no FLAVORS"),
-        (BASE + "FLAVORS = make()\n", "no literal dict"),
-        (BASE + "FLAVORS = {'a': make}\n", "no literal dict"),
+        (BASE + "FLAVORS = make()\n", "not a literal dict"),
+        (BASE + "FLAVORS = {'a': make}\n", "not a literal dict"),
         ("def (:\n", "cannot be read as Python"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_file_that_builds_on_a_task_has_its_metrics_and_is_never_run(tmp_path:
     file.write_text("METRICS = {'f': 'max'}\nDEGREES = ()\n")
     assert task_file.read_task_file(str(file)) == task_file.TaskFacts({"loss": "min", "f": "max"}, ())
     file.write_text("METRICS = dict(f=max)\n")
-    with pytest.raises(ConfigError, match="no literals of names"):
+    with pytest.raises(ConfigError, match="not literals of names"):
         task_file.read_task_file(str(file))
 
 

@@ -310,7 +310,7 @@ BAD = {
     "value": ({"conversations": [{"from": "gpt"}]}, "has no value"),
     "call": ({"conversations": [{"from": "function_call", "value": "x"}]}, "is not a JSON object with name"),
     "tool call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "without the name of a function"),
-    "tool calls": ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "tool_calls that are not list"),
+    "tool calls": ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "tool_calls that are not a list"),
     "tools": ({"messages": TURNS, "tools": "x"}, "column 'tools' holds a text that is not a JSON list"),
     "tools type": ({"messages": TURNS, "tools": [3]}, "column 'tools' holds a list, not a list of tools"),
     "bytes": ({"messages": [{"role": "user", "content": b"x"}]}, "holds a bytes, which is not JSON"),

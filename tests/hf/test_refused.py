@@ -88,7 +88,11 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "big header": (header(b"{" + b" " * 2**20), CheckpointError, "cut short"),
     "offsets": (header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,999]}}'), CheckpointError, "cut short"),
     "pickle": (pickled, CheckpointError, "a pickle, which import --legacy_bin opens, and a run"),
-    "index outside": (index({"weight_map": {WQ: "../model.safetensors"}}), CheckpointError, "no safetensors file of"),
+    "index outside": (
+        index({"weight_map": {WQ: "../model.safetensors"}}),
+        CheckpointError,
+        "not a safetensors file of",
+    ),
     "index wrong": (index({"weight_map": {"a": "model.safetensors"}}), CheckpointError, "does not hold it"),
     "index gone": (
         index({"weight_map": {WQ: "model-2.safetensors"}}),

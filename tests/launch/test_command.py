@@ -235,7 +235,7 @@ def test_a_pod_is_given_the_time_that_a_save_takes(config_file):
         (["kubernetes", "--image=a", "--launch.mounts=a:/dev/shm", "--launch.shared_memory_gib=1"], "launch.mounts"),
         (["slurm", "--launch.slurm.sweep_at_once=2"], "sweep"),
         (["status", "slurm/1;2"], "no id"),
-        (["stop", "ssh/99999999"], "no launch of this user"),
+        (["stop", "ssh/99999999"], "not a launch of this user"),
         (["logs"], "needs one id"),
     ],
 )

@@ -68,7 +68,7 @@ LEFT = {"TORCHELASTIC_RUN_ID": "x"}
     [
         (LEFT, "RANK"),  # what another torchrun has left in a shell
         ({**LEFT, "RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
-        ({**RANK, "RANK": "2"}, "no rank of WORLD_SIZE=2"),
+        ({**RANK, "RANK": "2"}, "not a rank of WORLD_SIZE=2"),
         ({**RANK, "RANK": "-1"}, "RANK=.*whole number from 0"),
         ({**RANK, "WORLD_SIZE": "auto"}, "WORLD_SIZE=.*whole number from 1"),
         ({**RANK, "WORLD_SIZE": "0"}, "WORLD_SIZE=.*whole number from 1"),
@@ -77,7 +77,7 @@ LEFT = {"TORCHELASTIC_RUN_ID": "x"}
         ({**RANK, "LOCAL_WORLD_SIZE": "all"}, "LOCAL_WORLD_SIZE"),
         ({**RANK, "MASTER_ADDR": ""}, "MASTER_ADDR"),
         ({**RANK, "MASTER_PORT": ""}, "MASTER_PORT"),
-        ({**RANK, "MASTER_PORT": "99999"}, "MASTER_PORT.*no port"),
+        ({**RANK, "MASTER_PORT": "99999"}, "MASTER_PORT.*not a port"),
         ({**SRUN, "RANK": "0"}, "RANK=.*SLURM_PROCID=5"),  # one value for all tasks: they would wait for the others
         ({**SRUN, "WORLD_SIZE": "16"}, "WORLD_SIZE=.*SLURM_STEP_NUM_TASKS=8"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS"),

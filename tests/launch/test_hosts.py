@@ -179,5 +179,5 @@ def test_a_number_that_another_process_has_now_is_no_launch(tmp_path, monkeypatc
         (folder / "started").write_text(other)
         job_status.stop(f"ssh/{os.getpid()}")
     assert capsys.readouterr().out.split("\n") == ["running", "running", "ended already", "ended already", ""]
-    with pytest.raises(ConfigError, match="no launch of this user"):
+    with pytest.raises(ConfigError, match="not a launch of this user"):
         job_status.status("ssh/1")

@@ -81,8 +81,8 @@ def refusal(rank, config):
     [
         (["q_pro"], "did you mean q_proj?"),
         (["wx", "v_proj"], 'lora.target_modules="wx" names no module of the model'),
-        (["attn_norm"], "no linear module that can have an adapter"),
-        (["layers.*.attn"], "no linear module that can have an adapter"),
+        (["attn_norm"], "not a linear module that can have an adapter"),
+        (["layers.*.attn"], "not a linear module that can have an adapter"),
         (["w1"], "lora.rank=40 is above the 32"),
     ],
 )

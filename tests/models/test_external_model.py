@@ -196,7 +196,7 @@ def test_an_unknown_flavor_lists_the_flavors_there_are() -> None:
 
 
 def test_each_unknown_override_is_reported() -> None:
-    with pytest.raises(ConfigError, match="no field of the model's Config") as error:
+    with pytest.raises(ConfigError, match="not a field of the model's Config") as error:
         shape_of(find("llama3"), "8B", {"dims": 3, "layers": 4, "dim": 8}, "rmsnorm")
     assert len(error.value.problems) == 2
     assert "model.overrides.dims=3" in str(error.value) and "model.overrides.layers=4" in str(error.value)

@@ -124,14 +124,14 @@ def test_another_user_cannot_touch_what_ranks_meet_in(attack: Callable[[Path], o
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
 def test_a_meeting_that_others_may_enter_is_refused(mode: int, tmp_path: Path) -> None:
     tmp_path.chmod(mode)
-    with pytest.raises(StorageError, match="no folder of this user alone"):
+    with pytest.raises(StorageError, match="not a folder of this user alone"):
         private_store.folder_of({STORE: str(tmp_path)})
 
 
 def test_a_link_to_a_meeting_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(StorageError, match="no folder of this user alone"):
+    with pytest.raises(StorageError, match="not a folder of this user alone"):
         private_store.folder_of({STORE: str(tmp_path / "link")})
 
 
@@ -165,5 +165,5 @@ def test_a_variable_with_new_lines_and_escapes_stays_one_line(tmp_path: Path) ->
 def test_a_socket_pretending_to_be_a_meeting_is_refused(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
-        with pytest.raises(StorageError, match="no folder of this user alone"):
+        with pytest.raises(StorageError, match="not a folder of this user alone"):
             private_store.folder_of({STORE: str(tmp_path / "s")})

@@ -31,5 +31,5 @@ def test_a_row_is_where_it_says() -> None:
 
 @pytest.mark.parametrize("request_", [Request(split="dev"), Request(path="x")])
 def test_what_it_has_not_is_refused(request_: Request) -> None:
-    with pytest.raises(ConfigError, match=r"no split of stdlib_packages|has no effect"):
+    with pytest.raises(ConfigError, match=r"not a split of stdlib_packages|has no effect"):
         stdlib_packages.open_source(request_)
