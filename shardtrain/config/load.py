@@ -73,8 +73,8 @@ def load(
 
     ``--job.config_file F`` says the same as ``path``, and either may be a preset's name; ``preset`` is taken, with a
     notice, where no file is named at all. Raises ConfigError with all problems of both at once, and where two files
-    are named. Rules that join several options are those of ``check``. With ``keep_problems`` a wrong key or value is not an
-    error: it is among the problems of what is given, for ``problems_of`` to tell with all others.
+    are named. Rules that join several options are those of ``check``. With ``keep_problems`` a wrong key or value is
+    not an error: it is among the problems of what is given, for ``problems_of`` to tell with all others.
     """
     line = read_arguments(arguments, old_kinds())
     problems = list(line.problems)

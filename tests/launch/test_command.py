@@ -234,7 +234,7 @@ def test_a_pod_is_given_the_time_that_a_save_takes(config_file):
         (["slurm", "--launch.slurm.sweep=--optimizer.lr none"], "launch.slurm.sweep"),
         (["kubernetes", "--image=a", "--launch.mounts=a:/dev/shm", "--launch.shared_memory_gib=1"], "launch.mounts"),
         (["slurm", "--launch.slurm.sweep_at_once=2"], "sweep"),
-        (["status", "slurm/1;2"], "no id"),
+        (["status", "slurm/1;2"], "not an id"),
         (["stop", "ssh/99999999"], "not a launch of this user"),
         (["logs"], "needs one id"),
     ],

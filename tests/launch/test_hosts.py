@@ -86,7 +86,7 @@ def test_filters_choose_hosts_and_devices(include, exclude, expected):
 @pytest.mark.parametrize(
     ("include", "exclude", "told"),
     [
-        ("d", "", "no host"),
+        ("d", "", "not a host"),
         ("a:4", "", "device 4"),
         ("a:", "", "no devices"),
         ("", "a:x", "no devices"),
