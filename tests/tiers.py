@@ -41,7 +41,7 @@ LONGEST_FIRST = (
     "test_grid.py",
     "test_docs.py",
     "test_same_numbers.py",
-    "test_expert.py",
+    "test_expert_parallel.py",
 )
 """Files that wait long or compute much."""
 

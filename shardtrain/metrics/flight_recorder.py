@@ -11,13 +11,13 @@ def flight_recorder_environment(config: Config, run_folder: Path) -> dict[str, s
     """Environment variables to set before the process group starts; NCCL reads them, gloo has no recorder.
 
     On a timeout each rank dumps its last collectives to ``comm.save_traces_folder/save_traces_file_prefix`` + rank
-    below ``run_folder``; the folder must exist by then. ``comm.trace_buf_size=0`` turns the recorder off. Names of
-    both generations are given: torch 2.11 to 2.13 read either.
+    below ``run_folder``; the folder must exist by then. ``comm.trace_buf_size=0`` turns the recorder off. The
+    older TORCH_NCCL_TRACE_BUFFER_SIZE would print a warning in every run.
     """
     # 3 is "skip cleanup": tear the process down at once on an error, since ncclCommAbort may itself hang.
     environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
     size = str(config.comm.trace_buf_size)
-    environment |= {"TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size}
+    environment |= {"TORCH_FR_BUFFER_SIZE": size}
     if config.comm.trace_buf_size > 0:
         prefix = str(
             (Path(run_folder) / config.comm.save_traces_folder).absolute() / config.comm.save_traces_file_prefix

@@ -163,7 +163,6 @@ def test_the_flight_recorder_dumps_below_the_run_folder(tmp_path):
     assert environment == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_FR_BUFFER_SIZE": "20000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "20000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
         "TORCH_FR_DUMP_TEMP_FILE": prefix,

@@ -92,7 +92,9 @@ def test_a_length_that_the_ranks_cannot_share_is_refused_with_the_nearest(way, s
     assert str(problem).endswith(f"use {low} or {low + multiple}")
 
 
-@pytest.mark.nightly("on two ranks", by="tests/distributed/test_context.py::test_context_parallelism_changes_no_number")
+@pytest.mark.nightly(
+    "on two ranks", by="tests/distributed/test_context_parallel.py::test_context_parallelism_changes_no_number"
+)
 @pytest.mark.parametrize("way", cases(["ring"], nightly=["gather"]))
 def test_four_context_ranks_change_no_number(way: str) -> None:
     config = tiny_config(parallelism={"context_parallel_degree": 4, **WAYS[way]})
