@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -44,7 +46,7 @@ from shardtrain.utils import log
 from shardtrain.utils.errors import DataError
 from shardtrain.utils.log import logger
 
-__all__ = ["Outcome", "Run", "build", "main", "step", "train"]
+__all__ = ["Outcome", "Run", "build", "joined", "main", "opened", "run_to_end", "step", "train"]
 
 _STEPS_WITHOUT_TARGETS = 10
 """After so many steps in which nothing is learned a run ends."""
@@ -52,8 +54,15 @@ _STEPS_WITHOUT_TARGETS = 10
 
 def main(loaded: Loaded) -> TrainState:
     """Train as one rank of the job that the environment describes; raises ShardtrainError for what a user can fix."""
-    config, phases = loaded.config, Phases()
-    folder = Path(config.job.dump_folder)
+    phases = Phases()
+    with joined(loaded, phases) as here:
+        return train(loaded, here, phases)
+
+
+@contextmanager
+def joined(loaded: Loaded, phases: Phases) -> Iterator[World]:
+    """Join the process group with a watchdog beside it, check the configuration on all ranks, and open the log."""
+    config, folder = loaded.config, Path(loaded.config.job.dump_folder)
     os.environ.update(flight_recorder_environment(config, folder))  # read when the process group starts
     compared: list[str] = []
 
@@ -65,9 +74,8 @@ def main(loaded: Loaded) -> TrainState:
         process_group.join(config.comm, config.training.device, check_ranks) as here,
         watchdog.beating(config, here, phases),
     ):
-        notices = configs.require(
-            loaded, here.size, here.device.type, here.size if here.device.type == "cuda" else None
-        )
+        num_devices = here.size if here.device.type == "cuda" else None
+        notices = configs.require(loaded, here.size, here.device.type, num_devices)
         console = here.rank in log.console_ranks()
         several = len(log.console_ranks()) > 1
         color = not config.metrics.disable_color_printing
@@ -76,13 +84,22 @@ def main(loaded: Loaded) -> TrainState:
             (logger.info if notice in loaded.renames else logger.warning)(notice)
         for line in compared:
             (logger.warning if " NOT " in line else logger.info)(line)
-        return train(loaded, here, phases)
+        yield here
 
 
 def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainState:
     """Build the run, continue it from a checkpoint if there is one, and step to its end."""
+    with opened(loaded, here, phases or Phases()) as (run, checkpoints):
+        if loaded.config.checkpoint.create_seed_checkpoint:
+            shutdown.save_seed(run, checkpoints)
+            return run.state
+        return run_to_end(loaded, here, run, checkpoints)
+
+
+@contextmanager
+def opened(loaded: Loaded, here: World, phases: Phases) -> Iterator[tuple[Run, Checkpoints]]:
+    """Build the run, continued from its newest checkpoint; the folder is let go at the end, whatever happens."""
     config, folder = loaded.config, Path(loaded.config.job.dump_folder)
-    phases = phases or Phases()
     checkpoints, contents = Checkpoints(config), Contents()
     try:
         if config.debug.deterministic:
@@ -101,30 +118,33 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
                 document_isolation.check(teacher, models.find("transformers"), run.mesh)
         run.ledger = Ledger(None if here.rank else folder, phases, run.state.step, here.size)
         shutdown.expect(run, checkpoints)
-        if config.checkpoint.create_seed_checkpoint:
-            shutdown.save_seed(run, checkpoints)
-            return run.state
-        if here.rank == 0:
-            write_resolved_config(loaded, folder, here.size)
-        of_epoch = run.dataloader.num_samples, run.dataloader.places_per_epoch
-        for line in describe(loaded, run.mesh, run.num_params, run.total_steps, *of_epoch):
-            logger.info(line)
-        validator = Validator(config, run.runner, run.mesh, run.stop, run.dataloader.places_per_epoch)
-        started_at = run.state.step
-        with run.ledger:
-            while True:
-                try:
-                    facts = run_facts(run, here)
-                    with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
-                        _steps(run, here, checkpoints, validator, metrics)
-                    run.stop.close()  # the last step is done and saved
-                    return run.state
-                except loss_spikes.RollbackRequested as why:
-                    loss_spikes.rollback(run, checkpoints, why, started_at)
-                    shutdown.expect(run, checkpoints, may_end_early=True)
+        yield run, checkpoints
     finally:
         contents.close()
         checkpoints.close()  # another run may write the folder, however this one has ended
+
+
+def run_to_end(loaded: Loaded, here: World, run: Run, checkpoints: Checkpoints) -> TrainState:
+    """Step to the end of the run, and go back to a checkpoint where a spike policy asks for it."""
+    config, folder = loaded.config, Path(loaded.config.job.dump_folder)
+    if here.rank == 0:
+        write_resolved_config(loaded, folder, here.size)
+    of_epoch = run.dataloader.num_samples, run.dataloader.places_per_epoch
+    for line in describe(loaded, run.mesh, run.num_params, run.total_steps, *of_epoch):
+        logger.info(line)
+    validator = Validator(config, run.runner, run.mesh, run.stop, run.dataloader.places_per_epoch)
+    started_at = run.state.step
+    with run.ledger:
+        while True:
+            try:
+                facts = run_facts(run, here)
+                with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
+                    _steps(run, here, checkpoints, validator, metrics)
+                run.stop.close()  # the last step is done and saved
+                return run.state
+            except loss_spikes.RollbackRequested as why:
+                loss_spikes.rollback(run, checkpoints, why, started_at)
+                shutdown.expect(run, checkpoints, may_end_early=True)
 
 
 def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator, metrics: Metrics) -> None:

@@ -54,10 +54,15 @@ def read(words: list[str]) -> Request | None:
         return None
     values = {**vars(found), "stop": tuple(found.stop)}
     request = Request(**values)
-    problems = [problem for rule in _RULES if (problem := rule(request))]
-    if problems:
-        raise ConfigError(problems)
+    check(request)
     return request
+
+
+def check(request: Request, has_source: bool = True) -> None:
+    """Raise ConfigError with all that is wrong; without ``has_source`` the prompts come from elsewhere."""
+    rules = [rule for rule in _RULES if has_source or rule is not _one_source]
+    if problems := [problem for rule in rules if (problem := rule(request))]:
+        raise ConfigError(problems)
 
 
 def _arguments() -> Arguments:

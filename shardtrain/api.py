@@ -1,0 +1,330 @@
+"""The Python face: what a notebook or a script imports from ``shardtrain`` itself; see ``docs/python.md``.
+
+Each name does what the verb of the same name does, with the same errors (``shardtrain.utils.errors``), and raises them
+instead of ending the process. The trainer knows nothing of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardtrain import config as configs
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Validation
+from shardtrain.distributed import LOSS_AXES
+from shardtrain.launch import failure, local
+from shardtrain.tools.evaluate import sets
+from shardtrain.tools.evaluate.request import KINDS
+from shardtrain.tools.generate.answer import Answers
+from shardtrain.tools.generate.opening import OpenedModel, open_model
+from shardtrain.tools.generate.prompts import Row
+from shardtrain.tools.generate.request import Request, check
+from shardtrain.tools.verify.report import Row as MeshResult
+from shardtrain.train import preflight, shutdown, trainer
+from shardtrain.utils import log
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
+
+if TYPE_CHECKING:
+    from shardtrain.checkpoint.folder import Checkpoints
+    from shardtrain.distributed.process_group import World
+    from shardtrain.train.run import Run
+    from shardtrain.train.state import TrainState
+
+__all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "verify"]
+
+
+def load_config(path: str | Path | None = None, options: Mapping[str, Any] | None = None) -> Loaded:
+    """Read a TOML file or a preset (``"debug"``), and set options over it.
+
+    >>> load_config("debug", {"training.steps": 3}).config.training.steps
+    3
+
+    Raises:
+        ConfigError: with every unknown option and wrong value at once.
+    """
+    return configs.load(path, _arguments(options))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, the same on all ranks."""
+
+    step: int
+    loss: float
+    """Mean over the target tokens of the step."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    num_tokens: int
+    """Target tokens over all ranks."""
+
+
+class Trainer:
+    """A run in this process: ``train()`` runs it to its end, ``step()`` takes one optimizer step at a time.
+
+    The process is the only rank, or one of those that torchrun has started. A run continues from the newest checkpoint
+    of its folder, as with ``shardtrain train``. Use it as a context manager, or call ``close()``: it leaves the process
+    group, lets the folder go, and puts logging, environment and PyTorch's switches back as they were.
+
+        with shardtrain.Trainer(shardtrain.load_config("debug", {"training.steps": 20})) as trainer:
+            while (result := trainer.step()) is not None:
+                print(result.step, result.loss)
+    """
+
+    def __init__(self, config: Loaded | str | Path | None = None, options: Mapping[str, Any] | None = None) -> None:
+        """Check the configuration against this machine; nothing is built yet.
+
+        Raises:
+            ShardtrainError: for what ``shardtrain train`` would refuse, all at once.
+        """
+        if isinstance(config, Loaded):
+            if options:
+                rule, fix = "cannot be given beside a configuration that is loaded", "give them to load_config"
+                raise ConfigError(Problem("options", dict(options), rule, fix))
+            self._loaded = config
+        else:
+            self._loaded = load_config(config, options)
+        self._stack = ExitStack()
+        self._stack.callback(_restore, dict(os.environ), log.logger.level, _switches())
+        self._open: tuple[World, Run, Checkpoints] | None = None
+        self._closed = False
+        size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        try:
+            preflight.require(self._loaded, preflight.here(self._loaded, None, size, local_size))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def config(self) -> configs.Config:
+        """Every option as it holds."""
+        return self._loaded.config
+
+    @property
+    def state(self) -> TrainState:
+        """Counters of the run: ``step``, ``tokens_seen``, ``samples_consumed``."""
+        return self._opened()[1].state
+
+    def step(self) -> StepResult | None:
+        """Take one optimizer step on all ranks, and save a checkpoint where one is due; None at the end of the run.
+
+        Metrics are not written: they are those of ``train()``.
+        """
+        _, run, checkpoints = self._opened()
+        if run.state.step >= run.total_steps:
+            return None
+        try:
+            outcome = trainer.step(run)
+        except Exception as error:
+            raise shutdown.explain(error, run) from error
+        if outcome is None:
+            return None
+        shutdown.save_when_due(run, checkpoints, nullcontext)
+        total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
+        tokens = outcome.global_tokens
+        return StepResult(run.state.step, total / max(tokens, 1), outcome.grad_norm, outcome.lr, tokens)
+
+    def train(self) -> TrainState:
+        """Train to the end, with metrics, validation and checkpoints, and close; gives the counters at the end.
+
+        Raises:
+            ShardtrainError: as the command line would end with; ``exit.json`` in the run's folder says the same.
+        """
+        here, run, checkpoints = self._opened()
+        folder = Path(self.config.job.dump_folder)
+        try:
+            if self.config.checkpoint.create_seed_checkpoint:
+                shutdown.save_seed(run, checkpoints)
+                state = run.state
+            else:
+                state = trainer.run_to_end(self._loaded, here, run, checkpoints)
+        except BaseException as error:
+            told = failure.describe(error, here.rank)
+            if told.exit_code and not told.leaves_folder_alone:
+                failure.write_exit(folder, told, told.exit_code)
+            raise
+        else:
+            if here.rank == 0:
+                failure.write_exit(folder, None, 0)
+        finally:
+            self.close()
+        return state
+
+    def close(self) -> None:
+        """Leave the process group and the folder; a second call does nothing."""
+        self._closed, self._open = True, None
+        self._stack.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _opened(self) -> tuple[World, Run, Checkpoints]:
+        if self._closed:
+            raise ShardtrainError("this Trainer is closed; make another one, which continues from the last checkpoint")
+        if self._open is None:
+            phases = trainer.Phases()
+            try:
+                local.prepare(Path(self.config.job.dump_folder))
+                here = self._stack.enter_context(trainer.joined(self._loaded, phases))
+                run, checkpoints = self._stack.enter_context(trainer.opened(self._loaded, here, phases))
+            except BaseException:
+                self.close()
+                raise
+            self._open = here, run, checkpoints
+        return self._open
+
+
+def load_model(path: str | Path, dtype: str | None = None, tokenizer: str | None = None) -> OpenedModel:
+    """A trained model with its tokenizer (``.model``, ``.tokenizer``, ``.config``), on the CPU.
+
+    ``path`` is the folder of a run, whose newest good checkpoint is taken, of a checkpoint, or in Hugging Face format.
+    ``dtype`` is that in which the run computed unless given.
+
+    Raises:
+        ConfigError, CheckpointError: when there is none, or it is damaged.
+    """
+    return open_model(Path(path), None, dtype, tokenizer_path=tokenizer)
+
+
+def generate(
+    model: OpenedModel,
+    prompts: str | Sequence[str],
+    max_new_tokens: int = 128,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    chat: bool = False,
+    batch_size: int = 8,
+) -> list[str]:
+    """The text that follows each prompt; with ``temperature`` 0 the likeliest token is taken each time."""
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    asked = Request(
+        source=Path("."), config=None, base=None, adapter=None, tokenizer=None, prompt=None, input=None, output=None,
+        field="prompt", prediction_field="prediction", chat=chat, add_bos=None, max_new_tokens=max_new_tokens,
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, stop=tuple(stop),
+        seed=seed, batch_size=batch_size, dtype=None, device=None, nproc=1, no_cache=False,
+    )  # fmt: skip
+    check(asked, has_source=False)
+    rows = [
+        Row(f"prompts[{number}]", json.dumps({"prompt": text}), {"prompt": text}) for number, text in enumerate(texts)
+    ]
+    return Answers(asked, model, is_first=False).of(rows)
+
+
+def evaluate(
+    model: OpenedModel,
+    dataset: str | Path | Mapping[str, Any],
+    seq_len: int = 2048,
+    text_field: str | None = None,
+    batch_size: int = 8,
+) -> dict[str, float | int | None]:
+    """Mean ``loss`` per target token in nats, ``perplexity`` and ``bits_per_byte`` on a set of text.
+
+    ``dataset`` is a file (.jsonl, .txt, .parquet, ...), a folder of prepared tokens, or options of ``[validation]``.
+
+    Raises:
+        ConfigError, DataError: when the set cannot be opened, or has nothing to predict.
+    """
+    if isinstance(dataset, Mapping):
+        section = Validation(**dataset)
+    else:
+        path = Path(dataset)
+        if path.is_file() and path.suffix not in KINDS:
+            fix = f"use a file that ends in {', '.join(sorted(KINDS))}, or options of [validation]"
+            raise ConfigError(Problem("dataset", str(dataset), "is of no known kind", fix))
+        kind = KINDS[path.suffix] if path.is_file() else "tokens"
+        section = Validation(
+            dataset=kind, dataset_path=str(path), split="train", local_batch_size=batch_size, seq_len=seq_len
+        )
+    return sets.measure(model, section, text_field)
+
+
+def verify(
+    path: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    meshes: Sequence[str] = (),
+    steps: int = 3,
+) -> list[MeshResult]:
+    """Compare meshes with one process, as ``shardtrain verify``; one result per mesh, whose ``verdict`` is "same".
+
+    ``path`` is a TOML file, a preset or a model file; ``meshes`` are like ``"tp=2,pp=2"``. In a process of its own:
+    ranks cannot be forked from one that has computed already.
+
+    Raises:
+        ConfigError: when a mesh is not possible, or a promise of the model file is broken.
+    """
+    given = [str(path)] if path is not None else []
+    words = [*given, "--json", "--steps", str(steps), *(("--mesh", *meshes) if meshes else ()), *_arguments(options)]
+    command = [sys.executable, "-m", "shardtrain", "verify", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": _path()})
+    if done.returncode not in (0, 4):
+        lines = [line.partition(": ")[2] for line in done.stderr.splitlines() if line.startswith("error[")]
+        raise ConfigError("\n".join(lines) or done.stderr.strip())
+    return [
+        MeshResult(**{k: v for k, v in row.items() if k in MeshResult.__annotations__}) for row in _rows(done.stdout)
+    ]
+
+
+def _rows(text: str) -> list[dict[str, Any]]:
+    return list(json.loads(text)["rows"])
+
+
+def _path() -> str:
+    """Where this very package lies comes first."""
+    return os.pathsep.join([str(Path(configs.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(
+        os.pathsep
+    )
+
+
+def _arguments(options: Mapping[str, Any] | None) -> list[str]:
+    words: list[str] = []
+    for name, value in (options or {}).items():
+        if isinstance(value, list | tuple) and value:
+            words += [f"--{name}", *map(_text, value)]
+        else:
+            words.append(f"--{name}={_text(value)}")
+    return words
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
+
+
+def _switches() -> tuple[bool, bool, bool, bool]:
+    cudnn = torch.backends.cudnn
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return deterministic, torch.is_deterministic_algorithms_warn_only_enabled(), cudnn.deterministic, cudnn.benchmark
+
+
+def _restore(environ: Mapping[str, str], level: int, switches: tuple[bool, bool, bool, bool]) -> None:
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+    os.environ.update(environ)
+    log.reset()
+    logging.getLogger("shardtrain").setLevel(level)
+    torch.use_deterministic_algorithms(switches[0], warn_only=switches[1])
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = switches[2:]

@@ -1,0 +1,153 @@
+"""The Python face computes what the verbs compute, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import torch
+from tiny import text_file
+
+import shardtrain
+from shardtrain import cli
+from shardtrain.utils.errors import CheckpointError, ConfigError, ShardtrainError
+
+ROOT = Path(__file__).parents[1]
+SHAPE = {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 64}
+
+
+def options(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "model.overrides": "{" + ", ".join(f"{name} = {value}" for name, value in SHAPE.items()) + "}",
+        "training.dataset": "text",
+        "training.dataset_path": text_file(),
+        "training.seq_len": 16,
+        "training.local_batch_size": 2,
+        "training.steps": 4,
+        "lr_scheduler.warmup_steps": 2,
+        "metrics.log_freq": 1,
+        "checkpoint.enable": True,
+        "checkpoint.interval": 2,
+        "job.dump_folder": str(folder),
+        **more,
+    }
+
+
+def words(given: dict[str, Any]) -> list[str]:
+    return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def surroundings() -> tuple[Any, ...]:
+    logger = logging.getLogger("shardtrain")
+    cudnn = torch.backends.cudnn
+    switches = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+    return dict(os.environ), list(logger.handlers), logger.level, logger.propagate, torch.get_default_dtype(), switches
+
+
+def test_the_package_is_imported_without_torch_and_says_what_it_has() -> None:
+    code = "import sys, shardtrain; print('torch' in sys.modules, 'numpy' in sys.modules, sorted(shardtrain.__all__))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("False False ['StepResult', 'Trainer', 'evaluate', 'generate', 'load_config'"), done
+    assert all(getattr(shardtrain, name).__doc__ for name in shardtrain.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trainer_'"):
+        _ = shardtrain.trainer_  # type: ignore[attr-defined]
+
+
+def test_steps_by_hand_are_those_of_the_command_line_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    assert cli.main(["train", "debug", *words(options(tmp_path / "cli")), "--nproc", "1"]) == 0
+    expected = losses(tmp_path / "cli")
+    before = surroundings()
+    with shardtrain.Trainer("debug", options(tmp_path / "hand")) as trainer:
+        found = []
+        while (result := trainer.step()) is not None:
+            found.append(result)
+        assert trainer.state.step == 4
+    assert {result.step: result.loss for result in found} == expected
+    assert (tmp_path / "hand" / "checkpoint" / "step-4" / "manifest.json").exists()
+    assert surroundings() == before
+    with pytest.raises(ShardtrainError, match="closed"):
+        trainer.step()
+
+
+def test_a_run_continues_in_the_same_process_with_the_bits_of_one_that_never_ended(tmp_path: Path) -> None:
+    straight = shardtrain.Trainer("debug", options(tmp_path / "straight")).train()
+    with shardtrain.Trainer("debug", options(tmp_path / "parts")) as trainer:
+        first = [trainer.step(), trainer.step()]
+    state = shardtrain.Trainer("debug", options(tmp_path / "parts")).train()
+    assert state == straight
+    expected = losses(tmp_path / "straight")
+    assert [result.loss for result in first if result] == [expected[1], expected[2]]
+    assert losses(tmp_path / "parts") == {step: expected[step] for step in (3, 4)}
+    assert json.loads((tmp_path / "parts" / "exit.json").read_text())["code"] == 0
+
+
+def test_a_model_generates_and_is_evaluated_as_by_the_verbs(tmp_path: Path, capsys) -> None:
+    shardtrain.Trainer("debug", options(tmp_path / "run")).train()
+    model = shardtrain.load_model(tmp_path / "run")
+    texts = shardtrain.generate(model, ["mesh ", "loss"], max_new_tokens=5)
+    capsys.readouterr()
+    for prompt, text in zip(["mesh ", "loss"], texts, strict=True):
+        assert cli.main(["generate", "--from", str(tmp_path / "run"), "--prompt", prompt, "--max_new_tokens", "5"]) == 0
+        assert capsys.readouterr().out == text + "\n"
+    data = tmp_path / "held_out.txt"
+    data.write_text("mesh shard gather reduce\n" * 20)
+    found = shardtrain.evaluate(model, data, seq_len=16)
+    asked = ["evaluate", "--from", str(tmp_path / "run"), "--data", f"held={data}", "--seq_len", "16"]
+    assert cli.main(asked) == 0
+    assert json.loads(capsys.readouterr().out)["sets"]["held"] == found
+
+
+def test_verify_gives_a_result_per_mesh(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')
+    (result,) = shardtrain.verify(path, meshes=["tp=2"], steps=1)
+    assert (result.mesh, result.verdict, result.initial) == ("tp=2", "same", 0)
+    with pytest.raises(ConfigError, match=r"--mesh tp=3: parallelism.tensor_parallel_degree=3 does not divide"):
+        shardtrain.verify(path, meshes=["tp=3"])
+
+
+def test_wrong_input_is_an_error_of_one_line_and_leaves_the_process_as_it_was(tmp_path: Path) -> None:
+    before = surroundings()
+    with pytest.raises(ConfigError, match=r"training.stepz.* did you mean training.steps\?"):
+        shardtrain.load_config(None, {"training.stepz": 3})
+    with pytest.raises(ConfigError, match=r"nope.toml.* does not exist"):
+        shardtrain.Trainer(tmp_path / "nope.toml")
+    with pytest.raises(ConfigError, match="training.seq_len=0 must be at least 1"):
+        shardtrain.Trainer("debug", options(tmp_path, **{"training.seq_len": 0}))
+    with pytest.raises(ConfigError, match="cannot be given beside"):
+        shardtrain.Trainer(shardtrain.load_config(), {"training.steps": 3})
+    with pytest.raises((ConfigError, CheckpointError), match="does not exist"):
+        shardtrain.load_model(tmp_path / "none")
+    assert surroundings() == before
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
+
+
+def cells() -> list[str]:
+    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
+    assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in notebook["cells"])
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("source", ["notebook", "page"])
+def test_the_notebook_and_the_page_run_from_top_to_bottom(source: str, tmp_path: Path) -> None:
+    parts = cells() if source == "notebook" else blocks((ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
+    assert len(parts) >= 4
+    (tmp_path / "all.py").write_text("\n".join(parts))
+    done = forked.run([sys.executable, "all.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
