@@ -7,7 +7,6 @@ instead of ending the process. The trainer knows nothing of this file.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -97,7 +96,7 @@ class Trainer:
         else:
             self._loaded = load_config(config, options)
         self._stack = ExitStack()
-        self._stack.callback(_restore, dict(os.environ), log.logger.level, _switches())
+        self._stack.callback(_restore, dict(os.environ), (log.logger.level, log.logger.propagate), _switches())
         self._open: tuple[World, Run, Checkpoints] | None = None
         self._closed = False
         size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -320,11 +319,14 @@ def _switches() -> tuple[bool, bool, bool, bool]:
     return deterministic, torch.is_deterministic_algorithms_warn_only_enabled(), cudnn.deterministic, cudnn.benchmark
 
 
-def _restore(environ: Mapping[str, str], level: int, switches: tuple[bool, bool, bool, bool]) -> None:
+def _restore(
+    environ: Mapping[str, str], logging_was: tuple[int, bool], switches: tuple[bool, bool, bool, bool]
+) -> None:
     for name in set(os.environ) - set(environ):
         del os.environ[name]
     os.environ.update(environ)
     log.reset()
-    logging.getLogger("shardtrain").setLevel(level)
+    log.logger.setLevel(logging_was[0])
+    log.logger.propagate = logging_was[1]
     torch.use_deterministic_algorithms(switches[0], warn_only=switches[1])
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = switches[2:]
