@@ -68,9 +68,10 @@ class Model:
 class Optimizer:
     """The optimizer and its constants."""
 
-    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    name: str = "AdamW"
     """AdamW decays weights apart from the gradient; Adam adds the decay to it; Muon orthogonalizes the update of each
-    hidden matrix and leaves all else to AdamW (Muon: shardtrain)."""
+    hidden matrix and leaves all else to AdamW (Muon: shardtrain). Or the path of a file of yours, which is given this
+    section: docs/extend.md (shardtrain)."""
     lr: float = 8e-4
     """Peak learning rate, scaled by [lr_scheduler]."""
     beta1: float = 0.9
