@@ -15,13 +15,17 @@ OPTIMIZER = (
     ("build", "initial_state"),
     "define build(param_groups, options) and initial_state(parameter): docs/extend.md",
 )
+TOKENIZER = (("Tokenizer",), "define a class Tokenizer with encode, decode and vocab_size, as docs/extend.md shows")
 """What a file must hold, and the fix where it does not."""
 
 OPTIMIZERS = ("AdamW", "Adam", "Muon")
 
 
 def check_own_files(loaded: Loaded) -> Iterator[Problem]:
-    """An optimizer, which may be one of this package, and sinks."""
+    """An optimizer, which may be one of this package, a tokenizer, and sinks."""
+    tokenizer = loaded.config.model.tokenizer_path
+    if tokenizer is not None and tokenizer.endswith(".py"):
+        yield from _check(loaded, "model.tokenizer_path", tokenizer, *TOKENIZER)
     for path in loaded.config.metrics.sinks:
         yield from _check(loaded, "metrics.sinks", path, *SINK)
     name = loaded.config.optimizer.name

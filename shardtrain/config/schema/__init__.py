@@ -50,7 +50,8 @@ class Model:
     """Folder with tokenizer.json, and config.json if it is a model's, or "bytes" for the byte-level tokenizer of this
     package."""
     tokenizer_path: str | None = None
-    """Older name of hf_assets_path: a tokenizer file or folder; used when set."""
+    """Older name of hf_assets_path: a tokenizer file or folder; used when set. It also takes a file of yours with a
+    class Tokenizer, as "my_tokenizer.py": docs/extend.md (shardtrain)."""
     norm_type: Literal["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
     """Normalisation; rmsnorm and fused_rmsnorm are one fused kernel, np_layernorm has no parameters (shardtrain)."""
     overrides: dict[str, int | float | bool | str] = field(default_factory=dict)

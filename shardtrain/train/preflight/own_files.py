@@ -43,7 +43,7 @@ def look(config: Config) -> list[ShardtrainError]:
 def _named(config: Config) -> list[tuple[str, str]]:
     """Options and the files that they may name."""
     found = [("model.name", config.model.name), ("task.name", config.task.name)]
-    found += [("optimizer.name", config.optimizer.name)]
+    found += [("optimizer.name", config.optimizer.name), ("model.tokenizer_path", config.model.tokenizer_path or "")]
     found += [("training.dataset", config.training.dataset), ("validation.dataset", config.validation.dataset)]
     found += [("metrics.sinks", path) for path in config.metrics.sinks]
     return found + [(f"data.sources.{name}.dataset", source.dataset) for name, source in config.data.sources.items()]
