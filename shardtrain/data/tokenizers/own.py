@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,14 @@ class OwnTokenizer:
         return found
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
-        """Text of ids; special ones are left out unless they are to be kept."""
-        plain = np.asarray(ids, dtype=np.int64).tolist()
-        return str(self._tokenizer.decode([i for i in plain if keep_special or i not in self.special_ids]))
+        """Text of ids; bos, eos and pad have none, unless they are kept as ``<bos>``, ``<eos>`` and ``<pad>``."""
+        plain: list[int] = np.asarray(ids, dtype=np.int64).tolist()
+        if not keep_special:
+            return str(self._tokenizer.decode([i for i in plain if i not in self.special_ids]))
+        names = {self.pad_id: "<pad>", self.bos_id: "<bos>", self.eos_id: "<eos>"}
+        runs = groupby(plain, key=lambda i: names.get(i))
+        pieces = ((name, list(run)) for name, run in runs)
+        return "".join(str(self._tokenizer.decode(run)) if name is None else name * len(run) for name, run in pieces)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str, str]]:
         from shardtrain.data.tokenizer import reopen
