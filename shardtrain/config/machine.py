@@ -208,6 +208,8 @@ def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
             rule = f"has {BYTE_TOKENIZER_IDS} ids, more than the model's vocab_size of {vocab}"
             yield problem(loaded, option, rule, f"set model.overrides.vocab_size to {BYTE_TOKENIZER_IDS} or more")
         return
+    if model.tokenizer_path and value.endswith(".py"):
+        return  # code of the user's: the trainer opens it, and compares its ids with the model's
     path = Path(value).expanduser()
     fix = 'download the tokenizer of the model\'s Hugging Face repository ("shardtrain data download"), or use "bytes"'
     if not path.exists():

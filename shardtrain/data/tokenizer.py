@@ -13,12 +13,16 @@ import numpy.typing as npt
 from shardtrain.data import sandbox
 from shardtrain.data.tokenizers import json_file, sentencepiece_model, tiktoken_model
 from shardtrain.data.tokenizers.byte import ByteTokenizer
+from shardtrain.data.tokenizers.own import OwnTokenizer
 from shardtrain.utils.errors import ConfigError, Problem
 
 __all__ = ["ByteTokenizer", "Ids", "Spans", "Tokenizer", "open_tokenizer"]
 
 Ids = npt.NDArray[np.int32]
 Spans = npt.NDArray[np.int64]
+
+OWN = "model.tokenizer_path"
+"""The option that may name a file of code; those of folders never do."""
 
 MAX_FILE_BYTES = 2**28
 """A larger file is refused unread: the largest vocabularies in use take 40 MiB."""
@@ -79,13 +83,17 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
     """Open the tokenizer at a path: "bytes", a file, or a folder with ``tokenizer.json`` or else ``tokenizer.model``.
 
     The kind of a file is known by what it holds: ``tokenizer.json`` of the tokenizers library, a sentencepiece model,
-    or the base64 ranks of tiktoken, which are taken as Llama 3's. ``option`` is named in errors.
+    or the base64 ranks of tiktoken, which are taken as Llama 3's. A file of the user's that ends in .py is opened for
+    ``model.tokenizer_path`` alone. ``option`` is named in errors.
 
     Raises:
         ConfigError: when there is no such file, it cannot be read, or a library is missing.
     """
     if path == "bytes":
         return ByteTokenizer()
+    if path.endswith(".py") and option == OWN:
+        # a path in the user's own config is code that the user chose; other options name artefacts
+        return OwnTokenizer(path, option)
     file = Path(path)
     try:
         if file.is_dir():

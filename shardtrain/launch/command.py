@@ -18,10 +18,11 @@ from shardtrain.config.schema.launch import Launch
 from shardtrain.launch import hostfile, job_status
 from shardtrain.launch.job import Job, to_job, to_mount, without
 from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, slurm_queue, ssh, ssh_connections
+from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 HELP = """\
-usage: shardtrain launch {local,ssh,slurm,kubernetes,runai} [CONFIG.toml] [--dry-run] [--doctor]
+usage: shardtrain launch {local,ssh,slurm,kubernetes,runai,FILE.py} [CONFIG.toml] [--dry-run] [--doctor]
                         [--section.key VALUE ...]
        shardtrain launch {status,logs,stop} ID
 
@@ -60,6 +61,9 @@ Follow = Callable[[str], int]
 FOLLOW: dict[str, Follow] = {"status": job_status.status, "logs": job_status.logs, "stop": job_status.stop}
 
 
+_FILE = (("render", "submit"), "define render(job, launch) and submit(text, job, launch), as docs/extend.md shows")
+"""What a platform of the user's must hold, and the fix where it does not."""
+
 _DRY_RUN = frozenset({"--dry-run", "--dry_run"})
 _DOCTOR = "--doctor"
 IMAGE_WORKDIR = "/workspace"
@@ -73,7 +77,6 @@ class Asked:
 
     loaded: config.Loaded
     overrides: Sequence[str]
-    dry_run: bool
     verb: str
 
     @property
@@ -87,6 +90,14 @@ class Asked:
         return to_job(self.loaded, self.overrides, path, self.verb)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a platform makes of it: the text that --dry-run prints, and what submits it and gives the exit status."""
+
+    text: str
+    submit: Callable[[], int]
+
+
 def main(words: list[str]) -> int:
     """Run one action; gives the exit status."""
     action, rest = (words[0], words[1:]) if words else ("", [])
@@ -97,15 +108,22 @@ def main(words: list[str]) -> int:
         if len(rest) != 1:
             raise ConfigError(Problem(f"launch {action}", " ".join(rest) or None, "needs one id", "as slurm/1234"))
         return FOLLOW[action](rest[0])
-    if action not in PLATFORMS:
+    if action not in PLATFORMS and not action.endswith(".py"):
         near = config.nearest(action, [*PLATFORMS, *FOLLOW]) if action else None
-        fix = (f"did you mean {near}? " if near else "") + f"use one of {', '.join([*PLATFORMS, *FOLLOW])}"
+        fix = (
+            f"did you mean {near}? " if near else ""
+        ) + f"use one of {', '.join([*PLATFORMS, *FOLLOW])}, or a file of yours"
         raise ConfigError(Problem("shardtrain launch", action or None, "needs a platform", fix, "command line"))
     loaded, overrides = _load([word for word in rest if word not in _DRY_RUN and word != _DOCTOR])
     _note_unused(action, loaded)
     _note_unmounted(action, loaded)
     verb = "doctor" if _DOCTOR in rest else "train"
-    return PLATFORMS[action](Asked(loaded, overrides, not _DRY_RUN.isdisjoint(rest), verb))
+    asked = Asked(loaded, overrides, verb)
+    plan = _own(action, asked) if action.endswith(".py") else PLATFORMS[action](asked)
+    if not _DRY_RUN.isdisjoint(rest):
+        print(plan.text, end="")
+        return 0
+    return plan.submit()
 
 
 def _note_unused(platform: str, loaded: config.Loaded) -> None:
@@ -217,78 +235,99 @@ def _forwarded(job: Job) -> None:
         raise ConfigError(Problem("launch.forward_env", list(job.forwarded), f"names {missing[0]}, not set here", fix))
 
 
-def _local(asked: Asked) -> int:
+def _own(path: str, asked: Asked) -> Plan:
+    """The platform of a file of the user's."""
+    module = own_file.load(path, "platform", "shardtrain launch", *_FILE)
+    job, launch = asked.job(), asked.launch
+    text = module.render(job, launch)
+    if not isinstance(text, str):
+        rule = f"renders a {type(text).__name__}"
+        raise ConfigError(Problem("shardtrain launch", path, rule, "return the text to submit from render"))
+    _forwarded(job)
+
+    def submit() -> int:
+        told = module.submit(text, job, launch)
+        if told is not None:
+            print(told)
+        return 0
+
+    return Plan(text if text.endswith("\n") else f"{text}\n", submit)
+
+
+def _local(asked: Asked) -> Plan:
     job = asked.job()
     if job.nodes > 1:
         raise ConfigError(Problem("launch.nodes", job.nodes, "is more than this machine", "launch ssh, or --nodes 1"))
     # the interpreter and the folder are this shell's: launch.python and launch.workdir are those of other machines
     command = [sys.executable, *job.command[1:]]
-    if asked.dry_run:
-        _print_lines([*(f"export {k}={shlex.quote(v)}" for k, v in job.environment.items()), shlex.join(command)])
-        return 0
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(Problem("torch", None, "is not installed here", "pip install torch, or launch elsewhere"))
-    sys.stdout.flush()
-    os.execve(sys.executable, command, {**os.environ, **job.environment})
+    exports = [f"export {k}={shlex.quote(v)}" for k, v in job.environment.items()]
+
+    def submit() -> int:
+        if importlib.util.find_spec("torch") is None:
+            raise ConfigError(Problem("torch", None, "is not installed here", "pip install torch, or launch elsewhere"))
+        sys.stdout.flush()
+        os.execve(sys.executable, command, {**os.environ, **job.environment})
+
+    return Plan("\n".join([*exports, shlex.join(command), ""]), submit)
 
 
-def _ssh(asked: Asked) -> int:
+def _ssh(asked: Asked) -> Plan:
     job, launch = asked.job(), asked.launch
     chosen = hostfile.chosen(launch, launch.nodes if asked.loaded.is_set("launch.nodes") else None)
     _forwarded(job)
     meeting = launch.ssh.rendezvous_host or ssh.address_of(chosen[0], launch)
     plans = ssh.render(job, launch, chosen, meeting, ssh.new_run_id())
-    if asked.dry_run:
-        print(ssh.text(plans), end="")
-        return 0
-    folder = job_status.open_folder(os.getpid())
-    print(f"ssh/{os.getpid()}", flush=True)
-    return job_status.ended(folder, ssh_connections.Run(plans, launch.ssh, folder))
+
+    def submit() -> int:
+        folder = job_status.open_folder(os.getpid())
+        print(f"ssh/{os.getpid()}", flush=True)
+        return job_status.ended(folder, ssh_connections.Run(plans, launch.ssh, folder))
+
+    return Plan(ssh.text(plans), submit)
 
 
-def _slurm(asked: Asked) -> int:
+def _slurm(asked: Asked) -> Plan:
     job = asked.job()
     text = slurm.render(job, asked.launch)
     _forwarded(job)
     _note_unasked(asked.loaded, "slurm")
-    if asked.dry_run:
-        print(text, end="")
+
+    def submit() -> int:
+        slurm.note_missing(job, asked.launch)
+        print(f"slurm/{slurm_queue.submit(text)}")
         return 0
-    slurm.note_missing(job, asked.launch)
-    print(f"slurm/{slurm_queue.submit(text)}")
-    return 0
+
+    return Plan(text, submit)
 
 
-def _kubernetes(asked: Asked) -> int:
+def _kubernetes(asked: Asked) -> Plan:
     launch = asked.launch
     job = asked.job(kubernetes.CONFIG_PATH if asked.loaded.path else None)
     text = kubernetes.render(job, launch)
     _note_unasked(asked.loaded, "kubernetes")
-    if asked.dry_run:
-        print(text, end="")
+
+    def submit() -> int:
+        kubectl.create(text)
+        print(job_status.kubernetes_id(job, launch))
         return 0
-    kubectl.create(text)
-    print(job_status.kubernetes_id(job, launch))
-    return 0
+
+    return Plan(text, submit)
 
 
-def _runai(asked: Asked) -> int:
+def _runai(asked: Asked) -> Plan:
     job, launch = asked.job(), asked.launch
     words = runai.render(job, launch)
     _note_unasked(asked.loaded, "runai")
-    if asked.dry_run:
-        print(shlex.join(words))
+
+    def submit() -> int:
+        runai.submit(words)
+        print(job_status.runai_id(job, launch))
         return 0
-    runai.submit(words)
-    print(job_status.runai_id(job, launch))
-    return 0
+
+    return Plan(f"{shlex.join(words)}\n", submit)
 
 
-def _print_lines(lines: Sequence[str]) -> None:
-    print(*lines, sep="\n")
-
-
-PLATFORMS: dict[str, Callable[[Asked], int]] = {
+PLATFORMS: dict[str, Callable[[Asked], Plan]] = {
     "local": _local,
     "ssh": _ssh,
     "slurm": _slurm,

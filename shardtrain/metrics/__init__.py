@@ -7,31 +7,32 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardtrain.config.schema import Config
 from shardtrain.metrics.memory import read_peak
 from shardtrain.metrics.meters import Window, WindowMeans
 from shardtrain.metrics.progress import Progress, progress_allowed
-from shardtrain.metrics.record import Record, Reduce, RunFacts, tags_of
-from shardtrain.metrics.sinks import console
-from shardtrain.metrics.sinks.jsonl import JsonlFile
-from shardtrain.metrics.sinks.tensorboard import TensorBoardSink, missing_package
-from shardtrain.metrics.sinks.wandb import WandbSink
+from shardtrain.metrics.record import Record, Reduce, RunFacts
+from shardtrain.metrics.sinks import Request, Sink, console, tensorboard, wandb
+from shardtrain.metrics.sinks.jsonl import JsonlFiles
+from shardtrain.metrics.sinks.own import OwnSink
 from shardtrain.utils.errors import Problem
 from shardtrain.utils.hardware import peak_flops
 from shardtrain.utils.log import logger
-from shardtrain.utils.redact import redact_all
 from shardtrain.utils.units import format_count, format_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Metrics", "Record", "Reduce", "RunFacts", "metrics_problems"]
+
+_OPTIONAL = (tensorboard, wandb)
+"""Sinks that an option turns on."""
 
 
 def metrics_problems(config: Config) -> list[Problem]:
@@ -42,10 +43,7 @@ def metrics_problems(config: Config) -> list[Problem]:
     peak = config.metrics.peak_flops
     if peak is not None and not 0 < peak < float("inf"):
         problems.append(Problem("metrics.peak_flops", peak, "must be a positive number of FLOP/s", "e.g. 312e12"))
-    if config.metrics.enable_tensorboard:
-        problems.append(missing_package("tensorboard", "metrics.enable_tensorboard"))
-    if config.metrics.enable_wandb:
-        problems.append(missing_package("wandb", "metrics.enable_wandb"))
+    problems += [module.problem(config) for module in _OPTIONAL]
     return [problem for problem in problems if problem is not None]
 
 
@@ -53,8 +51,8 @@ class Metrics:
     """Collects what steps report and writes it every ``metrics.log_freq`` steps.
 
     Made by every rank, right before the first step; ``run_folder`` is ``job.dump_folder``. The writer rank keeps
-    ``metrics.jsonl`` (always), TensorBoard and W&B; every rank logs the console line to its own log. Use it as a
-    context manager, or call ``close``. Raises ConfigError where a sink's package is missing.
+    ``metrics.jsonl`` (always), TensorBoard, W&B and the user's sinks; every rank logs the console line to its own log.
+    Use it as a context manager, or call ``close``. Raises ConfigError where a sink's package is missing.
     """
 
     def __init__(
@@ -77,18 +75,10 @@ class Metrics:
         self._last: Record | None = None
         self._step = facts.start_step
         self._start_tokens = tokens_seen
-        self._jsonl = JsonlFile(self._run_folder / "metrics.jsonl", facts.start_step) if facts.is_writer else None
-        self._validation = (
-            JsonlFile(self._run_folder / "validation.jsonl", facts.start_step) if facts.is_writer else None
-        )
-        self._tensorboard = self._open_tensorboard()
-        self._wandb = self._open_wandb(config)
+        self._sinks = list(self._open_sinks(config))
         self._progress: Progress | None = None
         if facts.is_writer and progress_allowed(not self._options.disable_color_printing):
             self._progress = Progress(facts.total_steps, facts.start_step)
-        for file in (self._jsonl, self._validation):
-            if file is not None:
-                file.history.clear()  # needed to draw the curve only; a long run's would stay in memory
         self._closed = False
         self._log_header()
         self._start_seconds = clock()
@@ -138,15 +128,8 @@ class Metrics:
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         """Report results on held-out data, equal on all ranks: ``{"loss": 2.9}``; kept in ``validation.jsonl``."""
-        words = "  ".join(f"{key}: {value:.5f}" for key, value in values.items())
-        logger.info(f"validation step: {step:>2}  {words}")
-        if self._validation:
-            self._validation.write({"step": step, **values})
-        tags = {f"validation_metrics/{key}": value for key, value in values.items()}
-        if self._tensorboard:
-            self._tensorboard.write(step, tags)
-        if self._wandb:
-            self._wandb.write(step, tags)
+        for sink in self._sinks:
+            sink.validation(step, values)
 
     def close(self, summary: bool = True) -> None:
         """Close all sinks, and log a summary of the run unless told otherwise; a second call does nothing."""
@@ -155,9 +138,8 @@ class Metrics:
         self._closed = True
         if self._progress:
             self._progress.close()
-        for sink in (self._jsonl, self._validation, self._tensorboard, self._wandb):
-            if sink is not None:
-                sink.close()
+        for sink in self._sinks:
+            sink.close()
         if summary:
             self._log_summary()
 
@@ -200,43 +182,25 @@ class Metrics:
         """Send a record to every sink."""
         self._first = self._first or record
         self._last = record
-        console.write(record)
-        if self._jsonl:
-            self._jsonl.write(record.json_fields())
-        if self._tensorboard or self._wandb:
-            tags = record.tags(self._facts.device_type, self._options.legacy_tags)
-            if self._tensorboard:
-                self._tensorboard.write(record.step, tags)
-            if self._wandb:
-                self._wandb.write(record.step, tags | _wandb_values(record))
+        for sink in self._sinks:
+            sink.write(record)
 
-    def _open_tensorboard(self) -> TensorBoardSink | None:
-        """The sink of this rank, with the history of a resumed run in it."""
-        everyone = self._options.save_for_all_ranks
-        if not self._options.enable_tensorboard or not (self._facts.is_writer or everyone):
-            return None
-        sink = TensorBoardSink(
-            self._run_folder / self._options.save_tb_folder, rank=self._facts.rank if everyone else None
-        )
-        if self._jsonl:
-            sink.replay(self._history(self._jsonl.history))
-        if self._validation:
-            sink.replay(_validation_history(self._validation.history))
-        return sink
-
-    def _history(self, records: Iterable[dict[str, Any]]) -> Iterable[tuple[int, dict[str, float]]]:
-        """Tags of the records of earlier steps."""
-        for fields in records:
-            yield fields["step"], tags_of(fields, self._facts.device_type, self._options.legacy_tags)
-
-    def _open_wandb(self, config: Config) -> WandbSink | None:
-        """The sink of this rank."""
-        everyone = self._options.save_for_all_ranks
-        if not self._options.enable_wandb or not (self._facts.is_writer or everyone):
-            return None
-        facts = {f"run.{key}": value for key, value in dataclasses.asdict(self._facts).items()}
-        rank = self._facts.rank if everyone else None
-        return WandbSink(self._run_folder, redact_all(dataclasses.asdict(config) | facts), rank)
+    def _open_sinks(self, config: Config) -> Iterator[Sink]:
+        """The sinks of this rank, in the order in which they are written."""
+        yield console.Console()
+        request = Request(config, self._run_folder, self._facts)
+        if self._facts.is_writer:
+            files = JsonlFiles(self._run_folder, self._facts.start_step)
+            yield files
+            request = dataclasses.replace(request, records=files.records.history, validations=files.validations.history)
+        for module in _OPTIONAL:
+            sink = module.open_sink(request)
+            if sink is not None:
+                yield sink
+        if request.is_wanted:
+            yield from (OwnSink(path, request) for path in config.metrics.sinks)
+        if self._facts.is_writer:
+            files.forget()  # an earlier part of the run is needed while sinks open; it would stay in memory
 
     def _log_header(self) -> None:
         """Say what runs, and how the MFU is measured or why it is not."""
@@ -276,26 +240,6 @@ class Metrics:
             f"done: {steps} steps (to step {self._step}) in {format_seconds(seconds)}, {loss}"
             f"{format_count(tokens)} tokens, {speed}"
         )
-        if self._jsonl:
-            logger.info(f"metrics in {self._jsonl.path}")
-        if self._tensorboard:
-            logger.info(f"curves: tensorboard --logdir {self._run_folder / self._options.save_tb_folder}")
-
-
-def _wandb_values(record: Record) -> dict[str, float]:
-    """Names that users of W&B know, beside the tags of TensorBoard."""
-    return {
-        "loss": record.loss,
-        "lr": record.lr,
-        "step": record.step,
-        "tokens_per_second": record.tokens_per_second,
-        "step_time": record.step_seconds,
-        "consumed_tokens": record.tokens_seen,
-    }
-
-
-def _validation_history(records: Iterable[dict[str, Any]]) -> Iterable[tuple[int, dict[str, float]]]:
-    """Tags of earlier validations."""
-    for fields in records:
-        tags = {f"validation_metrics/{key}": v for key, v in fields.items() if key != "step" and v is not None}
-        yield fields["step"], tags
+        for sink in self._sinks:
+            if told := getattr(sink, "summary", ""):
+                logger.info(told)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardtrain.config.schema import Optimizer
+from shardtrain.optim import own
 from shardtrain.optim.adamw import CLASSES, adam, adam_zero_state
 from shardtrain.optim.muon import Muon, muon_groups
 from shardtrain.optim.param_groups import parameter_groups
@@ -30,9 +31,10 @@ def build(
         ConfigError: when the optimizer is unknown, a pattern of no_weight_decay or muon_adamw_patterns matches nothing,
             or no parameter needs a gradient.
     """
-    if config.name not in (*CLASSES, "Muon"):
-        fix = f"use one of {', '.join((*CLASSES, 'Muon'))}"
-        raise ConfigError(Problem("optimizer.name", config.name, "is not an optimizer", fix))
+    is_own = config.name.endswith(".py")
+    if not is_own and config.name not in (*CLASSES, "Muon"):
+        fix = f"use one of {', '.join((*CLASSES, 'Muon'))}, or the path of a file of yours"
+        raise ConfigError(Problem("optimizer.name", config.name, "is no optimizer", fix))
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if config.name == "Muon":
         groups = muon_groups(trained, config, all_names)
@@ -41,6 +43,8 @@ def build(
     if not groups:
         fix = "unfreeze some; adapters are needed on every pipeline stage (lora.target_modules)"
         raise ConfigError(Problem("optimizer.name", config.name, "has no parameter to train", fix))
+    if is_own:
+        return own.build(groups, config)
     return Muon(groups, config) if config.name == "Muon" else adam(groups, config)
 
 
@@ -55,7 +59,8 @@ def state_tensors(
 ) -> dict[str, Tensor]:
     """The optimizer's state by name: ``{parameter}.exp_avg``, ``.exp_avg_sq`` (like the parameter) and ``.step``.
 
-    Of a matrix that Muon updates it is ``{parameter}.momentum`` alone. The tensors are the live ones: copying into them
+    Of a matrix that Muon updates it is ``{parameter}.momentum`` alone, and of an optimizer of the user's what its file
+    says. The tensors are the live ones: copying into them
     restores the state. Before the first update they are made as the first update would make them, zero. Parameters
     that the optimizer does not hold are left out.
     """
@@ -65,7 +70,7 @@ def state_tensors(
         if parameter not in groups:
             continue
         state = optimizer.state[parameter]
-        if not state:
+        if not state and isinstance(optimizer, Muon | torch.optim.Adam):
             state.update(_zero_state(optimizer, parameter, groups[parameter]))
         tensors.update({f"{name}.{key}": tensor for key, tensor in state.items()})
     return tensors

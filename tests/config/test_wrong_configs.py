@@ -43,9 +43,9 @@ READING = [
     ),
     (
         "word not in the list",
-        '[optimizer]\nname = "adamw"',
+        '[optimizer]\nimplementation = "Fused"',
         [],
-        ['name="adamw"', '"AdamW", "Adam"', 'did you mean "AdamW"?'],
+        ['implementation="Fused"', '"fused", "foreach"', 'did you mean "fused"?'],
     ),
     ("literal in a list", '[compile]\ncomponents = ["modle"]', [], ["components", "must be one of", 'mean "model"?']),
     ("text for a list", '[optimizer]\nno_weight_decay = "*.bias"', [], ["must be a list", 'write ["*.bias"]']),
@@ -107,6 +107,7 @@ READING = [
 ]
 
 CHECKING = [
+    ("no optimizer", '[optimizer]\nname = "adamw"', [], ['name="adamw"', "AdamW, Adam", 'did you mean "AdamW"?']),
     ("no steps", "[training]\nsteps = 0", [], ["training.steps=0", "at least 1"]),
     ("endless", "[training]\nsteps = -1", [], ["training.steps=-1", "without end", "training.epochs"]),
     ("no batch", "[training]\nlocal_batch_size = 0", [], ["local_batch_size=0", "at least 1"]),
@@ -302,12 +303,19 @@ def test_what_cannot_work_is_one_problem_with_its_fix(
 
 
 def test_all_problems_of_file_and_command_line_come_together(tmp_path: Path) -> None:
-    text = '[training]\nsetps = 3\nsteps = 1.5\n[optimzer]\nlr = 1\n[optimizer]\nname = "SGD"\n'
+    text = '[training]\nsetps = 3\nsteps = 1.5\n[optimzer]\nlr = 1\n[optimizer]\nimplementation = "no"\n'
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, text, ["--training.seq-lenn", "1", "--optimizer.lr=x"])
     lines = str(caught.value).splitlines()
     assert len(lines) == 6
-    for option in ("setps", "training.steps", "[optimzer]", "optimizer.name", "--training.seq_lenn", "optimizer.lr"):
+    for option in (
+        "setps",
+        "training.steps",
+        "[optimzer]",
+        "optimizer.implementation",
+        "--training.seq_lenn",
+        "optimizer.lr",
+    ):
         assert any(option in line for line in lines), option
 
 

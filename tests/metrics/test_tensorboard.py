@@ -119,8 +119,8 @@ def test_a_failing_writer_is_one_warning_and_no_end_of_training(tmp_path, monkey
         raise RuntimeError("disk is gone")
 
     monkeypatch.setattr(sink._writer, "add_scalar", fail)
-    sink.write(1, {"a": 1.0, "b": 2.0})
-    sink.write(2, {"a": 1.0})
+    sink.scalars(1, {"a": 1.0, "b": 2.0})
+    sink.scalars(2, {"a": 1.0})
     sink.close()
     assert caplog.text.count("disk is gone") == 1
 

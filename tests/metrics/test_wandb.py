@@ -116,7 +116,7 @@ def test_a_client_that_hangs_holds_neither_steps_nor_the_end(tmp_path, client, c
     monkeypatch.setattr("shardtrain.metrics.sinks.wandb.QUEUE_RECORDS", 5)
     sink = WandbSink(tmp_path, {})
     for step in range(8):
-        sink.write(step, {"loss": 1.0})
+        sink.scalars(step, {"loss": 1.0})
     sink.close(timeout_seconds=0.05)
     assert sink.num_dropped == 3
     assert "3 records did not reach W&B" in caplog.text

@@ -34,6 +34,7 @@ from shardtrain.config.rules.model import (
 )
 from shardtrain.config.rules.numbers import check_numbers, numbers_notes
 from shardtrain.config.rules.option_pairs import check_pairs, check_schedule, check_without_effect
+from shardtrain.config.rules.own_files import check_own_files
 from shardtrain.config.rules.pipeline import check_context, check_pipeline
 from shardtrain.config.rules.safety import check_paths, check_secrets
 from shardtrain.config.rules.storage import check_storage
@@ -55,6 +56,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_numbers,
     check_paths,
     check_secrets,
+    check_own_files,
     check_launch,
     check_model,
     check_sizes,

@@ -180,7 +180,7 @@ WITHOUT_EFFECT: tuple[Rule, ...] = (
     *(
         (
             f"optimizer.muon_{name}",
-            lambda c: c.optimizer.name != "Muon",
+            lambda c: c.optimizer.name != "Muon" and not c.optimizer.name.endswith(".py"),
             "has no effect on another optimizer",
             'set optimizer.name = "Muon", or remove it',
         )

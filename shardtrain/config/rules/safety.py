@@ -68,6 +68,7 @@ def code_of_a_run(loaded: Loaded) -> list[Problem]:
     config = loaded.config
     named = {
         "model.name": config.model.name,
+        "model.tokenizer_path": config.model.tokenizer_path,
         "training.dataset": config.training.dataset,
         "validation.dataset": config.validation.dataset,
         **{f"data.sources.{name}.dataset": source.dataset for name, source in config.data.sources.items()},

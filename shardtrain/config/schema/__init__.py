@@ -50,7 +50,8 @@ class Model:
     """Folder with tokenizer.json, and config.json if it is a model's, or "bytes" for the byte-level tokenizer of this
     package."""
     tokenizer_path: str | None = None
-    """Older name of hf_assets_path: a tokenizer file or folder; used when set."""
+    """Older name of hf_assets_path: a tokenizer file or folder; used when set. It also takes a file of yours with a
+    class Tokenizer, as "my_tokenizer.py": docs/extend.md (shardtrain)."""
     norm_type: Literal["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
     """Normalisation; rmsnorm and fused_rmsnorm are one fused kernel, np_layernorm has no parameters (shardtrain)."""
     overrides: dict[str, int | float | bool | str] = field(default_factory=dict)
@@ -68,9 +69,10 @@ class Model:
 class Optimizer:
     """The optimizer and its constants."""
 
-    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    name: str = "AdamW"
     """AdamW decays weights apart from the gradient; Adam adds the decay to it; Muon orthogonalizes the update of each
-    hidden matrix and leaves all else to AdamW (Muon: shardtrain)."""
+    hidden matrix and leaves all else to AdamW (Muon: shardtrain). Or the path of a file of yours, which is given this
+    section: docs/extend.md (shardtrain)."""
     lr: float = 8e-4
     """Peak learning rate, scaled by [lr_scheduler]."""
     beta1: float = 0.9

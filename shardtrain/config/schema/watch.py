@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,12 @@ class Metrics:
     save_tb_folder: str = "tb"
     """Folder of TensorBoard files, below job.dump_folder."""
     save_for_all_ranks: bool = False
-    """Write TensorBoard and W&B from every rank, not from the first alone."""
+    """Write TensorBoard, W&B and sinks of yours from every rank, not from the first alone."""
     enable_wandb: bool = False
     """Log to Weights & Biases (the wandb extra); WANDB_MODE=offline works without an account."""
+    sinks: list[str] = field(default_factory=list)
+    """Files of yours with a class Sink, each of which is given what is written, as ["my_sink.py"]: docs/extend.md
+    (shardtrain)."""
     peak_flops: float | None = None
     """Dense peak of one device in FLOP/s for the MFU, where the device is not in the table (shardtrain)."""
     legacy_tags: bool = False

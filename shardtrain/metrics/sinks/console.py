@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shardtrain.metrics.record import Record
 from shardtrain.utils.log import logger
 from shardtrain.utils.units import format_seconds
@@ -22,9 +24,20 @@ def colored_line(record: Record) -> str:
     return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in _parts(record))
 
 
-def write(record: Record) -> None:
-    """Log the line; the console's handler takes the coloured form where colours are allowed."""
-    logger.info(line(record), extra={"colored": colored_line(record)})
+class Console:
+    """The log of each rank; the console's handler takes the coloured form where colours are allowed."""
+
+    def write(self, record: Record) -> None:
+        """Log the line."""
+        logger.info(line(record), extra={"colored": colored_line(record)})
+
+    def validation(self, step: int, values: Mapping[str, float]) -> None:
+        """Log results on held-out data."""
+        words = "  ".join(f"{key}: {value:.5f}" for key, value in values.items())
+        logger.info(f"validation step: {step:>2}  {words}")
+
+    def close(self) -> None:
+        """Do nothing: the log goes on."""
 
 
 def _parts(record: Record) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.metrics.record import finite_or_none
+from shardtrain.metrics.record import Record, finite_or_none
 from shardtrain.utils import atomic_io
 from shardtrain.utils.log import logger
 
@@ -71,6 +71,33 @@ class JsonlFile:
         if not self._warned:
             self._warned = True
             logger.warning(f"cannot write {self.path}: {error}; training goes on without it until it works again")
+
+
+class JsonlFiles:
+    """``metrics.jsonl`` and ``validation.jsonl`` of a run."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        self.records = JsonlFile(folder / "metrics.jsonl", start_step)
+        self.validations = JsonlFile(folder / "validation.jsonl", start_step)
+        self.summary = f"metrics in {self.records.path}"
+
+    def forget(self) -> None:
+        """Let go of the history, which a long run would keep in memory."""
+        self.records.history.clear()
+        self.validations.history.clear()
+
+    def write(self, record: Record) -> None:
+        """Append a logged step."""
+        self.records.write(record.json_fields())
+
+    def validation(self, step: int, values: Mapping[str, float]) -> None:
+        """Append results on held-out data."""
+        self.validations.write({"step": step, **values})
+
+    def close(self) -> None:
+        """Say how many records were lost, if any."""
+        self.records.close()
+        self.validations.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardtrain.config.schema import Config
+from shardtrain.metrics.record import Record, tags_of
+from shardtrain.metrics.sinks import Request, validation_tags
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
+
+
+def problem(config: Config) -> Problem | None:
+    """Why the sink that a config asks for cannot be opened."""
+    return missing_package("tensorboard", "metrics.enable_tensorboard") if config.metrics.enable_tensorboard else None
+
+
+def open_sink(request: Request) -> TensorBoardSink | None:
+    """The sink of this rank, with the history of a resumed run in it."""
+    options, device_type = request.config.metrics, request.facts.device_type
+    if not options.enable_tensorboard or not request.is_wanted:
+        return None
+    folder = request.folder / options.save_tb_folder
+    sink = TensorBoardSink(folder, request.rank, request.tags)
+    sink.summary = f"curves: tensorboard --logdir {folder}"
+    for fields in request.records:
+        sink.scalars(fields["step"], tags_of(fields, device_type, options.legacy_tags))
+    for fields in request.validations:
+        known = {key: value for key, value in fields.items() if key != "step" and value is not None}
+        sink.validation(fields["step"], known)
+    return sink
 
 
 class TensorBoardSink:
@@ -18,7 +42,11 @@ class TensorBoardSink:
     A failing write closes the sink with one warning. Raises ConfigError where the package is missing.
     """
 
-    def __init__(self, folder: Path, rank: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, rank: int | None = None, tags: Callable[[Record], Mapping[str, float]] | None = None
+    ) -> None:
+        self._tags = tags or (lambda record: record.tags("cpu"))
+        self.summary = ""
         problem = missing_package("tensorboard", "metrics.enable_tensorboard")
         if problem:
             raise ConfigError(problem)
@@ -32,7 +60,15 @@ class TensorBoardSink:
         except OSError as error:
             self._fail(error)
 
-    def write(self, step: int, tags: Mapping[str, float]) -> None:
+    def write(self, record: Record) -> None:
+        """Add a logged step."""
+        self.scalars(record.step, self._tags(record))
+
+    def validation(self, step: int, values: Mapping[str, float]) -> None:
+        """Add results on held-out data."""
+        self.scalars(step, validation_tags(values))
+
+    def scalars(self, step: int, tags: Mapping[str, float]) -> None:
         """Add one point per tag."""
         if self._writer is None:
             return
@@ -41,11 +77,6 @@ class TensorBoardSink:
                 self._writer.add_scalar(tag, value, step)
         except Exception as error:
             self._fail(error)
-
-    def replay(self, history: Iterable[tuple[int, Mapping[str, float]]]) -> None:
-        """Add the points of earlier steps, so that a resumed run shows its whole curve in one folder."""
-        for step, tags in history:
-            self.write(step, tags)
 
     def close(self) -> None:
         """Flush and close the event file."""

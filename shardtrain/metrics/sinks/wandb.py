@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shardtrain.config.schema import Config
+from shardtrain.metrics.record import Record
+from shardtrain.metrics.sinks import Request, validation_tags
 from shardtrain.metrics.sinks.tensorboard import missing_package
-from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger, redact
+from shardtrain.utils.redact import redact_all
 
 QUEUE_RECORDS = 10_000
 """Records that wait for the service; later ones are dropped and counted."""
@@ -54,13 +59,34 @@ def run_options(all_ranks_rank: int | None) -> dict[str, Any]:
     return options
 
 
+def problem(config: Config) -> Problem | None:
+    """Why the sink that a config asks for cannot be opened."""
+    return missing_package("wandb", "metrics.enable_wandb") if config.metrics.enable_wandb else None
+
+
+def open_sink(request: Request) -> WandbSink | None:
+    """The sink of this rank."""
+    if not request.config.metrics.enable_wandb or not request.is_wanted:
+        return None
+    facts = {f"run.{key}": value for key, value in dataclasses.asdict(request.facts).items()}
+    run_config = redact_all(dataclasses.asdict(request.config) | facts)
+    return WandbSink(request.folder, run_config, request.rank, request.tags)
+
+
 class WandbSink:
     """Sends records to one W&B run; the first failure is one warning, and the sink is silent from then on.
 
     Raises ConfigError where the package is missing.
     """
 
-    def __init__(self, run_folder: Path, run_config: Mapping[str, Any], all_ranks_rank: int | None = None) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        run_config: Mapping[str, Any],
+        all_ranks_rank: int | None = None,
+        tags: Callable[[Record], Mapping[str, float]] | None = None,
+    ) -> None:
+        self._tags = tags or (lambda record: record.tags("cpu"))
         problem = missing_package("wandb", "metrics.enable_wandb")
         if problem:
             raise ConfigError(problem)
@@ -73,7 +99,15 @@ class WandbSink:
         self._thread = threading.Thread(target=self._work, args=(options,), name="wandb", daemon=True)
         self._thread.start()
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, record: Record) -> None:
+        """Hand over a logged step."""
+        self.scalars(record.step, {**self._tags(record), **_known_names(record)})
+
+    def validation(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand over results on held-out data."""
+        self.scalars(step, validation_tags(values))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Hand over the values of a step; returns at once."""
         if self._failed or self._closed:
             return
@@ -116,3 +150,15 @@ class WandbSink:
 def _settings(wandb: ModuleType) -> object:
     """Bounds on the client's own waiting, and no question at the terminal."""
     return wandb.Settings(init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS, console="off")
+
+
+def _known_names(record: Record) -> dict[str, float]:
+    """Names that users of W&B know, beside the tags of TensorBoard."""
+    return {
+        "loss": record.loss,
+        "lr": record.lr,
+        "step": record.step,
+        "tokens_per_second": record.tokens_per_second,
+        "step_time": record.step_seconds,
+        "consumed_tokens": record.tokens_seen,
+    }

@@ -44,10 +44,11 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
         rule = f"has no {RESOLVED_CONFIG} in it or above it, nor the config.json of a Hugging Face folder"
         raise ConfigError(Problem("--from", str(path), rule, "name the run's configuration with --config"))
     loaded = configs.load(found)
-    if loaded.config.model.name.endswith(".py"):
-        rule = f"is a file of code, and {found} was found, not named"
-        fix = f"if you trust it, add --config {found}"
-        raise ConfigError(Problem("model.name", loaded.config.model.name, rule, fix))
+    model = loaded.config.model
+    for option, value in (("model.name", model.name), ("model.tokenizer_path", model.tokenizer_path)):
+        if value and value.endswith(".py"):
+            rule = f"is a file of code, and {found} was found, not named"
+            raise ConfigError(Problem(option, value, rule, f"if you trust it, add --config {found}"))
     return loaded
 
 

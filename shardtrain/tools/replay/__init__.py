@@ -147,7 +147,7 @@ def config_of(config: Config, found: Plan, output: Path) -> Config:
         training=dataclasses.replace(config.training, spike_policy=policy),
         validation=dataclasses.replace(config.validation, enable=False),
         profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),
-        metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
+        metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False, sinks=[]),
     )
 
 

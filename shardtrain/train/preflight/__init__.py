@@ -159,9 +159,11 @@ def judge(loaded: Loaded, machine: Machine | None) -> Verdict:
 
 
 def _look_at_files(loaded: Loaded, machine: Machine, found: _Found) -> None:
-    """The tokenizer, the first rows, how many there are, and the first weights."""
-    from shardtrain.train.preflight import data, weights
+    """Files of the user's, the tokenizer, the first rows, how many there are, and the first weights."""
+    from shardtrain.train.preflight import data, own_files, weights
 
+    if found.is_clean("metrics.sinks"):
+        found.take(own_files.look(loaded.config))
     if found.is_clean("checkpoint", "lora", "model.hf_assets_path", "job"):
         found.take(weights.look(loaded.config, is_alone=machine.world_size == machine.local_ranks))
     if found.is_clean("task", "data.", "model.tokenizer_path", "model.hf_assets_path", "training.seq_len"):

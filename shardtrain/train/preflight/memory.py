@@ -49,8 +49,14 @@ def only_building_tells(loaded: Loaded) -> bool:
         or c.task.name not in _TASKS_OF_RULES
         or bool(c.optimizer.no_weight_decay)
         or c.optimizer.name == "Muon"
+        or c.optimizer.name.endswith(".py")
         or (c.compile.enable and c.compile.backend not in _BACKENDS)
     )
+
+
+def _states(optimizer: str) -> int:
+    """Tensors like the parameter that an optimizer keeps of it, at least."""
+    return _STATES.get(optimizer, 0 if optimizer.endswith(".py") else 1)
 
 
 def surely_fits(loaded: Loaded, machine: Machine) -> bool:
@@ -86,7 +92,7 @@ def _generous_guess(sizes: dict[str, Any]) -> int | None:
 def state_bytes(config: Config, world_size: int, parameters: list[Parameter]) -> int:
     """Bytes of weights, gradients and optimizer state of the rank that holds most, at least."""
     p, width = config.parallelism, _WIDTH.get(config.training.dtype, 4)
-    states = _STATES.get(config.optimizer.name, 1)
+    states = _states(config.optimizer.name)
     pieces = max(1, derived.shard_degree(config, world_size)) * max(1, p.context_parallel_degree)
     replicas = p.data_parallel_replicate_degree if p.shard_optimizer_states else 1
     total = 0.0
@@ -99,7 +105,7 @@ def state_bytes(config: Config, world_size: int, parameters: list[Parameter]) ->
 
 def checkpoint_bytes(config: Config, parameters: list[Parameter]) -> int:
     """Bytes of a checkpoint: weights and the optimizer's state of those that learn."""
-    width, states = _WIDTH.get(config.training.dtype, 4), _STATES.get(config.optimizer.name, 1)
+    width, states = _WIDTH.get(config.training.dtype, 4), _states(config.optimizer.name)
     return sum(one.num_elements * width * (1 + states * one.trained) for one in parameters)
 
 

@@ -39,6 +39,8 @@ def _parameters(config: Config) -> list[Parameter]:
         model = task.adapt(models.build(module, shape), layout)
     spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     named = dict(model.named_parameters())
+    if config.optimizer.name.endswith(".py"):
+        optim.check_own(config.optimizer)
     optim.build(named.items(), config.optimizer, list(named))
     found = []
     for name, parameter in named.items():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardtrain.config.schema import Config
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.metrics.sinks import own as sinks
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 
 def explain(error: Exception, config: Config) -> ConfigError:
@@ -26,8 +27,23 @@ def explain(error: Exception, config: Config) -> ConfigError:
     return ConfigError(Problem(files[found], found, f"fails{place}: {text}", "correct the file"))
 
 
+def look(config: Config) -> list[ShardtrainError]:
+    """Load the files that nothing else loads before ranks start; gives what is wrong with them."""
+    found: list[ShardtrainError] = []
+    for path in config.metrics.sinks:
+        try:
+            sinks.find(path)
+        except ShardtrainError as error:
+            found.append(error)
+        except Exception as error:
+            found.append(explain(error, config))
+    return found
+
+
 def _named(config: Config) -> list[tuple[str, str]]:
     """Options and the files that they may name."""
     found = [("model.name", config.model.name), ("task.name", config.task.name)]
+    found += [("optimizer.name", config.optimizer.name), ("model.tokenizer_path", config.model.tokenizer_path or "")]
     found += [("training.dataset", config.training.dataset), ("validation.dataset", config.validation.dataset)]
+    found += [("metrics.sinks", path) for path in config.metrics.sinks]
     return found + [(f"data.sources.{name}.dataset", source.dataset) for name, source in config.data.sources.items()]

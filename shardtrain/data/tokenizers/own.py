@@ -1,0 +1,105 @@
+"""Tokenizers of the user's: a file with a small ``class Tokenizer``, which gets here what the data pipeline needs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.config.rules.own_files import TOKENIZER
+from shardtrain.data.tokenizers.tokenizer_config import ends_facts
+from shardtrain.utils import own_file
+from shardtrain.utils.errors import ConfigError, Problem
+
+_MOST_IDS = 2**31
+
+
+class OwnTokenizer:
+    """The tokenizer of a file: ``encode(text)``, ``decode(ids)``, ``vocab_size``, and perhaps ``bos_id``, ``eos_id``.
+
+    Where the class has ``spans(text)``, the first character of each id of ``encode(text)`` and the one after its last,
+    it can also encode conversations and separators.
+    """
+
+    def __init__(self, path: str, option: str) -> None:
+        self.spec, self._option = path, option
+        self._tokenizer: Any = own_file.load(path, "tokenizer", option, *TOKENIZER).Tokenizer()
+        missing = [name for name in ("encode", "decode") if not callable(getattr(self._tokenizer, name, None))]
+        if missing:
+            raise self._problem(f"has a class Tokenizer without {' and '.join(missing)}", TOKENIZER[1])
+        self.vocab_size: int = getattr(self._tokenizer, "vocab_size", 0)
+        if type(self.vocab_size) is not int or not 0 < self.vocab_size < _MOST_IDS:
+            rule = "has a class Tokenizer whose vocab_size is no number of ids"
+            raise self._problem(rule, "set vocab_size to one more than the largest id")
+        self.bos_id, self.eos_id, self.pad_id = (self._end(name) for name in ("bos_id", "eos_id", "pad_id"))
+        self.prefix_ids: tuple[int, ...] = ()
+        self.suffix_ids: tuple[int, ...] = ()
+        self.special_ids = frozenset(i for i in (self.bos_id, self.eos_id, self.pad_id) if i is not None)
+        self.special_tokens: Mapping[str, str] = {}
+        self.chat_template: str | None = None
+        self.tool_template: str | None = None
+        ends = f"{self.vocab_size} {self.bos_id} {self.eos_id}".encode()
+        ends += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
+        content = Path(path).read_bytes()
+        self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + ends).hexdigest()
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """Ids of a text, without bos and eos; raises ConfigError for one outside 0..vocab_size-1."""
+        ids = np.asarray(self._tokenizer.encode(text), dtype=np.int64).reshape(-1)
+        if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < self.vocab_size):
+            rule = f"gives ids from {ids.min()} to {ids.max()}, and its vocab_size is {self.vocab_size}"
+            raise self._problem(rule, "correct encode or vocab_size")
+        return ids.astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """Ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+        """Ids of each text, and where each stands, as the file's ``spans`` says.
+
+        Raises:
+            ConfigError: when the class has no ``spans``, or gives another number of them.
+        """
+        if not callable(getattr(self._tokenizer, "spans", None)):
+            rule = "has a class Tokenizer without spans, which conversations and separators need"
+            raise self._problem(rule, "define spans(text): a list of (first, after the last) characters of each id")
+        found = []
+        for text in texts:
+            ids, spans = self.encode(text), np.asarray(self._tokenizer.spans(text), np.int64).reshape(-1, 2)
+            if len(ids) != len(spans):
+                rule = f"gives {len(ids)} ids and {len(spans)} spans of one text"
+                raise self._problem(rule, "give one span for each id of encode(text)")
+            found.append((ids, spans))
+        return found
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
+        """Text of ids; bos, eos and pad have none, unless they are kept as ``<bos>``, ``<eos>`` and ``<pad>``."""
+        plain: list[int] = np.asarray(ids, dtype=np.int64).tolist()
+        if not keep_special:
+            return str(self._tokenizer.decode([i for i in plain if i not in self.special_ids]))
+        names = {self.pad_id: "<pad>", self.bos_id: "<bos>", self.eos_id: "<eos>"}
+        runs = groupby(plain, key=lambda i: names.get(i))
+        pieces = ((name, list(run)) for name, run in runs)
+        return "".join(str(self._tokenizer.decode(run)) if name is None else name * len(run) for name, run in pieces)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str, str]]:
+        from shardtrain.data.tokenizer import reopen
+
+        return reopen, (self.spec, self._option, self.fingerprint)
+
+    def _end(self, name: str) -> int | None:
+        value = getattr(self._tokenizer, name, None)
+        if value is not None and (type(value) is not int or not 0 <= value < self.vocab_size):
+            raise self._problem(
+                f"has {name}={value!r}, which is no id", f"use one in 0..{self.vocab_size - 1}, or None"
+            )
+        return value
+
+    def _problem(self, rule: str, fix: str) -> ConfigError:
+        return ConfigError(Problem(self._option, self.spec, rule, fix))

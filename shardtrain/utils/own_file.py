@@ -1,0 +1,57 @@
+"""A file of Python that the user's configuration names: looked for by its text, and loaded as a module of its own.
+
+A path in the user's own configuration is code that the user chose; a path inside an artefact is never loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from shardtrain.utils.errors import ConfigError, Problem
+
+
+def fault(path: str, names: Sequence[str], fix: str) -> tuple[str, str] | None:
+    """What is wrong with a file as its text tells, and the fix; None where it may bind all ``names`` at its top."""
+    file = Path(path)
+    if not file.is_file():
+        return "is no file", f"give the path of an existing file, and {fix}"
+    try:
+        module = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError, OSError) as error:
+        return f"cannot be read as Python ({error})", "correct the file"
+    missing = [name for name in names if not any(_binds(node, name) for node in ast.walk(module))]
+    return (f"has no {' and no '.join(missing)}", fix) if missing else None
+
+
+def load(path: str, kind: str, option: str, names: Sequence[str], fix: str) -> ModuleType:
+    """The module of a file, which holds all ``names``.
+
+    Raises:
+        ConfigError: when there is no such file, or it lacks one of them. What the file itself raises is not caught.
+    """
+    found = fault(path, names, fix)
+    if found is not None:
+        raise ConfigError(Problem(option, path, *found))
+    name = f"shardtrain_{kind}_file_{Path(path).stem}"  # a prefix, so that no file can stand in for a package
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # a .py path always has a loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    missing = [name for name in names if not callable(getattr(module, name, None))]
+    if missing:
+        raise ConfigError(Problem(option, path, f"has no {' and no '.join(missing)}", fix))
+    return module
+
+
+def _binds(node: ast.AST, name: str) -> bool:
+    """Whether a statement, wherever it stands, may bind a name."""
+    if isinstance(node, ast.ImportFrom | ast.Import):
+        return any((alias.asname or alias.name) in (name, "*") for alias in node.names)
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return node.name == name
+    return isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)

@@ -1,0 +1,58 @@
+"""Laws of platforms of the user's: the same seam as ours, shown by --dry-run, refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardtrain.launch.command import main
+from shardtrain.utils.errors import ConfigError
+
+DEBUG = str(Path(__file__).parents[2] / "configs/debug.toml")
+PLATFORM = """
+import shlex
+from pathlib import Path
+
+def render(job, launch):
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+    return "\\n".join([f"# {launch.name} on {job.nodes}", *lines, shlex.join(job.command)])
+
+def submit(text, job, launch):
+    Path(__file__).with_suffix(".queue").write_text(text)
+    return f"mine/{launch.name}"
+"""
+
+
+def written(folder, text=PLATFORM):
+    path = folder / "my_platform.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_platform_of_a_file_shows_and_submits_the_same_text(tmp_path, capsys):
+    words = [written(tmp_path), DEBUG, "--name", "first", "--nodes", "2", "--training.steps", "3"]
+    assert main([*words, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("# first on 2\n") and "--training.steps 3" in shown
+    queue = tmp_path / "my_platform.queue"
+    assert not queue.exists()
+    assert main(words) == 0
+    assert capsys.readouterr().out == "mine/first\n" and queue.read_text() + "\n" == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "is no file"),
+        (PLATFORM.replace("def submit", "def send"), "has no submit; define render"),
+        (
+            PLATFORM.replace('    return "', '    return lines and "').replace("lines =", "return 7\n    lines ="),
+            "renders",
+        ),
+    ],
+)
+def test_a_file_that_is_no_platform_is_one_line(tmp_path, text, said):
+    path = str(tmp_path / "my_platform.py") if text is None else written(tmp_path, text)
+    with pytest.raises(ConfigError, match=rf"shardtrain launch=.*my_platform.py.* {said}"):
+        main([path, DEBUG])

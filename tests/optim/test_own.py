@@ -1,0 +1,112 @@
+"""Laws of optimizers of the user's: a resume is the run that never ended, and what could not resume is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from tiny import assert_bitwise, tiny_config, train_whole
+
+from shardtrain import optim
+from shardtrain.config.schema import Optimizer
+from shardtrain.utils.errors import ConfigError
+
+LION = """
+import torch
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, groups, options):
+        super().__init__(groups, {"lr": options.lr})
+        self.betas = options.beta1, options.beta2
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                mean = self.state[p]["mean"]
+                self.state[p]["step"] += 1
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * torch.sign(mean.lerp(p.grad, 1 - self.betas[0])))
+                mean.lerp_(p.grad, 1 - self.betas[1])
+
+def build(param_groups, options):
+    return Lion(param_groups, options)
+
+def initial_state(parameter):
+    return {"mean": torch.zeros_like(parameter), "step": torch.zeros(())}
+"""
+
+STEPS, KILLED = 4, 3
+MESHES = {"fsdp": {}, "tp": {"tensor_parallel_degree": 2}}
+
+
+def written(folder: Path, text: str = LION) -> str:
+    path = folder / "my_optimizer.py"
+    path.write_text(text)
+    return str(path)
+
+
+def config(folder: Path, path: str, mesh: str):
+    return tiny_config(
+        job={"dump_folder": str(folder)},
+        parallelism=MESHES[mesh],
+        training={"steps": STEPS, "local_batch_size": 8 if mesh == "tp" else 4},
+        optimizer={"name": path, "lr": 1e-3},
+        checkpoint={"enable": True, "interval": 2},
+    )
+
+
+def both(rank: int, root: Path, path: str, mesh: str):
+    straight = train_whole(rank, config(root / "straight", path, "fsdp"))
+    killed = train_whole(rank, config(root / "killed", path, "fsdp"), stop_after=KILLED)
+    return straight, killed, train_whole(rank, config(root / "killed", path, mesh))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "tp"])
+def test_a_run_with_an_optimizer_of_a_file_resumes_on_any_mesh(tmp_path: Path, mesh: str) -> None:
+    for straight, killed, resumed in run_ranks(2, both, tmp_path, written(tmp_path), mesh):
+        assert straight.error is None and killed.error is None and resumed.error is None
+        assert {name.rpartition(".")[2] for name in straight.optimizer} == {"mean", "step"}
+        assert len(resumed.losses) == STEPS - 2 and resumed.lrs == straight.lrs[2:]
+        if mesh == "fsdp":
+            assert resumed.losses == straight.losses[2:]
+            assert_bitwise(resumed.weights, straight.weights)
+            assert_bitwise(resumed.optimizer, straight.optimizer)
+        for mine, theirs in zip(resumed.losses, straight.losses[2:], strict=True):
+            # the sign of a gradient of rounding's size is chance: a weight moves by twice the rate
+            assert abs(mine - theirs) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"step": torch.zeros(())', '"step": 0', "keeps 'step' of a parameter as int"),
+        ('"step": torch.zeros(())', '"step": torch.zeros(3)', r"keeps step of shape \[3\]"),
+        ('self.state[p]["step"] += 1', 'self.state[p]["again"] = p.clone()', "keeps again of a parameter"),
+        ("1 - self.betas[1]", "self.__dict__.setdefault('t', [1.0]) and self.t.append(1) or 1 / len(self.t)", "resume"),
+        ("return Lion(param_groups, options)", "return Lion(param_groups[:1], options)", "holds 2 parameters of 3"),
+        ("return Lion(param_groups, options)", "return 7", "builds a int"),
+    ],
+)
+def test_what_a_checkpoint_could_not_keep_is_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in LION
+    options = dataclasses.replace(Optimizer(), name=written(tmp_path, LION.replace(old, new)))
+    with pytest.raises(ConfigError, match=rf"optimizer\.name=.*{said}"):
+        optim.check_own(options)
+
+
+def test_optimizers_of_pytorch_work_as_they_are(tmp_path: Path) -> None:
+    text = """
+import torch
+
+def build(param_groups, options):
+    return torch.optim.SGD(param_groups, lr=options.lr, momentum=0.9)
+
+def initial_state(parameter):
+    return {"momentum_buffer": torch.zeros_like(parameter)}
+"""
+    optim.check_own(dataclasses.replace(Optimizer(), name=written(tmp_path, text)))
