@@ -18,7 +18,6 @@ from tiny import text_file
 
 import shardtrain
 from shardtrain import cli
-from shardtrain.utils import log
 from shardtrain.utils.errors import CheckpointError, ConfigError, ShardtrainError
 
 ROOT = Path(__file__).parents[1]
@@ -68,9 +67,10 @@ def test_the_package_is_imported_without_torch_and_says_what_it_has() -> None:
 
 
 def test_steps_by_hand_are_those_of_the_command_line_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    assert cli.main(["train", "debug", *words(options(tmp_path / "cli")), "--nproc", "1"]) == 0
+    command = [sys.executable, "-m", "shardtrain", "train", "debug", *words(options(tmp_path / "cli")), "--nproc", "1"]
+    done = forked.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     expected = losses(tmp_path / "cli")
-    log.reset()  # the command leaves its handlers: its process is about to end
     before = surroundings()
     with shardtrain.Trainer("debug", options(tmp_path / "hand")) as trainer:
         found = []

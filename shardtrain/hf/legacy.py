@@ -111,8 +111,8 @@ def _convert(source: Path, target: Path) -> None:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = "".join(c if c.isprintable() else "?" for c in lines[-1])[:300] if lines else "it ended"
         raise CheckpointError(
-            f"{source} is not a file of tensors that can be mapped ({reason}; status {done.returncode}); nothing in "
-            "it was run: get the safetensors of this model, or save it so with the program that wrote it"
+            f"{source} is not a file of tensors alone that can be mapped ({reason}; status {done.returncode}); nothing "
+            "in it was run: get the safetensors of this model, or save it so with the program that wrote it"
         )
 
 

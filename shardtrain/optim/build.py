@@ -34,7 +34,7 @@ def build(
     is_own = config.name.endswith(".py")
     if not is_own and config.name not in (*CLASSES, "Muon"):
         fix = f"use one of {', '.join((*CLASSES, 'Muon'))}, or the path of a file of yours"
-        raise ConfigError(Problem("optimizer.name", config.name, "is no optimizer", fix))
+        raise ConfigError(Problem("optimizer.name", config.name, "is not an optimizer", fix))
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if config.name == "Muon":
         groups = muon_groups(trained, config, all_names)

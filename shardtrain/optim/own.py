@@ -26,7 +26,8 @@ def build(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimi
     """The optimizer that the file at ``config.name`` builds of parameter groups, with its initial state.
 
     Raises:
-        ConfigError: when there is no such file, or what it gives is no optimizer of these parameters with such a state.
+        ConfigError: when there is no such file, or what it gives is not an optimizer of these parameters with such a
+        state.
     """
     module = own_file.load(config.name, "optimizer", "optimizer.name", *OPTIMIZER)
     return _build(module, groups, config)

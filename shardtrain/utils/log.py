@@ -69,6 +69,7 @@ def reset() -> None:
         if isinstance(handler.formatter, _LineFormatter):
             logger.removeHandler(handler)
             handler.close()
+    logger.setLevel(logging.NOTSET)
     logger.propagate = True
 
 

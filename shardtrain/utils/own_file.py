@@ -19,7 +19,7 @@ def fault(path: str, names: Sequence[str], fix: str) -> tuple[str, str] | None:
     """What is wrong with a file as its text tells, and the fix; None where it may bind all ``names`` at its top."""
     file = Path(path)
     if not file.is_file():
-        return "is no file", f"give the path of an existing file, and {fix}"
+        return "is not a file", f"give the path of an existing file, and {fix}"
     try:
         module = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError) as error:

@@ -56,7 +56,7 @@ def test_it_encodes_decodes_and_opens_again_in_another_process(tmp_path):
         (LETTERS.replace("class Tokenizer", "class Letters"), "has no Tokenizer"),
         (LETTERS.replace("def decode", "def text"), "without decode"),
         (LETTERS.replace("len(LETTERS) + 2", "0"), "vocab_size"),
-        (LETTERS.replace("len(LETTERS) + 1", "99"), "eos_id=99, which is no id"),
+        (LETTERS.replace("len(LETTERS) + 1", "99"), "eos_id=99, which is not an id"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_one_line_before_ranks_start(tmp_path, capsys, text, said):

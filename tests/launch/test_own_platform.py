@@ -44,7 +44,7 @@ def test_a_platform_of_a_file_shows_and_submits_the_same_text(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "is no file"),
+        (None, "is not a file"),
         (PLATFORM.replace("def submit", "def send"), "has no submit; define render"),
         (
             PLATFORM.replace('    return "', '    return lines and "').replace("lines =", "return 7\n    lines ="),

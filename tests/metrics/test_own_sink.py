@@ -71,7 +71,7 @@ def test_a_sink_that_fails_is_one_warning_and_the_others_go_on(tmp_path, kit, ca
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "is no file; give the path of an existing file"),
+        (None, "is not a file; give the path of an existing file"),
         ("x = (", "cannot be read as Python"),
         ("x = 1", "has no Sink; define a class Sink"),
         ("class Sink:\n    def write(self, record): ...\n", "has a class Sink without validation, close"),

@@ -34,7 +34,7 @@ class OwnTokenizer:
             raise self._problem(f"has a class Tokenizer without {' and '.join(missing)}", TOKENIZER[1])
         self.vocab_size: int = getattr(self._tokenizer, "vocab_size", 0)
         if type(self.vocab_size) is not int or not 0 < self.vocab_size < _MOST_IDS:
-            rule = "has a class Tokenizer whose vocab_size is no number of ids"
+            rule = "has a class Tokenizer whose vocab_size is not a number of ids"
             raise self._problem(rule, "set vocab_size to one more than the largest id")
         self.bos_id, self.eos_id, self.pad_id = (self._end(name) for name in ("bos_id", "eos_id", "pad_id"))
         self.prefix_ids: tuple[int, ...] = ()
@@ -97,7 +97,7 @@ class OwnTokenizer:
         value = getattr(self._tokenizer, name, None)
         if value is not None and (type(value) is not int or not 0 <= value < self.vocab_size):
             raise self._problem(
-                f"has {name}={value!r}, which is no id", f"use one in 0..{self.vocab_size - 1}, or None"
+                f"has {name}={value!r}, which is not an id", f"use one in 0..{self.vocab_size - 1}, or None"
             )
         return value
 
