@@ -29,6 +29,7 @@ ALLOWED = {
     ("shardtrain/models/__init__.py", "exec_module"): "model.name of the user's own configuration names a file of his",
     ("shardtrain/tasks/__init__.py", "exec_module"): "task.name names a file of the user's, likewise",
     ("shardtrain/data/sources/__init__.py", "exec_module"): "training.dataset names a file of the user's, likewise",
+    ("shardtrain/utils/own_file.py", "exec_module"): "files that options of the user's own configuration name",
     ("shardtrain/hf/legacy_child.py", "torch.load"): "import --legacy_bin alone, with names of tensors and no others",
     ("shardtrain/hf/legacy_child.py", "weights_only"): "likewise: it is what restricts the names",
     ("benchmarks/checkpoint_safety.py", "dcp.load"): "measures plain DCP beside ours, on files that it just wrote",
