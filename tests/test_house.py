@@ -101,6 +101,35 @@ def test_every_file_says_what_it_is_for() -> None:
     assert offenders(silent) == {}
 
 
+def methods(tree: ast.AST) -> list[tuple[ast.ClassDef, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [(owner, node) for owner in classes for node in owner.body if isinstance(node, kinds)]
+
+
+def test_public_methods_are_documented_where_they_do_not_override() -> None:
+    """An override says by its name what it is: some other class documents the method."""
+    described = {
+        (owner.name, node.name) for tree in trees().values() for owner, node in methods(tree) if ast.get_docstring(node)
+    }
+    names = {name for _, name in described}
+    classes = {owner.name for tree in trees().values() for owner, _ in methods(tree)}
+
+    def silent(name: str) -> list[str]:
+        return [
+            f"{owner.name}.{node.name}"
+            for owner, node in methods(trees()[name])
+            if not node.name.startswith("_")
+            and not owner.name.startswith("_")
+            and not ast.get_docstring(node)
+            and not any("setter" in ast.unparse(one) or "overload" in ast.unparse(one) for one in node.decorator_list)
+            and node.name not in names
+            and all(ast.unparse(base) in classes for base in owner.bases)  # else it may override a library's
+        ]
+
+    assert offenders(silent) == {}
+
+
 HOME_MADE = {
     r"(?<![Tt]here )\b(?:is|are|was|were) no (?!longer|more than|doubt)\w": 'write "is not a ..." or "unknown ..."',
     r"\bpassed over\b": "skipped",

@@ -159,7 +159,6 @@ class FileReader:
         self.size = os.fstat(self._descriptor).st_size
 
     def read_into(self, view: memoryview, position: int) -> int:
-        """See Reader."""
         done = 0
         while done < len(view):
             count = os.preadv(self._descriptor, [view[done:]], position + done)
@@ -169,7 +168,6 @@ class FileReader:
         return done
 
     def close(self) -> None:
-        """See Reader."""
         os.close(self._descriptor)
 
 
@@ -180,7 +178,6 @@ class ObjectReader:
         self._path, self.size = path, path.stat().st_size
 
     def read_into(self, view: memoryview, position: int) -> int:
-        """See Reader."""
         done, wanted = 0, min(len(view), max(0, self.size - position))
         while done < wanted:
             data = self._path.read_range(position + done, position + min(wanted, done + PIECE_BYTES))

@@ -36,7 +36,6 @@ class ObjectLease(Lease):
         self._beats = 0
 
     def acquire(self) -> None:
-        """See Lease."""
         if self._held:
             return
         holder = self._found()

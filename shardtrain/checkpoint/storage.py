@@ -82,11 +82,9 @@ class LocalStorage:
         self.lease = Lease(folder)
 
     def draft(self, step: int, nonce: str, number: int) -> Place:
-        """See Storage."""
         return self.folder / f"step-{step}.tmp-{nonce}"
 
     def prepare(self, draft: Place, planned_bytes: int) -> None:
-        """See Storage."""
         assert isinstance(draft, Path)
         with files.naming(draft):
             free = files.free_bytes(draft.parent)
@@ -101,7 +99,6 @@ class LocalStorage:
             draft.mkdir()
 
     def publish(self, draft: Place, stored: Manifest, check: Callable[[], None]) -> Place:
-        """See Storage."""
         assert isinstance(draft, Path)
         final = draft.with_name(f"step-{stored.step}")
         _check_sizes(draft, stored)
@@ -117,19 +114,16 @@ class LocalStorage:
         return final
 
     def abandon(self, draft: Place) -> None:
-        """See Storage."""
         assert isinstance(draft, Path)
         retention.remove(draft)
 
     def abandon_all(self) -> None:
-        """See Storage."""
         assert isinstance(self.folder, Path)
         with contextlib.suppress(OSError):
             for path in list(self.folder.glob(f"step-*.tmp-{self.lease.nonce}")):
                 retention.remove(path)
 
     def sweep(self) -> None:
-        """See Storage."""
         assert isinstance(self.folder, Path)
         retention.sweep(self.folder, self.lease.nonce, (self.folder / LEASE).stat().st_mtime, self.lease.dead)
 
@@ -142,7 +136,6 @@ class ObjectStorage:
         self.lease: Lease = ObjectLease(folder)
 
     def draft(self, step: int, nonce: str, number: int) -> Place:
-        """See Storage."""
         final = self.folder / f"step-{step}"
         assert isinstance(final, ObjectPath)
         return ObjectPath(final.store, final.address, f"-{nonce}-{number}")
@@ -151,7 +144,6 @@ class ObjectStorage:
         """See Storage: a store has room, and a draft's names have never been used."""
 
     def publish(self, draft: Place, stored: Manifest, check: Callable[[], None]) -> Place:
-        """See Storage."""
         assert isinstance(draft, ObjectPath)
         final = ObjectPath(draft.store, draft.address)
         _check_sizes(final, stored)
@@ -180,7 +172,6 @@ class ObjectStorage:
         """See Storage: the next start sweeps what no manifest names."""
 
     def sweep(self) -> None:
-        """See Storage."""
         for final in self.folder.glob("step-*"):
             if not isinstance(final, ObjectPath) or retention.step_of(final) is None:
                 continue

@@ -128,7 +128,6 @@ class IndexedFeed:
         self._line.check_unchanged()
 
     def epoch_after(self, rows: int) -> int:
-        """See Feed."""
         return max(0, rows - 1) // self.num_rows
 
 

@@ -91,7 +91,6 @@ class FittedRows:
         self.cut, self.dropped = sum(p.cut for p in blocks), sum(p.dropped for p in blocks)
 
     def write(self, row: int, out: Sequences, slot: int) -> None:
-        """See Rows."""
         column, columns = 0, []
         first = int(self._ends[row - 1]) if row else 0
         for index in range(first, int(self._ends[row])):

@@ -96,7 +96,6 @@ class ConcatRows:
         self.num_rows = -(-self.num_targets // packing.seq_len)
 
     def write(self, row: int, out: Sequences, slot: int) -> None:
-        """See Rows."""
         start = row * self.packing.seq_len
         stop = min(start + self.packing.seq_len + 1, self._line.num_tokens)
         learned = self._line.learned(start, stop) if self._line.has_mask else None

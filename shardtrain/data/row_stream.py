@@ -95,7 +95,6 @@ class RowFeed:
         """See Feed; nothing to do."""
 
     def epoch_after(self, rows: int) -> int:
-        """See Feed."""
         return max(0, rows - 1) // self.num_rows
 
 

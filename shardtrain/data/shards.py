@@ -58,7 +58,6 @@ class ShardTokenBuffer:
         return [WholeFile(file.name, str(self.folder / file.name), self.option, file.sha256) for file in files]
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """See TokenBuffer."""
         self._check_range(start, stop)
         out = np.empty(stop - start, dtype=np.int64)
         for number, first, last, at in self._parts(start, stop):
@@ -69,7 +68,6 @@ class ShardTokenBuffer:
         return out
 
     def learned(self, start: int, stop: int) -> Mask:
-        """See TokenBuffer."""
         self._check_range(start, stop)
         out = np.ones(stop - start, dtype=np.bool_)
         for number, first, last, at in self._parts(start, stop):
@@ -80,7 +78,6 @@ class ShardTokenBuffer:
         return out
 
     def starts(self, start: int, stop: int) -> Tokens:
-        """See TokenBuffer."""
         self._check_starts()
         first, last = np.searchsorted(self._starts, (start, stop))
         return np.array(self._starts[first:last], dtype=np.int64)
@@ -91,7 +88,6 @@ class ShardTokenBuffer:
         return self._starts
 
     def check_unchanged(self) -> None:
-        """See TokenBuffer."""
         for name, stamp in self._stamps.items():
             if _stamp(self.folder / name) != stamp:
                 raise _changed(self.folder / name, self.option)

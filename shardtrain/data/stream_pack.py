@@ -138,7 +138,6 @@ class FittedPacker:
         return (*self._begin, self._given)
 
     def write(self, out: Sequences, slot: int) -> bool:
-        """See Packer."""
         while self._block is None or self._given == self._block.num_rows:
             if self._block is not None:
                 self._begin, self._given, self._block = self._after, 0, None

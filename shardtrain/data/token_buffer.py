@@ -72,27 +72,22 @@ class MemoryTokenBuffer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """See TokenBuffer."""
         digest = hashlib.sha256(self._tokens.dtype.str.encode())
         for part in (self._tokens, self._starts, *(() if self._mask is None else (self._mask,))):
             digest.update(hashlib.sha256(np.ascontiguousarray(part).data).digest())
         return digest.hexdigest()
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """See TokenBuffer."""
         return self._tokens[start:stop].astype(np.int64)
 
     def learned(self, start: int, stop: int) -> Mask:
-        """See TokenBuffer."""
         return np.ones(stop - start, dtype=np.bool_) if self._mask is None else self._mask[start:stop]
 
     def starts(self, start: int, stop: int) -> Tokens:
-        """See TokenBuffer."""
         first, last = np.searchsorted(self._starts, (start, stop))
         return self._starts[first:last]
 
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """See TokenBuffer."""
         return self._starts
 
     def check_unchanged(self) -> None:

@@ -35,13 +35,13 @@ class Batch(Protocol):
     """What a runner needs of a batch (``data.Batch``): integer tensors of shape (B, T)."""
 
     @property
-    def tokens_BT(self) -> Tensor: ...  # noqa: D102
+    def tokens_BT(self) -> Tensor: ...
     @property
-    def targets_BT(self) -> Tensor: ...  # noqa: D102
+    def targets_BT(self) -> Tensor: ...
     @property
-    def positions_BT(self) -> Tensor: ...  # noqa: D102
+    def positions_BT(self) -> Tensor: ...
     @property
-    def documents_BT(self) -> Tensor | None: ...  # noqa: D102
+    def documents_BT(self) -> Tensor | None: ...
 
 
 class SplitAttentionCore(nn.Module):

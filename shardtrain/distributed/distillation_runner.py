@@ -29,7 +29,6 @@ class DistillationRunner(PlainRunner):
         self._sums_3 = torch.zeros(3, dtype=torch.float64, device=self._mesh.device)
 
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
-        """See Runner."""
         self._sums_3.zero_()
         return super().forward_backward(batches, weight)
 

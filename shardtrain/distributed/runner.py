@@ -134,7 +134,6 @@ class PlainRunner(Runner):
         return total
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """See Runner."""
         with torch.no_grad():
             return self._loss(batch, torch.ones((), device=self._mesh.device))
 

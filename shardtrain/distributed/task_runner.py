@@ -50,7 +50,6 @@ class TaskRunner(PlainRunner):
         return False
 
     def own_targets(self, batches: Sequence[Any]) -> int:
-        """See Runner."""
         return sum(batch.num_targets for batch in batches)
 
     def predict(self, batch: Any, with_loss: bool = True) -> tuple[Tensor, dict[str, Tensor]]:

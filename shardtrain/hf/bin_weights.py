@@ -70,14 +70,11 @@ class BinWeights(HubWeights):
         return sorted(set(found))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See HubWeights."""
         return self._stored[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """See HubWeights."""
         return getattr(torch, self._stored[name].dtype)  # type: ignore[no-any-return]
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """See HubWeights."""
         tensor = self._files[self._file_of[name]].tensor(self._stored[name])
         return tensor[tuple(box)] if len(box) else tensor

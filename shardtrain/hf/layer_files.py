@@ -215,18 +215,15 @@ class LayerWeights(HubWeights):
         return (*first[:dim], sum(shape[dim] for shape in shapes), *first[dim + 1 :])
 
     def names(self) -> list[str]:
-        """See HubWeights."""
         return sorted(self._parts)
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See HubWeights."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """See HubWeights."""
         return getattr(torch, self._parts[name][0][1].dtype)  # type: ignore[no-any-return]
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:

@@ -52,18 +52,15 @@ class Mxfp4Weights(HubWeights):
         return name in self._packed or super().__contains__(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See HubWeights."""
         if name not in self._packed:
             return super().shape(name)
         experts, outputs, groups = super().shape(name + _SCALES)
         return experts, groups * _SHARED, outputs
 
     def dtype(self, name: str) -> torch.dtype:
-        """See HubWeights."""
         return torch.bfloat16 if name in self._packed else super().dtype(name)
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """See HubWeights."""
         if name not in self._packed:
             return super().read(name, box)
         experts, inputs, outputs = box

@@ -54,7 +54,6 @@ class HubSaves:
         return options.enable and not options.load_only and (options.last_save_in_hf or options.hf_interval > 0)
 
     def is_due(self, step: int, last: bool) -> bool:
-        """See Exporter."""
         interval = self._options.hf_interval
         return step > 0 and ((last and self._options.last_save_in_hf) or (interval > 0 and step % interval == 0))
 
@@ -69,7 +68,6 @@ class HubSaves:
                 raise StorageError(f"cannot write {draft}: {damage}; look after the disk, then start again")
 
     def write_rest(self, checkpoint: Path, draft: Path) -> None:
-        """See Exporter."""
         self._writer(checkpoint).write_rest(draft)
 
     def _writer(self, checkpoint: Path) -> Writer:

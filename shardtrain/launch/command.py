@@ -86,7 +86,7 @@ class Asked:
         return launch if self.verb == "train" else replace(launch, slurm=replace(launch.slurm, sweep=[]))
 
     def job(self, path: str | None = None) -> Job:
-        """See ``to_job``."""
+        """What the platform is given to render and to submit."""
         return to_job(self.loaded, self.overrides, path, self.verb)
 
 

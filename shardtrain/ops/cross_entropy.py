@@ -27,8 +27,8 @@ class Vocabulary(Protocol):
     offset: int
     columns: int
 
-    def max(self, values: Tensor) -> Tensor: ...  # noqa: D102
-    def sum(self, values: Tensor) -> Tensor: ...  # noqa: D102
+    def max(self, values: Tensor) -> Tensor: ...
+    def sum(self, values: Tensor) -> Tensor: ...
 
 
 ChunkFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -41,7 +41,6 @@ class LanguageModel:
         return int(shape.vocab_size)
 
     def open_dataloader(self, **options: Any) -> data.DataLoader:
-        """See ``data.open_dataloader``."""
         return data.open_dataloader(self.config, **options)
 
     def check(self, stream: data.DataLoader, module: ModuleType, shape: Any) -> None:

@@ -151,7 +151,6 @@ class _MaskedFeed(RowFeed):
         self.fingerprint = digest(self.fingerprint, task.fraction, task.mask_id)
 
     def read(self, k: int, number: int) -> Any:
-        """See RowFeed."""
         epoch = k // self.num_rows if self._epochs else 0
         return self._task.hide(self.rows[number], seed_of(self._task.config.debug.seed, number, epoch))
 

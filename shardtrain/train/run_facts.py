@@ -42,9 +42,7 @@ class ReduceOverMesh(Reduce):
         self._mesh, self._axes = mesh, ("pp", *LOSS_AXES)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """See Reduce."""
         return self._mesh.sum(tensor, over=self._axes)
 
     def max(self, tensor: Tensor) -> Tensor:
-        """See Reduce."""
         return self._mesh.max(tensor, over=self._axes)

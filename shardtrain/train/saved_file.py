@@ -66,22 +66,18 @@ class FileWeights(HubWeights):
         self.stored: Mapping[str, Stored] = {str(name): stored for name, stored in found.items()}
 
     def names(self) -> list[str]:
-        """See HubWeights."""
         return sorted(self.stored)
 
     def __contains__(self, name: str) -> bool:
         return name in self.stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See HubWeights."""
         return self.stored[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """See HubWeights."""
         return getattr(torch, self.stored[name].dtype)  # type: ignore[no-any-return]
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """See HubWeights."""
         tensor = self.file.tensor(self.stored[name])
         return tensor[tuple(box)] if len(box) else tensor
 

@@ -69,7 +69,6 @@ class _Stream:
         self._read = inner.read1 if file.compression and file.compression != ".zst" else inner.read
 
     def read(self, size: int) -> bytes:
-        """See Stream."""
         try:
             return self._read(size)
         except EOFError as error:

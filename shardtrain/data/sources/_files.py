@@ -127,7 +127,6 @@ class FileSource:
         return sum(file.size for file in self.members)
 
     def files(self) -> Mapping[str, str]:
-        """See Source."""
         if not self._fingerprints:
             self._fingerprints = {file.name: file.fingerprint() for file in self.members}
         return self._fingerprints
@@ -137,7 +136,6 @@ class FileSource:
         return [WholeFile(file.name, file.path, file.option) for file in self.members]
 
     def check_unchanged(self) -> None:
-        """See Source."""
         for file in self.members:
             file.check_unchanged()
 

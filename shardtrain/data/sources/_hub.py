@@ -128,14 +128,12 @@ class DatasetTable:
         self._cached = FileSource([_noted(path, request.option) for path in paths])
 
     def row(self, index: int) -> Row:
-        """See Table."""
         if not 0 <= index < self.num_rows:
             raise IndexError(index)
         (row,) = rows_of_batch(self._dataset[index], self._request.max_row_bytes)
         return row
 
     def place(self, index: int) -> str:
-        """See Table."""
         return f"{self._name}: row {index} from 0"
 
     def files(self) -> Mapping[str, str]:
@@ -150,7 +148,6 @@ class DatasetTable:
         return {self._short: f"{self.num_rows}:{digest.hexdigest()}"}
 
     def check_unchanged(self) -> None:
-        """See Source."""
         self._cached.check_unchanged()
 
 
@@ -190,7 +187,6 @@ class DatasetShards:
             passed += batch.num_rows
 
     def shard_place(self, shard: int, number: int) -> str:
-        """See Shards."""
         return f"{self._name}: shard {shard}, row {number}, both from 0"
 
     def files(self) -> Mapping[str, str]:

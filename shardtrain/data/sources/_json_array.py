@@ -48,7 +48,6 @@ class ArrayPart:
         return len(self.starts)
 
     def row(self, index: int) -> Row:
-        """See Part."""
         piece = self.text[self.starts[index] : self.stops[index]]
         num_bytes = len(piece) if piece.isascii() else len(piece.encode())
         return too_long(num_bytes) if num_bytes > self.max_row_bytes else parse_text(piece)

@@ -50,12 +50,10 @@ class RecordsPart:
         return max(self.index.num_rows - self.skipped, 0)
 
     def row(self, index: int) -> Row:
-        """See Part."""
         data = self.index.read(index + self.skipped, self.max_row_bytes)
         return data if isinstance(data, BadRow) else self.parse(data)
 
     def place(self, index: int) -> str:
-        """See Part."""
         return str(self.index.line(index + self.skipped))
 
 
@@ -74,7 +72,6 @@ class FileTable(FileSource):
         return self._stops[-1]
 
     def row(self, index: int) -> Row:
-        """See Table."""
         file, number = self._find(index)
         return self.parts[file].row(number)
 

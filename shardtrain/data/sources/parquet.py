@@ -73,7 +73,6 @@ class ParquetShards(FileSource):
             raise self.members[0].unusable("has no rows, and no other file has", "name files with rows")
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
-        """See Shards."""
         file, group = self._find(shard)
         arrow = _library("pyarrow", file)
         with _open(file) as parquet:

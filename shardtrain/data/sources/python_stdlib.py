@@ -82,11 +82,9 @@ class Library(FileSource):
         return self._fingerprints
 
     def row(self, index: int) -> Row:
-        """See Table."""
         return {"text": _content(self.members[index]).decode("utf-8", errors="replace")}
 
     def place(self, index: int) -> str:
-        """See Table."""
         return self.members[index].path
 
 

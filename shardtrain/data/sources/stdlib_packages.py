@@ -70,10 +70,8 @@ class Lines(Library):
         return len(self.lines)
 
     def row(self, index: int) -> Row:
-        """See Table."""
         text, label, _ = self.lines[index]
         return {"text": text, "label": label}
 
     def place(self, index: int) -> str:
-        """See Table."""
         return self.lines[index][2]

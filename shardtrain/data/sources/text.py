@@ -44,7 +44,6 @@ class Texts(FileSource):
         return len(self.members)
 
     def row(self, index: int) -> Row:
-        """See Table."""
         file = self.members[index]
         if file.compression is None and file.size > self.max_row_bytes:
             return too_long(file.size)
@@ -66,5 +65,4 @@ class Texts(FileSource):
             return not_utf8(error, shift=len(content) - len(text))
 
     def place(self, index: int) -> str:
-        """See Table."""
         return self.members[index].path

@@ -91,7 +91,6 @@ class Cached(Passes):
         return super().__enter__()
 
     def logits(self, rows: Rows, max_new_tokens: int) -> Tensor:
-        """See Passes."""
         if not self._next:
             self._next = [len(row) for row in rows]
             self._cache.begin(self._next, max(self._next) + max_new_tokens + self._width, self._device)
@@ -104,7 +103,6 @@ class Cached(Passes):
         return found_BV
 
     def keep(self, places: Sequence[int]) -> None:
-        """See Passes."""
         self._cache.keep(places)
         self._next = [self._next[place] for place in places]
 
@@ -117,10 +115,8 @@ class Whole(Passes):
         return super().__enter__()
 
     def logits(self, rows: Rows, max_new_tokens: int) -> Tensor:
-        """See Passes."""
         self._rows = [[*old, *more] for old, more in zip(self._rows or [[] for _ in rows], rows, strict=True)]
         return self._run(self._rows, [0] * len(rows))
 
     def keep(self, places: Sequence[int]) -> None:
-        """See Passes."""
         self._rows = [self._rows[place] for place in places]
