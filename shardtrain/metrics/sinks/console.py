@@ -8,6 +8,8 @@ from shardtrain.metrics.record import Record
 from shardtrain.utils.log import logger
 from shardtrain.utils.units import format_seconds
 
+_COUNTS = ("skipped_updates", "spikes", "rewinds", "goodput")
+"""Shown where they are not 0."""
 _CYAN, _GREEN, _YELLOW, _BLUE, _MAGENTA, _RED, _RESET = (f"\x1b[{code}m" for code in (36, 32, 33, 34, 35, 31, 0))
 
 
@@ -55,6 +57,7 @@ def _parts(record: Record) -> list[tuple[str, str]]:
         (_MAGENTA, f"mfu: {mfu}"),
         ("", f"data: {record.data_seconds:.3f}s"),
     ]
-    # the bins of the goodput are for the files: they would fill the line
-    parts += [("", f"{key}: {value:.4g}") for key, value in record.extra.items() if not key.startswith("goodput_")]
+    # the bins of the goodput are for the files, and so are counts of what has not happened: they would fill the line
+    extra = {key: value for key, value in record.extra.items() if not key.startswith("goodput_")}
+    parts += [("", f"{key}: {value:.4g}") for key, value in extra.items() if value or key not in _COUNTS]
     return [*parts, ("", f"left: {format_seconds(record.eta_seconds)}")]
