@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import patience
 import pytest
 import torch
 from tiny import text_file
@@ -151,5 +152,7 @@ def test_the_notebook_and_the_page_run_from_top_to_bottom(source: str, tmp_path:
     parts = cells() if source == "notebook" else blocks((ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
     assert len(parts) >= 4
     (tmp_path / "all.py").write_text("\n".join(parts))
-    done = forked.run([sys.executable, "all.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = forked.run(
+        [sys.executable, "all.py"], cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(120)
+    )
     assert done.returncode == 0, done.stderr[-2000:]
