@@ -134,7 +134,9 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
         Preempted: everything is saved.
         NotSaved: there was no time for it.
     """
-    step, reason, folder = run.state.step, run.stop.reason or "another rank's request", _folder(run)
+    # a rank may hear of the request from the others before its own signal has come: all name the same one
+    reasons = [reason for reason in all_gather_json(run.stop.reason) if reason]
+    step, reason, folder = run.state.step, run.stop.reason or (reasons or ["another rank's request"])[0], _folder(run)
     with run.phases.within("checkpoint"):
         checkpoints.give_up_export()
         seconds = 0.9 * run.stop.remaining_seconds()
