@@ -10,8 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -95,13 +95,15 @@ class Trainer:
             self._loaded = config
         else:
             self._loaded = load_config(config, options)
-        self._stack = ExitStack()
-        self._stack.callback(_restore, dict(os.environ), (log.logger.level, log.logger.propagate), _switches())
+        self._stack, self._environment = ExitStack(), _EnvironmentChanges()
+        self._stack.callback(self._environment.undo)
+        self._stack.callback(_restore, (log.logger.level, log.logger.propagate), _switches())
         self._open: tuple[World, Run, Checkpoints] | None = None
         self._closed = False
         size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         try:
-            preflight.require(self._loaded, preflight.here(self._loaded, None, size, local_size))
+            with self._environment.noted():
+                preflight.require(self._loaded, preflight.here(self._loaded, None, size, local_size))
         except BaseException:
             self.close()
             raise
@@ -180,9 +182,10 @@ class Trainer:
         if self._open is None:
             phases = trainer.Phases()
             try:
-                local.prepare(Path(self.config.job.dump_folder))
-                here = self._stack.enter_context(trainer.joined(self._loaded, phases))
-                run, checkpoints = self._stack.enter_context(trainer.opened(self._loaded, here, phases))
+                with self._environment.noted():
+                    local.prepare(Path(self.config.job.dump_folder))
+                    here = self._stack.enter_context(trainer.joined(self._loaded, phases))
+                    run, checkpoints = self._stack.enter_context(trainer.opened(self._loaded, here, phases))
             except BaseException:
                 self.close()
                 raise
@@ -319,12 +322,38 @@ def _switches() -> tuple[bool, bool, bool, bool]:
     return deterministic, torch.is_deterministic_algorithms_warn_only_enabled(), cudnn.deterministic, cudnn.benchmark
 
 
-def _restore(
-    environ: Mapping[str, str], logging_was: tuple[int, bool], switches: tuple[bool, bool, bool, bool]
-) -> None:
-    for name in set(os.environ) - set(environ):
-        del os.environ[name]
-    os.environ.update(environ)
+class _EnvironmentChanges:
+    """Variables of the environment that the trainer has set; what the user sets in the meantime is left alone."""
+
+    def __init__(self) -> None:
+        self._changes: dict[str, tuple[str | None, str | None]] = {}
+        """Name to value before and after; None where there is none."""
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Remember what changes inside."""
+        before = dict(os.environ)
+        try:
+            yield
+        finally:
+            for name in before.keys() | os.environ.keys():
+                was, now = before.get(name), os.environ.get(name)
+                if was != now:
+                    self._changes[name] = (self._changes.get(name, (was, None))[0], now)
+
+    def undo(self) -> None:
+        """Put each variable back that still has the value which the trainer gave it."""
+        for name, (was, now) in self._changes.items():
+            if os.environ.get(name) != now:
+                continue
+            if was is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = was
+        self._changes.clear()
+
+
+def _restore(logging_was: tuple[int, bool], switches: tuple[bool, bool, bool, bool]) -> None:
     log.reset()
     log.logger.setLevel(logging_was[0])
     log.logger.propagate = logging_was[1]

@@ -113,6 +113,42 @@ def test_a_model_generates_and_is_evaluated_as_by_the_verbs(tmp_path: Path, caps
     assert json.loads(capsys.readouterr().out)["sets"]["held"] == found
 
 
+def test_a_run_that_was_stepped_by_hand_opens_as_a_model(tmp_path: Path) -> None:
+    with shardtrain.Trainer("debug", options(tmp_path / "run", **{"training.steps": 2})) as trainer:
+        while trainer.step() is not None:
+            pass
+    (text,) = shardtrain.generate(shardtrain.load_model(tmp_path / "run"), "mesh ", max_new_tokens=3)
+    assert isinstance(text, str)
+
+
+def test_what_the_user_sets_while_a_trainer_is_open_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHANGED_BY_THE_USER", "before")
+    monkeypatch.delenv("SET_BY_THE_USER", raising=False)
+    names = set(os.environ)
+    with shardtrain.Trainer("debug", options(tmp_path)) as trainer:
+        trainer.step()
+        monkeypatch.setenv("CHANGED_BY_THE_USER", "after")
+        monkeypatch.setenv("SET_BY_THE_USER", "1")
+    assert (os.environ["CHANGED_BY_THE_USER"], os.environ["SET_BY_THE_USER"]) == ("after", "1")
+    assert set(os.environ) - names == {"SET_BY_THE_USER"}
+
+
+def test_a_type_checker_knows_the_names(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(
+        "import shardtrain\n"
+        "reveal_type(shardtrain.Trainer('debug').step())\n"
+        "reveal_type(shardtrain.generate(shardtrain.load_model('run'), 'x'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "user.py"],
+        cwd=tmp_path, env={**os.environ, "MYPYPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    found = re.findall(r'Revealed type is "(.*?)"', done.stdout)
+    assert found == ["shardtrain.api.StepResult | None", "list[str]"] or found == [
+        "Union[shardtrain.api.StepResult, None]", "builtins.list[builtins.str]"
+    ], done.stdout  # fmt: skip
+
+
 def test_verify_gives_a_result_per_mesh(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')

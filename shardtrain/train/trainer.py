@@ -111,6 +111,8 @@ def opened(loaded: Loaded, here: World, phases: Phases) -> Iterator[tuple[Run, C
         all_ranks(contents.look, only_first=True)
         resume(run, checkpoints)
         contents.start(run.state.step)
+        if here.rank == 0:
+            write_resolved_config(loaded, folder, here.size)  # generate, evaluate and export read it
         if run.dataloader.masks_documents:
             document_isolation.check(run.runner.parts[0], models.find(config.model.name), run.mesh)
             teacher = getattr(run.runner, "teacher", None)
@@ -127,8 +129,6 @@ def opened(loaded: Loaded, here: World, phases: Phases) -> Iterator[tuple[Run, C
 def run_to_end(loaded: Loaded, here: World, run: Run, checkpoints: Checkpoints) -> TrainState:
     """Step to the end of the run, and go back to a checkpoint where a spike policy asks for it."""
     config, folder = loaded.config, Path(loaded.config.job.dump_folder)
-    if here.rank == 0:
-        write_resolved_config(loaded, folder, here.size)
     of_epoch = run.dataloader.num_samples, run.dataloader.places_per_epoch
     for line in describe(loaded, run.mesh, run.num_params, run.total_steps, *of_epoch):
         logger.info(line)
