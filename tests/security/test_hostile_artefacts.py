@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import once
 import patience
 import pytest
 
@@ -22,12 +23,17 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     pytest.importorskip("datasets")
     pytest.importorskip("sentencepiece")
     pytest.importorskip("tiktoken")
-    folder = tmp_path_factory.mktemp("hostile")
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-W", "ignore", str(TESTS / "hostile_child.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience.seconds(390))
+    folder, done = once.made_once(tmp_path_factory, "hostile", lambda: open_all(tmp_path_factory.mktemp("hostile")))
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, json.loads((folder / "results.json").read_text()), done
+
+
+def open_all(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "HF_HUB_OFFLINE": "1"}
+    # -B: bytecode of a module that is imported meanwhile would be a file written
+    command = [sys.executable, "-B", "-W", "ignore", str(TESTS / "hostile_child.py"), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience.seconds(390))
+    return folder, done
 
 
 def test_there_are_enough_artefacts_of_every_kind(opened: Any) -> None:
