@@ -10,8 +10,6 @@ FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
 # file -> mesh -> why it is not possible there: reasons that tests/models/test_others.py finds true of the engine too
 NOT_POSSIBLE = {
     "falcon": {"tp=2": "does not divide the 1 KV heads"},
-    "gemma2": {"pp=2": "one tensor"},
-    "gpt2": {"pp=2": "one tensor"},
     "rwkv": {"cp=2": "names no attention core"},
     "sinks": {"cp=2": "is given more than queries, keys, values"},
     "t5_bias": {"cp=2": "is given more than queries, keys, values"},

@@ -448,9 +448,6 @@ def _of_pipeline(case: Case) -> Iterator[Broken]:
         yield Broken(f"{batches} micro-batches fill {stages} stages", (MICRO,))
     elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and batches % max(1, batches // pp):
         yield Broken(f"{batches} micro-batches make rounds of {pp}", (MICRO,))
-    tied = {"qwen3_moe": "false"}.get(case.value("model.name"), "false")
-    if case.value(f"{M}tied_embeddings", tied) == "true":
-        yield Broken("tied ends are on one stage", (PP,))
     if schedule in SPLIT and case.value("compile.enable") == "true" and case.value("compile.components") != "loss":
         yield Broken("compiled layers have one backward", (SCHEDULE,))
 

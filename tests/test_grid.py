@@ -28,15 +28,15 @@ BATCH = 4
 COMMON = {"vocab_size": 512, "dim": 64, "num_heads": 4}
 GROUPED = {**COMMON, "num_kv_heads": 2, "head_dim": 16}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-# family -> flavor and the fields that make it tiny. Ends are not tied, which a pipeline could not be: that has a law of
-# its own. Seeds and sizes are such that no token has two experts with scores alike to rounding.
+# family -> flavor and the fields that make it tiny. Ends are tied where a family ties them in its small flavors.
+# Seeds and sizes are such that no token has two experts with scores alike to rounding.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("debugmodel", {**GROUPED, "ffn_dim": 128}),
     # with a window that ends within and across the parts of a sequence that ranks hold
     "mistral": ("debugmodel", {**GROUPED, "ffn_dim": 128, "sliding_window": 21}),
-    "qwen2": ("debugmodel", {**GROUPED, "ffn_dim": 128, "tied_embeddings": False}),
+    "qwen2": ("debugmodel", {**GROUPED, "ffn_dim": 128, "tied_embeddings": True}),
     "neox": ("debugmodel", {**COMMON, "head_dim": 16, "ffn_dim": 128}),
-    "qwen3": ("debugmodel", {**GROUPED, "ffn_dim": 128, "tied_embeddings": False}),
+    "qwen3": ("debugmodel", {**GROUPED, "ffn_dim": 128, "tied_embeddings": True}),
     "qwen3_moe": ("debugmodel_moe", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 8, "top_k": 2}),
     "mixtral": ("debugmodel", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 4}),
     # the second of two layers has experts, and no positions; chunks end within and across the parts of a sequence

@@ -28,6 +28,7 @@ from shardtrain.distributed import chain, context_parallel, expert_parallel, fsd
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.runner import ModelParts, Runner
+from shardtrain.distributed.tied_stages import TiedStages
 from shardtrain.layout import Layout
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.ops.tied import tied_names
@@ -41,7 +42,6 @@ def cut(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> list[nn
     layers: nn.ModuleDict = getattr(model, layout.layers)
     parts = stages.modules_per_stage(config.parallelism, layout.first, layout.layers, list(layers), layout.last)
     _check_parts(parts, layout, list(layers))
-    _check_ties(model, parts, mesh.size(AXIS))
     chain.check(model, layout, parts, mesh.size(AXIS))
     return [stage(copy.deepcopy(model), layout, set(parts[index])) for index in _own_stages(mesh, config, len(parts))]
 
@@ -58,22 +58,19 @@ def stage(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
     return model
 
 
-def _check_ties(model: nn.Module, parts: list[list[str]], degree: int) -> None:
-    """Refuse parameters that modules of different stages share: each stage would have and train its own."""
-    stage_of = {name: index for index, names in enumerate(parts) for name in names}
-    for names in tied_names(model):
-        owners = [
-            next((stage for path, stage in stage_of.items() if name.startswith(f"{path}.")), -1) for name in names
-        ]
-        if len(set(owners)) > 1:
-            rule = f"would put the tied parameters {' and '.join(names)} into different stages"
-            fix = "build the model without the tie, or set it to 1"
-            raise ConfigError(Problem("parallelism.pipeline_parallel_degree", degree, rule, fix))
-
-
 def _own_stages(mesh: Mesh, config: Config, num_stages: int) -> list[int]:
+    return _stages_of(mesh.rank(AXIS), mesh, config, num_stages)
+
+
+def _stages_of(rank: int, mesh: Mesh, config: Config, num_stages: int) -> list[int]:
     name = stages.schedule_name(config.parallelism.pipeline_parallel_schedule) or ""
-    return stages.stages_of_rank(name, mesh.rank(AXIS), mesh.size(AXIS), num_stages)
+    return stages.stages_of_rank(name, rank, mesh.size(AXIS), num_stages)
+
+
+def _rank_of_stages(mesh: Mesh, config: Config, num_stages: int) -> list[int]:
+    """The place on the axis pp of each stage."""
+    ranks = {s: rank for rank in range(mesh.size(AXIS)) for s in _stages_of(rank, mesh, config, num_stages)}
+    return [ranks[index] for index in range(num_stages)]
 
 
 def _check_parts(parts: list[list[str]], layout: Layout, layer_names: list[str]) -> None:
@@ -118,6 +115,10 @@ class PipelineRunner(Runner):
         count = stages.num_stages(config.parallelism, len(getattr(whole, layout.layers)))
         self._indices = _own_stages(mesh, config, count)
         self._last = count - 1
+        ends = stages.modules_per_stage(
+            config.parallelism, layout.first, layout.layers, list(getattr(whole, layout.layers)), layout.last
+        )
+        self._ties = TiedStages(tied_names(whole), ends, _rank_of_stages(mesh, config, count), mesh)
         self._weight = torch.ones((), device=mesh.device)
         self._positions_name = _positions_name(whole)
         hidden = _hidden_size(whole, layout)
@@ -141,15 +142,25 @@ class PipelineRunner(Runner):
         """Whether this rank holds the last stage."""
         return self._last in self._indices
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: copies[0] for name, copies in self._ties.parameters(self.parts).items()}
+
+    def counted_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.parameters().items() if self._ties.is_counted_here(name)}
+
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """See Runner; all batches are micro-batches of one pass through the schedule."""
         expert_parallel.before_step(self.parts, weight)
         self._weight = weight
-        return self._run(self._schedule.step, batches)
+        self._ties.copy_weights(self.parts)
+        loss = self._run(self._schedule.step, batches)
+        self._ties.sum_gradients(self.parts)
+        return loss
 
     def evaluate(self, batch: Batch) -> Tensor:
         """See Runner; the batch must have as many rows as a training step."""
         self._weight = torch.ones((), device=self._mesh.device)
+        self._ties.copy_weights(self.parts)
         with torch.no_grad():
             return self._run(self._schedule.eval, [batch])
 

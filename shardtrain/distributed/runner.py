@@ -91,6 +91,10 @@ class Runner(ABC):
         """This rank's parameters by the names that the whole model has."""
         return {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
 
+    def counted_parameters(self) -> dict[str, nn.Parameter]:
+        """Those that sums over pipeline stages count on this rank: each parameter of the model in one stage."""
+        return self.parameters()
+
     def buffers(self) -> dict[str, Tensor]:
         """What this rank's parts remember beside their parameters: biases of routers, equal on all ranks."""
         return {name: buffer for part in self.parts for name, buffer in part.named_buffers()}

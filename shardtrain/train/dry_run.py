@@ -104,7 +104,8 @@ def build(config: Config, here: process_group.World) -> DryRun:
     runner = distributed.parallelize(model, layout, mesh, config, task.num_outputs(shape))
     held = tuple(_modules_of(part, layout) for part in runner.parts)
     with fake_backend.materialized(runner):
-        parameters = list(runner.parameters().values())
+        # not runner.parameters(): a rank with two stages holds what they share twice
+        parameters = [parameter for part in runner.parts for parameter in part.parameters()]
         optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
         states = optim.state_tensors(optimizer, runner.optimizer_parameters().items())
         bytes_of_parameters, bytes_of_states = _local_bytes(parameters), _local_bytes(states.values())

@@ -236,7 +236,7 @@ def step(run: Run) -> Outcome | None:
     # gradients are sums over tokens; they are divided once, here, by the number of targets in the whole step
     weight = torch.tensor(scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device)
     loss = run.runner.forward_backward(batches, weight)
-    norm = grad_clip.gradient_norm(run.runner.parameters().values(), mesh) / scale
+    norm = grad_clip.gradient_norm(run.runner.counted_parameters().values(), mesh) / scale
     agreed = grad_clip.agree(loss / scale, norm, mesh)
     global_loss, grad_norm = agreed.loss, agreed.norm
 

@@ -33,10 +33,10 @@ def edged(config: Config, overrides: dict[str, Any]) -> Config:
 
 
 def runs_on(mesh: str) -> list[str]:
-    """The names of sizes that a mesh can have: experts for ep; as many layers as stages and untied ends for pp."""
+    """The names of sizes that a mesh can have: experts for ep; as many layers as stages for pp."""
     if mesh == "ep":
         return [name for name, (family, _) in EDGES.items() if family in ("deepseek_v3", "qwen3_moe")]
-    return [name for name in EDGES if mesh != "pp" or name not in ("one layer", "tied ends")]
+    return [name for name in EDGES if mesh != "pp" or name != "one layer"]
 
 
 def run_edges(rank: int, mesh: str | None, layers: str) -> dict[str, Result]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from shardtrain.config import derived, stages
 from shardtrain.config.load import Loaded
@@ -29,7 +28,7 @@ def check_pipeline(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, _SCHEDULE, "is not a schedule", fix)
     if p.pipeline_parallel_degree < 2 or schedule is None:
         return
-    yield from _check_combinations(loaded, schedule, sizes or {})
+    yield from _check_combinations(loaded, schedule)
     layers = (sizes or {}).get("num_layers")
     if p.module_fqns_per_model_part is None and (
         not isinstance(layers, int)
@@ -51,7 +50,7 @@ def check_pipeline(loaded: Loaded) -> Iterator[Problem]:
         yield from check_schedule_file(loaded, count, rows and rows // p.pipeline_parallel_microbatch_size)
 
 
-def _check_combinations(loaded: Loaded, schedule: str, sizes: dict[str, Any]) -> Iterator[Problem]:
+def _check_combinations(loaded: Loaded, schedule: str) -> Iterator[Problem]:
     config = loaded.config
     if schedule in stages.SPLIT_BACKWARD and config.compile.enable and "model" in config.compile.components:
         rule = "computes gradients of inputs and weights apart, which torch.compile gets wrong without a word"
@@ -65,11 +64,6 @@ def _check_combinations(loaded: Loaded, schedule: str, sizes: dict[str, Any]) ->
         rule = "is only read by the schedule PipelineScheduleMulti"
         fix = f'set pipeline_parallel_schedule = "PipelineScheduleMulti" in place of "{schedule}"'
         yield problem(loaded, "parallelism.pipeline_parallel_schedule_csv", rule, fix)
-    if sizes.get("tied_embeddings"):
-        model = f"{config.model.name}/{config.model.flavor}"
-        rule = f"puts the embedding and the head of {model} on different ranks, and they are one tensor"
-        fix = "set it to 1, or model.overrides.tied_embeddings = false"
-        yield problem(loaded, _DEGREE, rule, fix)
     if config.parallelism.module_fqns_per_model_part is not None and loaded.is_set(_PER_STAGE):
         yield problem(loaded, _PER_STAGE, f"cannot hold beside {_MODULES}", "keep one of the two")
 

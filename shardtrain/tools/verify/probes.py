@@ -388,17 +388,13 @@ class Prober:
         return None
 
     def _shared(self) -> None:
-        """Weights that two layers share cannot be sharded with each; those that two ends share are on one stage."""
+        """Weights that two layers share cannot be sharded with each."""
         for names in tied_names(self._model):
             tops = {_top(name, self._layout.layers): name for name in names}
-            if len(tops) > 1:
+            if len(tops) > 1 and any(top.startswith(f"{self._layout.layers}.") for top in tops):
                 first, second, *_ = tops.values()
-                if sum(top.startswith(f"{self._layout.layers}.") for top in tops) > 0:
-                    rule = f"shares one weight between {first} and {second}, and each layer is sharded by itself"
-                    return self._break(rule, "give each layer weights of its own")
-                rule = f"shares one weight between {first} and {second}, of which pipeline stages would train copies"
-                self.found.impossible["pp"] = self._axis("pp", rule, "give each its own weight")
-                return
+                rule = f"shares one weight between {first} and {second}, and each layer is sharded by itself"
+                return self._break(rule, "give each layer weights of its own")
 
     def _outermost(self, path: str) -> bool:
         return not self._is_core(path.rpartition(".")[0])

@@ -67,11 +67,6 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ['pipeline_parallel_schedule="DualPipeV"', "torch.compile gets wrong", "1F1B"],
     ),
     (
-        "pipeline_parallel_degree = 2",
-        ["--model.overrides.tied_embeddings", "true"],
-        ["pipeline_parallel_degree=2", "they are one tensor", "tied_embeddings = false"],
-    ),
-    (
         'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "PipelineScheduleMulti"',
         [],
         ["means a schedule of your own, and there is none", "pipeline_parallel_schedule_csv"],

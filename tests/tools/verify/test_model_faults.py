@@ -255,10 +255,6 @@ FAULTS: dict[str, Fault] = {
           "self.blocks['0'].ffn\n")],
         "dp_shard=2", "refused", ["shares one weight between blocks.0.ffn.up.weight and blocks.1.ffn.up.weight"],
     ),
-    "a tied head": Fault(
-        [(HEAD_INIT, HEAD_INIT + "        self.head.weight = self.embed.weight\n")],
-        "pp=2", "not possible", ["shares one weight between embed.weight and head.weight"],
-    ),
     "a number of the stage": Fault(
         [("for block in self.blocks.values():", "for i, block in enumerate(self.blocks.values()):\n"
           "            x = x * (1 + i)")],
