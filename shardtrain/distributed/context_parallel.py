@@ -58,7 +58,6 @@ class SplitAttentionCore(nn.Module):
         self.chunk = int(getattr(core, "chunk", 0) or 0)
         self._scores = scores_of(core)
 
-    @torch.compiler.disable  # collectives inside an autograd function end a graph anyway
     def forward(
         self,
         q_BtNH: Tensor,
@@ -97,8 +96,11 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         fix = "name the weightless module that is softmax(q k) v there, or set the degree to 1"
         raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
     for path in cores:
-        core = model.get_submodule(path)
-        model.set_submodule(path, SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config), core))
+        core = SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config), model.get_submodule(path))
+        if config.compile.enable:
+            # collectives inside an autograd function end a graph anyway; as a decorator it would import the compiler
+            core.forward = torch.compiler.disable(core.forward)  # type: ignore[method-assign]
+        model.set_submodule(path, core)
 
 
 def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:

@@ -70,8 +70,7 @@ OWN_HEADS = "has 2 key-value heads, which 4 ranks cannot share"
 # file -> part of the mesh's name -> why it is refused there
 REFUSED: dict[str, dict[str, str]] = {
     "falcon": {"tp": "the 1 KV heads", "ulysses": "does not divide the 1 KV heads"},
-    "gpt2": {"pp": "one tensor"},
-    "gemma2": {"pp": "one tensor", "tp 4": "the 2 KV heads", "tp x cp ulysses": "split by tensor_parallel_degree"},
+    "gemma2": {"tp 4": "the 2 KV heads", "tp x cp ulysses": "split by tensor_parallel_degree"},
     "rwkv": {"cp": "needs to know the attention core, which LAYOUT.context"},
     "sinks": {"cp": WHOLE_CORE},
     "t5_bias": {"cp": WHOLE_CORE},
