@@ -24,6 +24,7 @@ from shardtrain.config import Loaded
 from shardtrain.config.schema import Validation
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.launch import failure, local
+from shardtrain.ops import cpu_kernels
 from shardtrain.tools.evaluate import sets
 from shardtrain.tools.evaluate.request import KINDS
 from shardtrain.tools.generate.answer import Answers
@@ -357,5 +358,6 @@ def _restore(logging_was: tuple[int, bool], switches: tuple[bool, bool, bool, bo
     log.reset()
     log.logger.setLevel(logging_was[0])
     log.logger.propagate = logging_was[1]
+    cpu_kernels.use(cpu_kernels.PYTORCH)
     torch.use_deterministic_algorithms(switches[0], warn_only=switches[1])
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = switches[2:]

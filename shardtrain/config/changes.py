@@ -82,6 +82,7 @@ OPTIONS: dict[str, Class] = {
     "training.max_rewinds": "free",
     "training.replica_check_interval": "free",
     "training.device": "free",
+    "training.cpu_kernels": "free",
     "training.gc_freq": "free",
     "training.gc_debug": "free",
     "training.dataloader.num_workers": "free",

@@ -21,6 +21,7 @@ from shardtrain.distributed import (
 from shardtrain.distributed.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
 from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
 from shardtrain.layout import Layout
+from shardtrain.ops import cpu_kernels, onednn_linear
 from shardtrain.ops.cross_entropy import ChunkFunction, split_vocabulary_chunk_loss
 
 __all__ = ["BATCH_AXES", "LOSS_AXES", "STEPS", "Mesh", "Runner", "build", "parallelize"]
@@ -44,6 +45,8 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     if layout.expert:
         expert_parallel.mesh_of_experts(mesh, config)  # by all ranks together, also those of a stage without experts
     context_parallel.check_cores(model, layout, mesh, config)
+    if mesh.device.type == "cpu" and cpu_kernels.chosen().uses("onednn_linear"):
+        onednn_linear.use(model)
     piped = mesh.size("pp") > 1
     modules = pipeline_parallel.cut(model, layout, mesh, config) if piped else [model]
     for module in modules:

@@ -20,13 +20,16 @@ from shardtrain.config import stages
 from shardtrain.config.schema import ActivationCheckpoint, Config
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches
+from shardtrain.ops import document_mask, onednn_linear  # noqa: F401  they register operations that are named below
 
-_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default)
+_LINEAR = (torch.ops.aten.linear.default, torch.ops.shardtrain.onednn_product.default)
+"""Matmuls that are given the weight as it is; the others are given its transpose."""
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *_LINEAR)
 
 
 def _weight_shape(operation: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
     """The (out, in) shape of the weight that a matmul multiplies by."""
-    if operation is torch.ops.aten.linear.default:
+    if operation in _LINEAR:
         return tuple(arguments[1].shape)
     return tuple(reversed(arguments[2 if operation is torch.ops.aten.addmm.default else 1].shape))
 
@@ -88,6 +91,7 @@ def _expensive_operations() -> frozenset[Any]:
         "aten._scaled_dot_product_attention_math.default",
         "aten._scaled_dot_product_fused_attention_overrideable.default",
         "shardtrain.document_attention.default",
+        "shardtrain.blocked_attention.default",
         "_c10d_functional.reduce_scatter_tensor.default",
         "_c10d_functional.all_to_all_single.default",
     )

@@ -179,7 +179,8 @@ class AttentionCore(nn.Module):
         documents_BT = document_mask.chunked(documents_BT, self.chunk, (q_BTNH.size(0), q_BTNH.size(1)), q_BTNH.device)
         if not scoring.has_kernel:
             return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scoring, sinks_N)
-        if documents_BT is not None or 0 < self.window < q_BTNH.size(1) or sinks_N is not None:
+        masked = documents_BT is not None or 0 < self.window < q_BTNH.size(1) or sinks_N is not None
+        if masked or document_mask.in_blocks(q_BTNH):
             return document_mask.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale, sinks_N)
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         grouped = q_BNTH.size(1) != k_BKTH.size(1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardtrain.ops import attention_scores, flash_attention
+from shardtrain.ops import attention_scores, blocked_attention, cpu_kernels, flash_attention
 from shardtrain.ops.attention_scores import Scores
 from shardtrain.ops.sliding_window import blocks, queries_at_once
 
@@ -51,11 +51,19 @@ def attention(
     Raises:
         ValueError: when the numbers of a row do not ascend.
     """
+    if sinks_N is None and in_blocks(q_BTNH):
+        return _blocked(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)  # type: ignore[no-any-return]
     if q_BTNH.device.type in ("cpu", "meta") or (q_BTNH.is_cuda and flash_attention.has_flash(q_BTNH)):
         return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N, window, scale)[0]  # type: ignore[no-any-return]
     if sinks_N is not None:
         return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, Scores(scale), sinks_N)
     return masked_attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
+
+
+def in_blocks(q_BTNH: Tensor) -> bool:
+    """Whether attention is computed by ``blocked_attention``, which this machine has found to be faster."""
+    is_bfloat16 = q_BTNH.device.type == "cpu" and q_BTNH.dtype == torch.bfloat16
+    return is_bfloat16 and cpu_kernels.chosen().uses("blocked_attention")
 
 
 def masked_attention(
@@ -332,3 +340,60 @@ def _differentiate(
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("shardtrain::blocked_attention", mutates_args=())
+def _blocked(
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
+) -> Tensor:
+    out_BTNH = torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
+    for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
+        q, k, v = q_BTNH[row, queries], k_BTKH[row, keys], v_BTKH[row, keys]
+        out_BTNH[row, queries] = blocked_attention.attend(q, k, v, sight.get("band", blocked_attention.CAUSAL), scale)
+    return out_BTNH
+
+
+@_blocked.register_fake
+def _(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("shardtrain::blocked_attention_backward", mutates_args=())
+def _blocked_backward(
+    gradient_BTNH: Tensor,
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    documents_BT: Tensor | None,
+    window: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # stretches of a window share keys, whose gradients are then summed in float32
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32 if window else x.dtype) for x in (q_BTNH, k_BTKH, v_BTKH))
+    for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
+        gradient, q = gradient_BTNH[row, queries], q_BTNH[row, queries]
+        k, v = k_BTKH[row, keys], v_BTKH[row, keys]
+        band = sight.get("band", blocked_attention.CAUSAL)
+        part = blocked_attention.attend_backward(gradient, q, k, v, band, scale)
+        dq[row, queries] = part[0]
+        dk[row, keys] += part[1]
+        dv[row, keys] += part[2]
+    return dq.to(q_BTNH.dtype), dk.to(q_BTNH.dtype), dv.to(q_BTNH.dtype)
+
+
+@_blocked_backward.register_fake
+def _(gradient_BTNH: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save_blocked(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.window, ctx.scale = inputs[4:]
+
+
+def _differentiate_blocked(ctx: Any, gradient_BTNH: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    return *_blocked_backward(gradient_BTNH, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None
+
+
+_blocked.register_autograd(_differentiate_blocked, setup_context=_save_blocked)

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,11 +22,13 @@ from shardtrain import data, models, optim
 from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
+from shardtrain.config.schema import Config
 from shardtrain.data.file_hashes import Contents
 from shardtrain.distributed import BATCH_AXES, config_consistency, grad_clip, process_group
 from shardtrain.distributed.process_group import World
 from shardtrain.metrics import Metrics, profiling
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
+from shardtrain.ops import cpu_kernels
 from shardtrain.ops.seeding import seed_step, set_determinism
 from shardtrain.optim import lr_scheduler
 from shardtrain.resilience import progress, watchdog
@@ -104,6 +107,8 @@ def opened(loaded: Loaded, here: World, phases: Phases) -> Iterator[tuple[Run, C
     try:
         if config.debug.deterministic:
             set_determinism(config.debug.deterministic_warn_only)
+        if here.device.type == "cpu":
+            _choose_cpu_kernels(config)
         run = build(config, here)
         run.phases = phases
         if here.rank == 0:
@@ -124,6 +129,17 @@ def opened(loaded: Loaded, here: World, phases: Phases) -> Iterator[tuple[Run, C
     finally:
         contents.close()
         checkpoints.close()  # another run may write the folder, however this one has ended
+
+
+def _choose_cpu_kernels(config: Config) -> None:
+    """Let all ranks compute with what the first one's machine is fastest with (a collective)."""
+    if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
+        cpu_kernels.use(cpu_kernels.PYTORCH)
+        return
+    found, *_ = all_ranks(lambda: asdict(cpu_kernels.remembered_or_measured()), only_first=True)
+    kernels = cpu_kernels.Kernels(**found)
+    cpu_kernels.use(kernels)
+    logger.info(cpu_kernels.describe(kernels))
 
 
 def run_to_end(loaded: Loaded, here: World, run: Run, checkpoints: Checkpoints) -> TrainState:

@@ -1,0 +1,109 @@
+"""Attention on a CPU by matrix products, a block of queries at a time, with its backward.
+
+PyTorch's flash kernel for CPUs multiplies small tiles one by one; whole blocks by ``torch.bmm`` reach oneDNN's kernels,
+which are several times faster for bfloat16 where a processor multiplies that type. A block's probabilities are those of
+one row of scores, so neither needs the log-sum-exp of flash attention (Dao et al. 2022); like it, the backward pass
+computes them again, and memory grows with the sequence, not with its square. Scores are rounded to the type of the
+inputs before the softmax, which itself is computed in float32: see docs/performance.md for the error.
+
+Shape suffixes: B batch, l queries, s keys, K key-value heads, N query heads, G query heads of a key-value head, H head,
+P pairs of a row and a key-value head, n queries of a block, m keys of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shardtrain.ops.sliding_window import Band, mask
+
+_QUERIES = 128
+"""Of a block: 64 to 256 took equal time (512 and 2,048 tokens, heads of 32 to 128)."""
+_SCORES_BYTES = 1 << 20
+"""Of a block of scores, which is read and written several times while a core's own cache holds it."""
+
+CAUSAL = Band(-(1 << 62), 0)
+
+
+def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band = CAUSAL, scale: float | None = None) -> Tensor:
+    """Attention (B, l, N, H) of queries to the keys that ``band`` lets them see; each query must see one."""
+    scale = q_BlNH.size(-1) ** -0.5 if scale is None else scale
+    q_PGlH, k_PsH, v_PsH = _pairs(q_BlNH, k_BsKH), _heads_first(k_BsKH), _heads_first(v_BsKH)
+    out_PGlH = torch.empty_like(q_PGlH)
+    for pairs, queries, keys, hidden_nm in _blocks(q_PGlH, k_PsH, band):
+        p_PXm = _probabilities(q_PGlH[pairs, :, queries], k_PsH[pairs, keys], hidden_nm, scale)
+        out_PGlH[pairs, :, queries] = torch.bmm(p_PXm, v_PsH[pairs, keys]).unflatten(1, (q_PGlH.size(1), -1))
+    return _as_given(out_PGlH.flatten(0, 1), q_BlNH)
+
+
+def attend_backward(
+    gradient_BlNH: Tensor,
+    q_BlNH: Tensor,
+    k_BsKH: Tensor,
+    v_BsKH: Tensor,
+    band: Band = CAUSAL,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, each of the type and shape of what it is the gradient of.
+
+    Those of keys and values are sums over blocks of queries, in float32.
+    """
+    scale = q_BlNH.size(-1) ** -0.5 if scale is None else scale
+    q_PGlH, k_PsH, v_PsH = _pairs(q_BlNH, k_BsKH), _heads_first(k_BsKH), _heads_first(v_BsKH)
+    gradient_PGlH = _pairs(gradient_BlNH, k_BsKH)
+    exact = torch.promote_types(q_BlNH.dtype, torch.float32)
+    dq_PGlH = torch.empty_like(q_PGlH)
+    dk_PsH, dv_PsH = torch.zeros_like(k_PsH, dtype=exact), torch.zeros_like(v_PsH, dtype=exact)
+    for pairs, queries, keys, hidden_nm in _blocks(q_PGlH, k_PsH, band):
+        k_PmH, v_PmH = k_PsH[pairs, keys], v_PsH[pairs, keys]
+        p_PXm = _probabilities(q_PGlH[pairs, :, queries], k_PmH, hidden_nm, scale)
+        q_PXH, gradient_PXH = (x[pairs, :, queries].flatten(1, 2) for x in (q_PGlH, gradient_PGlH))
+        dv_PsH[pairs, keys] += torch.bmm(p_PXm.transpose(1, 2), gradient_PXH)
+        dp_PXm = torch.bmm(gradient_PXH, v_PmH.transpose(1, 2))
+        ds_PXm = torch.ops.aten._softmax_backward_data(dp_PXm, p_PXm, -1, p_PXm.dtype)
+        # the scale meets the products, so that it is rounded with them and not before
+        dq_PXH = torch.empty_like(q_PXH)
+        torch.baddbmm(dq_PXH, ds_PXm, k_PmH, beta=0, alpha=scale, out=dq_PXH)
+        dq_PGlH[pairs, :, queries] = dq_PXH.unflatten(1, (q_PGlH.size(1), -1))
+        dk_PsH[pairs, keys] += torch.bmm(ds_PXm.transpose(1, 2), q_PXH)
+    dk_PsH *= scale
+    return _as_given(dq_PGlH.flatten(0, 1), q_BlNH), _as_given(dk_PsH, k_BsKH), _as_given(dv_PsH, v_BsKH)
+
+
+def _blocks(q_PGlH: Tensor, k_PsH: Tensor, band: Band) -> Iterator[tuple[slice, slice, slice, Tensor]]:
+    """Pairs, queries and keys that meet at a time, and what is added to scores: minus infinity for hidden keys."""
+    num_pairs, groups, num_queries, _ = q_PGlH.shape
+    num_keys = k_PsH.size(1)
+    for start in range(0, num_queries, _QUERIES):
+        stop = min(start + _QUERIES, num_queries)
+        low, high = max(0, band.first + start), min(num_keys, band.last + stop)
+        hidden_nm = mask(stop - start, high - low, Band(band.first + start - low, band.last + start - low), q_PGlH)
+        scores_bytes = groups * (stop - start) * (high - low) * q_PGlH.element_size()
+        at_once = max(1, _SCORES_BYTES // scores_bytes)
+        for pair in range(0, num_pairs, at_once):
+            yield slice(pair, min(pair + at_once, num_pairs)), slice(start, stop), slice(low, high), hidden_nm
+
+
+def _probabilities(q_PGnH: Tensor, k_PmH: Tensor, hidden_nm: Tensor, scale: float) -> Tensor:
+    """softmax(scale q k + hidden) over the keys, (P, G n, m)."""
+    q_PXH = q_PGnH.flatten(1, 2)
+    scores_PXm = q_PXH.new_empty(q_PXH.size(0), q_PXH.size(1), k_PmH.size(1))
+    torch.baddbmm(scores_PXm, q_PXH, k_PmH.transpose(1, 2), beta=0, alpha=scale, out=scores_PXm)
+    scores_PXm.unflatten(1, q_PGnH.shape[1:3]).add_(hidden_nm)
+    return torch.softmax(scores_PXm, dim=-1)
+
+
+def _heads_first(x_BsKH: Tensor) -> Tensor:
+    return x_BsKH.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _pairs(x_BlNH: Tensor, k_BsKH: Tensor) -> Tensor:
+    """Query heads (B, l, N, H) by the key-value head that serves them: (B K, G, l, H)."""
+    return x_BlNH.transpose(1, 2).unflatten(1, (k_BsKH.size(2), -1)).flatten(0, 1).contiguous()
+
+
+def _as_given(x_PlH: Tensor, like_BlNH: Tensor) -> Tensor:
+    B, _, N, _ = like_BlNH.shape
+    return x_PlH.to(like_BlNH.dtype).unflatten(0, (B, N)).transpose(1, 2).contiguous()

@@ -1,0 +1,82 @@
+"""Linear layers in float32 by oneDNN, where it multiplies faster on a CPU than the library that PyTorch calls.
+
+PyTorch multiplies float32 by MKL, which on some processors of AMD reaches half of oneDNN's speed. oneDNN's own kernel
+is reached by the operator that PyTorch's compiler uses for inference; its backward here is two more of such products.
+Shape suffixes: R rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_SMALLEST_PRODUCT = 1 << 22
+"""Multiplications below which setting up oneDNN's kernel takes longer than it saves."""
+
+
+def is_available() -> bool:
+    """Whether this build of PyTorch has the operator."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def product(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` (R, O), float32, with gradients."""
+    return _product(x_RI, weight_OI, bias_O)  # type: ignore[no-any-return]
+
+
+class OneDnnLinear(nn.Linear):
+    """A linear layer that multiplies by oneDNN what is float32, on a CPU, and not small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., I) to (..., O)."""
+        rows = x.numel() // max(x.size(-1), 1)
+        if (
+            x.device.type != "cpu"
+            or x.dtype != torch.float32
+            or self.weight.dtype != torch.float32
+            or type(x) not in (Tensor, nn.Parameter)
+            or type(self.weight) not in (Tensor, nn.Parameter)
+            or rows * self.weight.numel() < _SMALLEST_PRODUCT
+            or torch.is_autocast_enabled("cpu")
+        ):
+            return super().forward(x)
+        return product(x.reshape(rows, x.size(-1)), self.weight, self.bias).view(*x.shape[:-1], -1)
+
+
+def use(model: nn.Module) -> None:
+    """Let each plain linear layer of a model be one of oneDNN's, in place; names and parameters stay."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = OneDnnLinear
+
+
+# An operation of its own, so that a compiler calls it as it is: it cannot lower the one inside
+@torch.library.custom_op("shardtrain::onednn_product", mutates_args=())
+def _product(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x_RI, weight_OI, bias_O, "none", [], "")  # type: ignore[no-any-return]
+
+
+@_product.register_fake
+def _(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return x_RI.new_empty(x_RI.size(0), weight_OI.size(0))
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.has_bias = inputs[2] is not None
+
+
+def _differentiate(ctx: Any, gradient_RO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x_RI, weight_OI = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+    dx_RI = dweight_OI = None
+    if needs_x:
+        dx_RI = _product(gradient_RO, weight_OI.t(), None)
+    if needs_weight:
+        dweight_OI = _product(gradient_RO.t(), x_RI.t(), None)
+    return dx_RI, dweight_OI, gradient_RO.sum(0) if ctx.has_bias and needs_bias else None
+
+
+_product.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,97 @@
+"""Attention by blocks is attention: against float64, with every kind of mask that it is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardtrain.ops import blocked_attention, cpu_kernels, document_mask
+from shardtrain.ops.cpu_kernels import Kernels
+
+
+@pytest.fixture(autouse=True)
+def _blocks():
+    cpu_kernels.use(Kernels(blocked_attention=2.0))
+    yield
+    cpu_kernels.use(cpu_kernels.PYTORCH)
+
+
+def drawn(dtype: torch.dtype, tokens: int, groups: int = 2, width: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    heads = (2 * groups, 2, 2, 2 * groups)
+    return [torch.randn(2, tokens, count, width, generator=generator).to(dtype) for count in heads]
+
+
+def exact(inputs: list[Tensor], seen_BTT: Tensor, scale: float | None) -> list[Tensor]:
+    q, k, v, gradient = (x.double() for x in inputs)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    groups = q.size(2) // k.size(2)
+    k, v = (x.repeat_interleave(groups, dim=2).transpose(1, 2) for x in leaves[1:])
+    out = F.scaled_dot_product_attention(leaves[0].transpose(1, 2), k, v, attn_mask=seen_BTT[:, None], scale=scale)
+    out.transpose(1, 2).backward(gradient)
+    return [out.transpose(1, 2).detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach().double() - expected).norm() / expected.norm())
+
+
+def documents(tokens: int) -> Tensor:
+    first = torch.arange(tokens).div(tokens // 3 + 1, rounding_mode="floor")
+    return torch.stack((first, torch.zeros(tokens, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 128, 300])
+@pytest.mark.parametrize("window", [0, 1, 17, 200])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_it_is_attention_to_the_rounding_of_bfloat16(
+    tokens: int, window: int, packed: bool, scale: float | None
+) -> None:
+    inputs = drawn(torch.bfloat16, tokens)
+    of_row = documents(tokens) if packed else None
+    seen = torch.ones(2, tokens, tokens, dtype=torch.bool).tril()
+    seen = seen.triu(1 - window) if window else seen
+    seen = seen if of_row is None else seen & (of_row[:, :, None] == of_row[:, None])
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = document_mask.attention(*leaves, of_row, window, scale)
+    out.backward(inputs[3])
+    found_ones = [out, *(x.grad for x in leaves)]
+    for name, found, expected in zip("oqkv", found_ones, exact(inputs, seen, scale), strict=True):
+        assert found is not None
+        if (tokens == 1 or window == 1) and name in "qk":
+            # a token sees itself alone: no score has a gradient, and rounding leaves some
+            assert float(found.abs().max()) <= 1e-2
+            continue
+        # numbers of 8 bits: scores, probabilities and outputs are rounded to 2^-9 of themselves
+        assert error(found, expected) <= 1.5e-2, name
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_in_float32_it_is_attention_to_1e_6(groups: int) -> None:
+    q, k, v, gradient = inputs = drawn(torch.float32, 300, groups)
+    found = [blocked_attention.attend(q, k, v), *blocked_attention.attend_backward(gradient, q, k, v)]
+    expected = exact(inputs, torch.ones(2, 300, 300, dtype=torch.bool).tril(), None)
+    assert all(error(one, other) <= 1e-6 for one, other in zip(found, expected, strict=True))
+
+
+def test_few_pairs_at_a_time_and_all_at_once_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, gradient = drawn(torch.float32, 300)
+    whole = [blocked_attention.attend(q, k, v), *blocked_attention.attend_backward(gradient, q, k, v)]
+    monkeypatch.setattr(blocked_attention, "_SCORES_BYTES", 1)
+    few = [blocked_attention.attend(q, k, v), *blocked_attention.attend_backward(gradient, q, k, v)]
+    # products of another number of matrices may be summed in another order
+    assert all(error(one, other.double()) <= 1e-6 for one, other in zip(few, whole, strict=True))
+
+
+def test_a_compiler_and_fake_tensors_take_it_as_one_operation() -> None:
+    q, k, v, _ = drawn(torch.bfloat16, 20)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for arguments in ((*leaves, None, 0, None), (*leaves, documents(20), 5, 0.5)):
+        torch.library.opcheck(
+            document_mask._blocked,
+            arguments,
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        )

@@ -1,0 +1,56 @@
+"""Kernels are measured once per machine, remembered, and left out where a run asks for PyTorch's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardtrain.ops import cpu_kernels
+from shardtrain.ops.cpu_kernels import Kernels
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "shardtrain"
+
+
+def test_a_machine_measures_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cpu_kernels.remembered_or_measured()
+    assert first.onednn_linear > 0 and first.blocked_attention > 0
+    monkeypatch.setattr(cpu_kernels, "measure", lambda: pytest.fail("measured again"))
+    assert cpu_kernels.remembered_or_measured() == first
+    assert len(list(cache.iterdir())) == 1  # nothing temporary is left
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"another": 2.0}', '{"onednn_linear": "fast"}'])
+def test_a_damaged_file_is_measured_anew_and_replaced(cache: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "measure", lambda: Kernels(2.0, 3.0))
+    cpu_kernels.remembered_or_measured()
+    (path,) = cache.iterdir()
+    path.write_text(text)
+    assert cpu_kernels.remembered_or_measured() == Kernels(2.0, 3.0)
+    assert json.loads(path.read_text()) == {"onednn_linear": 2.0, "blocked_attention": 3.0}
+
+
+def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(cpu_kernels, "measure", lambda: Kernels(2.0, 3.0))
+    assert cpu_kernels.remembered_or_measured() == Kernels(2.0, 3.0)
+
+
+def test_a_kernel_is_taken_where_it_is_clearly_faster() -> None:
+    kernels = Kernels(onednn_linear=1.05, blocked_attention=1.8)
+    assert not kernels.uses("onednn_linear") and kernels.uses("blocked_attention")
+    assert cpu_kernels.describe(kernels) == "CPU kernels: attention in bfloat16 by blocks (1.8 x as fast)"
+    assert "none here is faster" in cpu_kernels.describe(cpu_kernels.PYTORCH)
+
+
+def test_without_a_kernel_in_this_build_its_speed_is_zero() -> None:
+    def missing() -> None:
+        raise RuntimeError("no such kernel")
+
+    assert cpu_kernels._times_as_fast(lambda: None, missing) == 0.0

@@ -1,0 +1,107 @@
+"""Linear layers by oneDNN are linear layers: in one process, on meshes, and wherever oneDNN is not the one to take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import Result, reference, tiny_config, train_steps
+from torch import nn
+from torch.nn import functional as F
+
+from shardtrain.ops import cpu_kernels, onednn_linear
+from shardtrain.ops.cpu_kernels import Kernels
+from shardtrain.ops.onednn_linear import OneDnnLinear
+
+pytestmark = pytest.mark.skipif(not onednn_linear.is_available(), reason="this build of PyTorch has no oneDNN")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_and_gradients_are_those_of_a_linear_layer(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn_linear, "_SMALLEST_PRODUCT", 0)
+    torch.manual_seed(0)
+    plain = nn.Linear(48, 80, bias=bias)
+    ours = nn.Sequential(nn.Linear(48, 80, bias=bias))
+    ours[0].load_state_dict(plain.state_dict())
+    onednn_linear.use(ours)
+    assert type(ours[0]) is OneDnnLinear and list(ours.state_dict()) == [f"0.{name}" for name in plain.state_dict()]
+    x, y = (torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+    gradient = torch.randn(3, 5, 80)
+    out, expected = ours(x), plain(y)
+    out.backward(gradient)
+    expected.backward(gradient)
+    pairs = [(out, expected), (x.grad, y.grad), *zip((p.grad for p in ours.parameters()), (p.grad for p in plain.parameters()), strict=True)]  # fmt: skip  # noqa: E501
+    for found, wanted in pairs:
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # float32 in another order
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer, x: (layer, x),  # small
+        lambda layer, x: (layer.double(), x.double()),
+        lambda layer, x: (layer.bfloat16(), x.bfloat16()),
+        lambda layer, x: (layer.to("meta"), x.to("meta")),
+        lambda layer, x: (layer, x[:0]),
+    ],
+)
+def test_what_is_not_for_it_is_left_to_pytorch(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("oneDNN was asked")
+
+    monkeypatch.setattr(onednn_linear, "product", refuse)
+    layer = nn.Sequential(nn.Linear(8, 8))
+    onednn_linear.use(layer)
+    layer, x = change(layer, torch.ones(2, 8))
+    out = layer(x)
+    if x.device.type != "meta":
+        assert torch.equal(out, F.linear(x, layer[0].weight, layer[0].bias))
+
+
+def test_a_subclass_that_computes_something_else_is_left_alone() -> None:
+    class Other(nn.Linear):
+        pass
+
+    model = nn.Sequential(Other(2, 2))
+    onednn_linear.use(model)
+    assert type(model[0]) is Other
+
+
+def by_onednn(rank: int, config: Any) -> tuple[Result, int]:
+    asked = []
+    product = onednn_linear.product
+    onednn_linear._SMALLEST_PRODUCT = 0
+    onednn_linear.product = lambda *arguments: asked.append(1) or product(*arguments)  # type: ignore[func-returns-value]
+    cpu_kernels.use(Kernels(onednn_linear=2.0))
+    return train_steps(rank, config, 4), len(asked)
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "fsdp": {},
+    "tp": {"tensor_parallel_degree": 2},
+    "pp": {
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_it_changes_no_number_of_a_run(mesh: str) -> None:
+    training = {"local_batch_size": 4 if mesh == "fsdp" else 8}
+    config = tiny_config(parallelism=MESHES[mesh], training=training)
+    for result, asked in run_ranks(1 if mesh == "one" else 2, by_onednn, config):
+        assert (asked > 0) == (mesh != "tp")  # whose layers are given DTensors
+        assert result.losses == pytest.approx(reference(4).losses, abs=1e-5)
+        assert result.grad_norms == pytest.approx(reference(4).grad_norms, rel=1e-5)
+
+
+def test_a_compiler_takes_it_as_one_operation() -> None:
+    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(onednn_linear._product, (x, weight, None), test_utils=tests)
+    torch.library.opcheck(onednn_linear._product, (x, weight, torch.randn(5)), test_utils=tests)

@@ -1,0 +1,30 @@
+"""A run on a CPU takes the kernels that its first rank has measured, on all ranks, or PyTorch's own where it must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from tiny import tiny_config
+
+from shardtrain.config.schema import Config
+from shardtrain.ops import cpu_kernels
+from shardtrain.ops.cpu_kernels import Kernels
+from shardtrain.train import trainer
+
+
+def choose(rank: int, config: Config) -> Kernels:
+    cpu_kernels.remembered_or_measured = lambda: Kernels(float(rank), 2.0)
+    cpu_kernels.use(Kernels(3.0, 3.0))
+    trainer._choose_cpu_kernels(config)
+    return cpu_kernels.chosen()
+
+
+def test_all_ranks_take_what_the_first_has_measured() -> None:
+    assert run_ranks(2, choose, tiny_config()) == [Kernels(0.0, 2.0)] * 2
+
+
+@pytest.mark.parametrize("sections", [{"training": {"cpu_kernels": "pytorch"}}, {"debug": {"deterministic": True}}])
+def test_who_asks_for_the_same_bits_on_every_machine_is_given_pytorch_s_own(sections: dict[str, Any]) -> None:
+    assert run_ranks(1, choose, tiny_config(**sections)) == [cpu_kernels.PYTORCH]
