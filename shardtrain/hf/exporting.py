@@ -194,8 +194,8 @@ class Writer:
 def export(wanted: Export) -> list[str]:
     """Write the folder, read it back, and give its files; when this returns every weight in it was compared.
 
-    A block of rows is in memory at a time. Meanwhile one thread checks the checkpoint's own hashes and another waits for
-    the disk. What is written is renamed into place when it is whole and equal.
+    A block of rows is in memory at a time. Meanwhile one thread checks the checkpoint's own hashes, and another waits
+    for the disk. What is written is renamed into place when it is whole and equal.
 
     Raises:
         ConfigError: when ``output`` exists, or the model has no form in this format.
@@ -210,7 +210,7 @@ def export(wanted: Export) -> list[str]:
         temporary.mkdir(parents=True)
         with ThreadPoolExecutor(1, "export-check") as pool, ThreadPoolExecutor(1, "export-sync") as syncing:
             checked = pool.submit(writer.check_source)
-            synced = []
+            synced: list[Future[None]] = []
             try:
                 for file in writer.files:
                     go_on = partial(_stop_if_failed, (checked, *synced))
@@ -359,7 +359,7 @@ def _compare(folder: Path, writer: Writer) -> None:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one type hold the same bits, eight bytes at a time: a value that is no number counts."""
+    """Whether two tensors of one type hold the same bits, eight bytes at a time; NaNs count as any other."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))

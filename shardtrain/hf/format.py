@@ -139,6 +139,8 @@ class Hub:
             layer = found[1] if found.groups() else ""
             if isinstance(source, str):
                 return source.replace("*", layer)
+            if isinstance(source, Merged):
+                return Merged(tuple(name.replace("*", layer) for name in source.names))
             return replace(source, name=source.name.replace("*", layer))
         return None
 

@@ -114,6 +114,23 @@ def words(file: Path, task: str, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
+def test_answers_may_name_their_chat_template_and_their_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template, path = tmp_path / "plain.jinja", tmp_path / "pairs.jsonl"
+    template.write_text(
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}!"
+        "{% endgeneration %}{% else %}{{ message.content }}?{% endif %}{% endfor %}"
+    )
+    sides = {"chosen": "yes", "rejected": "no"}
+    row = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
+    path.write_text(json.dumps({"asked": [{"role": "user", "content": "is it"}], **row}) + "\n")
+    named = (f"--data.chat_template={template}", "--data.prompt_field=asked")
+    assert show.main(words(path, "preference", *named)) == 0
+    shown = capsys.readouterr().out
+    assert "«is it?»yes!" in shown and "«is it?»no!" in shown
+
+
 def test_both_sides_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"chosen": "2+2 is four", "rejected": "2+2 is five!"}) + "\n")
