@@ -63,6 +63,15 @@ def rows_of(recipe: str) -> list[str]:
     return found[0].splitlines()
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_file_says_which_command_of_its_page_comes_first(file: Path) -> None:
+    said = re.findall(r"^# First: (.*)$", file.read_text(), flags=re.M)
+    before = BEFORE.get(file.stem)
+    assert said == [line for line in lines_of(file.stem) if "data download" in line] or (
+        before is not None and f"recipes/{before}.md" in said[0]
+    )
+
+
 def models_of(content: dict[str, Any]) -> list[str]:
     """The folders of the hub that a recipe names."""
     teacher = content.get("task", {}).get("teacher_path")

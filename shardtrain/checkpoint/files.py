@@ -12,7 +12,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from shardtrain.resilience import progress
 from shardtrain.utils import atomic_io
 
 PIECE_BYTES = 2**23
-"""Written and hashed at a time: while one thread writes a piece another hashes it."""
+"""Written and hashed at a time: while one thread writes pieces of a block another hashes them."""
 
 SEEN_SECONDS = 60.0
 """How long a network filesystem may take until one node sees what another has made."""
@@ -51,19 +51,43 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
         descriptor = _create(path, wait_seconds)
         try:
             for block in blocks:
-                for start in range(0, len(block), PIECE_BYTES):
-                    piece = block[start : start + PIECE_BYTES]
-                    hashed = pool.submit(digest.update, piece)
-                    try:
+                hashing: list[Future[None]] = []
+                try:
+                    for start in range(0, len(block), PIECE_BYTES):
+                        piece = block[start : start + PIECE_BYTES]
+                        hashing.append(pool.submit(digest.update, piece))
                         _write_all(descriptor, piece)
-                    finally:
-                        hashed.result()
-                    size += len(piece)
-                    progress.tick()
+                        progress.tick()
+                finally:
+                    for one in hashing:  # whoever gives the blocks may use their memory again after this
+                        one.result()
+                size += len(block)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     return StoredFile(path.name, size, digest.hexdigest())
+
+
+def write_unhashed(path: Path, blocks: Iterable[memoryview]) -> None:
+    """Write a new file that is read back and compared afterwards; it is on disk after ``sync``. Raises OSError."""
+    with naming(path):
+        descriptor = _create(path, 0.0)
+        try:
+            for block in blocks:
+                _write_all(descriptor, block)
+                progress.tick()
+        finally:
+            os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Put the bytes of a file on disk. Raises OSError."""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_whole(path: Path, data: bytes) -> None:

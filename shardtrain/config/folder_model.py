@@ -41,8 +41,13 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
         rule = f"takes sizes from a folder, and {model.name} is a model file of yours"
         return Problem("model.flavor", model.flavor, rule, "name one of its flavors", where)
     if asked and not has and "path" not in model.overrides:
-        rule = f"takes sizes from model.hf_assets_path={model.hf_assets_path!r}, which has no config.json"
-        return Problem("model.flavor", model.flavor, rule, "name a Hugging Face folder there, or a flavor", where)
+        is_there = folder.exists() or model.hf_assets_path == "bytes"
+        what = "has no config.json" if is_there else "does not exist"
+        rule = f"takes sizes from model.hf_assets_path={model.hf_assets_path!r}, which {what}"
+        fix = "name a Hugging Face folder there, or a flavor"
+        if not is_there:  # as a recipe is before its first command
+            fix = "fetch it (shardtrain data download --repo_id OWNER/NAME), export it, or name a flavor"
+        return Problem("model.flavor", model.flavor, rule, fix, where)
     if named("model.name") and model.name == NAME:
         return _as_it_is(config, {}, _FOLDER_FLAVOR if asked else model.flavor)
     wanted = not named("model.flavor") and named("model.hf_assets_path") and has

@@ -54,6 +54,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             rows = module.num_embeddings if word == "embed" and isinstance(module, nn.Embedding) else mesh.size(AXIS)
             if -(-rows // mesh.size(AXIS)) * (mesh.size(AXIS) - 1) >= rows:  # FSDP fails on ranks without a row
                 plan[path] = WholeEmbedding()
+            outputs = module.out_features if word == "head" and isinstance(module, nn.Linear) else mesh.size(AXIS)
+            if outputs < mesh.size(AXIS):
+                plan[path] = WholeHead()
             if word == "embed" and not isinstance(module, nn.Embedding):  # angles or waves of positions
                 plan[path] = WholeEmbedding()
     if not layout.tensor:
@@ -323,6 +326,17 @@ class WholeEmbedding(WholeWeights):
             return (_plain(inputs[0]).chunk(device_mesh.size(), dim=1)[device_mesh.get_local_rank()], *inputs[1:])
 
         module.register_forward_pre_hook(cut)
+        return super()._apply(module, device_mesh)
+
+
+class WholeHead(WholeWeights):
+    """A head of fewer features than ranks, such as a reward: whole on every rank, which all compute it alike."""
+
+    def __init__(self) -> None:
+        super().__init__(Replicate())
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._take = lambda x_BtD: _gathered(x_BtD, device_mesh).to_local()
         return super()._apply(module, device_mesh)
 
 

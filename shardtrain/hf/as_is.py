@@ -1,13 +1,15 @@
-"""Weights of an architecture of ``transformers`` under its own names: a folder in, a folder out, nothing renamed.
+"""Weights of an architecture of ``transformers``: a folder in, a folder out, under the names that its files have.
 
 Files of the hub differ in two ways that mean nothing: the prefix of the base model may be there or not, and of tensors
-that are one any name may be the one that was written.
+that are one any name may be the one that was written. Where ``transformers`` renames tensors or stacks experts as it
+opens a file, and takes that back as it saves one (``transformers.conversion_mapping``), its rules are read as data.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.hf import architecture
-from shardtrain.hf.format import Hub
+from shardtrain.hf.format import Hub, Merged
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.weights import HubWeights
 from shardtrain.ops.tied import tie, tied_names
@@ -36,8 +38,49 @@ def translation(model: Any, config: Any) -> Translation:
     """Where the tensors of a model lie: under their names in ``transformers``."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    hub = Hub(config.class_name, architecture.read(config.path).model_type, {}, lambda _: {}, lambda _: {}, _IGNORED)
-    return Translation(hub, shapes, config, {name: name.partition(".")[2] for name in shapes})
+    kind = architecture.read(config.path).model_type
+    hub = Hub(config.class_name, kind, {}, lambda _: {}, lambda _: {}, _IGNORED)
+    rules = _conversions(kind)
+    return Translation(hub, shapes, config, {name: _in_files(name.partition(".")[2], rules) for name in shapes})
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What ``transformers`` calls a tensor, or a part of its name, and what files call that, or each of its parts."""
+
+    opened: str
+    saved: tuple[str, ...]
+    stacks: bool
+
+
+def _conversions(model_type: str) -> list[_Rule]:
+    """The rules of an architecture, those that stack experts first; none where one of them says more than names."""
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:  # before transformers 5 files had the names of modules
+        return []
+    found = []
+    for one in get_checkpoint_conversion_mapping(model_type) or ():
+        steps = [(type(step).__name__, getattr(step, "dim", 0)) for step in getattr(one, "operations", None) or ()]
+        saved = tuple(pattern.replace("\\.", ".") for pattern in one.source_patterns)
+        known = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+        plain = len(one.target_patterns) == 1 and not any(set(word) & set("\\^$()[]+?|") for word in saved)
+        if not plain or (steps and (steps not in known or any(word.count(".*.") != 1 for word in saved))):
+            return []
+        if not steps and (len(saved) != 1 or "*" in saved[0]):
+            return []
+        found.append(_Rule(one.target_patterns[0], tuple(word.replace(".*.", ".#.") for word in saved), bool(steps)))
+    return sorted(found, key=lambda rule: not rule.stacks)
+
+
+def _in_files(name: str, rules: Sequence[_Rule]) -> str | Merged:
+    """What files call a tensor of ``transformers``: one name, or those of its parts."""
+    stacked = next((rule for rule in rules if rule.stacks and name.endswith(rule.opened)), None)
+    names = [name.removesuffix(stacked.opened) + part for part in stacked.saved] if stacked else [name]
+    for rule in rules:
+        if not rule.stacks:
+            names = [one.replace(rule.opened, rule.saved[0]) for one in names]
+    return Merged(tuple(names)) if stacked else names[0]
 
 
 def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list[str]]:
@@ -54,7 +97,14 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
     prefix = f"{hf.base_model_prefix}."
     aliases = {names[0]: names[1:] for names in tied_names(model)}
     for ours, theirs in plain.sources.items():
-        names = [str(theirs), *(alias.partition(".")[2] for alias in aliases.get(ours, ()))]
+        if isinstance(theirs, Merged):
+            whole = next((form for form in _forms(ours.partition(".")[2], prefix) if form in there), None)
+            parts = zip(*(_forms(name, prefix) for name in theirs.names), strict=True)
+            found = next((names for names in parts if names[0].replace("#", "0") in there), None)
+            sources[ours] = Merged(found) if found is not None else whole or theirs
+            continue
+        own = (ours, *aliases.get(ours, ()))
+        names = [str(theirs), *(name.partition(".")[2] for name in own)]
         spelled = [form for name in names for form in _forms(name, prefix) if form in there]
         if spelled:
             sources[ours] = spelled[0]
@@ -66,8 +116,9 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
     }
     passed = [f".*(?:{pattern}).*" for pattern in sorted(said)]
     passed += [re.escape(form) for name in model.computed for form in _forms(name, prefix)]
-    missing = [ours for ours, theirs in sources.items() if theirs not in there]
-    surplus = there - set(map(str, sources.values()))
+    found_at = Translation(plain.hub, plain.shapes, config, sources)
+    missing = [ours for ours in sources if any(piece.name not in there for piece in found_at.pieces_of(ours))]
+    surplus = there - found_at.their_shapes().keys()
     if missing and any(".experts." in name for name in surplus):
         raise CheckpointError(
             f"{weights.folder} holds {config.class_name} under names that transformers converts as it opens them, such "

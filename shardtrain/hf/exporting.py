@@ -8,8 +8,9 @@ import math
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +104,16 @@ class Writer:
 
         ``wait_seconds`` is how long the folder, which another node may have made, may take to be seen from here.
         """
+        return files.write_hashed(folder / file, self.blocks(file, go_on), wait_seconds)
+
+    def blocks(self, file: str, go_on: Callable[[], None]) -> Iterator[memoryview]:
+        """The bytes of one file of weights, in pieces; ``go_on`` is called before each, and may raise."""
         names = self.files[file]
-
-        def blocks() -> Iterator[memoryview]:
-            yield header({name: (self._types[name], self._shapes[name]) for name in names})
-            for name in names:
-                for box in mapping.row_blocks(self._shapes[name]):
-                    block = self._read_theirs(name, box)
-                    yield from pieces(memoryview(block.reshape(-1).view(torch.uint8).numpy().data), go_on)
-
-        return files.write_hashed(folder / file, blocks(), wait_seconds)
+        yield header({name: (self._types[name], self._shapes[name]) for name in names})
+        for name in names:
+            for box in mapping.row_blocks(self._shapes[name]):
+                block = self._read_theirs(name, box)
+                yield from pieces(memoryview(block.reshape(-1).view(torch.uint8).numpy().data), go_on)
 
     def write_rest(self, folder: Path) -> None:
         """Write all but the weights: index, config.json and the tokenizer's files. Raises OSError."""
@@ -193,8 +194,8 @@ class Writer:
 def export(wanted: Export) -> list[str]:
     """Write the folder, read it back, and give its files; when this returns every weight in it was compared.
 
-    A block of rows is in memory at a time. The checkpoint's own hashes are checked meanwhile, in a thread. What is
-    written is renamed into place when it is whole and equal.
+    A block of rows is in memory at a time. Meanwhile one thread checks the checkpoint's own hashes, and another waits
+    for the disk. What is written is renamed into place when it is whole and equal.
 
     Raises:
         ConfigError: when ``output`` exists, or the model has no form in this format.
@@ -207,13 +208,18 @@ def export(wanted: Export) -> list[str]:
     temporary = wanted.output.with_name(f"{wanted.output.name}.tmp-{secrets.token_hex(6)}")
     try:
         temporary.mkdir(parents=True)
-        with ThreadPoolExecutor(1, "export-check") as pool:
+        with ThreadPoolExecutor(1, "export-check") as pool, ThreadPoolExecutor(1, "export-sync") as syncing:
             checked = pool.submit(writer.check_source)
+            synced: list[Future[None]] = []
             try:
                 for file in writer.files:
-                    writer.write_weights(temporary, file, lambda: _stop_if_damaged(checked))
+                    go_on = partial(_stop_if_failed, (checked, *synced))
+                    files.write_unhashed(temporary / file, writer.blocks(file, go_on))
+                    synced.append(syncing.submit(files.sync, temporary / file))
                 writer.write_rest(temporary)
                 _compare(temporary, writer)
+                for one in synced:
+                    one.result()
             finally:
                 checked.result()  # a damaged checkpoint is the cause of whatever else went wrong
         files.sync_folder(temporary)
@@ -225,9 +231,10 @@ def export(wanted: Export) -> list[str]:
     return sorted(path.name for path in wanted.output.iterdir())
 
 
-def _stop_if_damaged(checked: Future[None]) -> None:
-    if checked.done():
-        checked.result()
+def _stop_if_failed(others: Iterable[Future[None]]) -> None:
+    for one in others:
+        if one.done():
+            one.result()
 
 
 def config_fields(wanted: Export) -> dict[str, Any]:
@@ -347,5 +354,15 @@ def _compare(folder: Path, writer: Writer) -> None:
         for name in translation.sources:
             for box in mapping.row_blocks(translation.shapes[name]):
                 theirs = mapping.read_part(name, box, translation, weights, writer.dtype_of(name))
-                if not torch.equal(theirs.view(torch.uint8), writer.read_part(name, box).view(torch.uint8)):
+                if not _same_bits(theirs, writer.read_part(name, box)):
                     raise CheckpointError(f"{folder}: {name} was not read back as it was written; nothing was exported")
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one type hold the same bits, eight bytes at a time; NaNs count as any other."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    whole = one.numel() // 8 * 8
+    first = torch.equal(*(tensor[:whole].view(torch.int64) for tensor in (one, other)))
+    return first and torch.equal(one[whole:], other[whole:])

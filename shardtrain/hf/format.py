@@ -32,6 +32,16 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Merged:
+    """Row e of our tensor's first dimension is their matrices number e, one below the other: one of each of ``names``.
+
+    ``#`` in a name stands for the number.
+    """
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Heads:
     """Their tensor holds ``parts`` of ours head by head, all parts of head 0 first: ours is number ``part``."""
 
@@ -55,7 +65,7 @@ class Stacked:
     transposed: bool = True
 
 
-Source = str | Experts | Heads | Stacked
+Source = str | Experts | Merged | Heads | Stacked
 """Where one of our tensors lies in their file; a plain name is a tensor of the same shape."""
 
 
@@ -129,6 +139,8 @@ class Hub:
             layer = found[1] if found.groups() else ""
             if isinstance(source, str):
                 return source.replace("*", layer)
+            if isinstance(source, Merged):
+                return Merged(tuple(name.replace("*", layer) for name in source.names))
             return replace(source, name=source.name.replace("*", layer))
         return None
 
@@ -151,6 +163,8 @@ def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[Pi
 
     >>> [piece.name for piece in pieces(Experts("experts.#.w"), (2, 3, 4), 0)]
     ['experts.0.w', 'experts.1.w']
+    >>> [(piece.name, piece.ours[1]) for piece in pieces(Merged(("#.gate", "#.up")), (1, 4, 3), 0)]
+    [('0.gate', slice(0, 2, None)), ('0.up', slice(2, 4, None))]
     >>> piece = list(pieces(Heads("qkv", 1, 3), (4, 5), 2))[1]
     >>> piece.theirs[0], piece.ours[0]
     (slice(8, 10, None), slice(2, 4, None))
@@ -163,6 +177,12 @@ def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[Pi
     elif isinstance(source, Experts):
         for expert in range(shape[0]):
             yield Piece(source.name.replace("#", str(expert)), whole[1:], (slice(expert, expert + 1), *whole[1:]))
+    elif isinstance(source, Merged):
+        rows, rest = shape[1] // len(source.names), whole[2:]
+        for expert in range(shape[0]):
+            for part, name in enumerate(source.names):
+                own = (slice(expert, expert + 1), slice(part * rows, (part + 1) * rows), *rest)
+                yield Piece(name.replace("#", str(expert)), (slice(0, rows), *rest), own)
     elif isinstance(source, Stacked):
         experts, *inputs = (whole[0], *whole[2:]) if source.transposed else whole[:-1]
         outputs = shape[1] if source.transposed else shape[-1]

@@ -69,7 +69,7 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
             source.FACT: places,
         }
         if found.hub is None:  # of the names that a tensor may have, those that the file has
-            facts[source.NAMES] = {name: str(theirs) for name, theirs in translation.sources.items()}
+            facts[source.NAMES] = {name: said for name, said in translation.sources.items() if isinstance(said, str)}
         prefixed = {WEIGHTS_PREFIX + name: shape for name, shape in shapes.items()}
         kinds = {WEIGHTS_PREFIX + name: types[name] for name in shapes}
         single_process_writer.write(output, prefixed, kinds, read, facts, {source.FILE: beside})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtrain.hf.format import Experts, Hub, Piece, Source, Stacked, pieces
+from shardtrain.hf.format import Experts, Hub, Merged, Piece, Source, Stacked, pieces
 from shardtrain.hf.weights import HubWeights
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.utils.errors import CheckpointError
@@ -44,6 +44,9 @@ class Translation:
                 found[source] = shape
             elif isinstance(source, Experts):
                 found |= {piece.name: shape[1:] for piece in self.pieces_of(name)}
+            elif isinstance(source, Merged):
+                rows = shape[1] // len(source.names)
+                found |= {piece.name: (rows, *shape[2:]) for piece in self.pieces_of(name)}
             elif isinstance(source, Stacked):
                 *rest, outputs = (shape[0], *shape[2:], shape[1]) if source.transposed else shape
                 found[source.name] = (*rest, source.parts * outputs)

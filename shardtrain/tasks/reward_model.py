@@ -19,7 +19,7 @@ from shardtrain.tasks._answers import Pair, PairTask
 from shardtrain.tasks.task import Shown
 
 METRICS = {"reward_accuracy": "max", "reward_margin": "max"}
-DEGREES = ()
+DEGREES = ("tensor_parallel_degree",)
 
 
 class RewardModel(PairTask):
@@ -32,7 +32,8 @@ class RewardModel(PairTask):
         """Tokens (B, 2, T) and how many of them are text (B, 2)."""
         limit = max(self.config.training.seq_len, self.config.validation.seq_len)
         texts = [side.whole[:limit] for row in rows for side in (row.chosen, row.rejected)]
-        tokens_RT = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
+        width = -(-max(map(len, texts)) // self._width) * self._width
+        tokens_RT = torch.zeros(len(texts), width, dtype=torch.int64)
         for number, text in enumerate(texts):
             tokens_RT[number, : len(text)] = torch.from_numpy(text.astype(np.int64))
         lengths_R = torch.tensor([len(text) for text in texts])

@@ -77,14 +77,21 @@ def test_a_folder_of_a_tokenizer_alone_leaves_the_default(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--model.flavor", "from_folder", "--model.hf_assets_path", "nowhere"), "which has no config.json"),
+        (
+            ("--model.flavor", "from_folder", "--model.hf_assets_path", "nowhere"),
+            "which does not exist; fetch it (shardtrain data download",
+        ),
+        (("--model.flavor", "from_folder", "--model.hf_assets_path", "bytes"), "which has no config.json; name a"),
+        (("--model.flavor", "from_folder", "--model.hf_assets_path", "/"), "which has no config.json"),
         (("--model.flavor", "from_folder", "--model.name", "qwen3"), 'which is llama3; set it to "llama3"'),
         (("--model.flavor", "from_folder", "--model.name", "mine.py"), "is a model file of yours"),
     ],
 )
 def test_what_cannot_be_is_one_problem(words: tuple[str, ...], said: str, folder: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        load(None, ["--model.hf_assets_path", str(folder), *words] if "nowhere" not in words else [*words])
+        load(
+            None, ["--model.hf_assets_path", str(folder), *words] if "--model.hf_assets_path" not in words else [*words]
+        )
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 

@@ -62,11 +62,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     "SeedOss": _HEADS,
     "BioGpt": _BASE,
     "XGLM": {**_IDS, "vocab_size": 320, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
+    "Olmoe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
+    "GraniteMoe": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Phimoe": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2Moe": {
+        **_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "Dots1": {
+        **_HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+        "first_k_dense_replace": 1, "n_shared_experts": 1, "topk_group": 1,
+    },
+    "MiniMaxM2": {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Llama": {**_GROUPED, "attention_bias": True},
     "Qwen2": {**_GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
 }  # fmt: skip
 """The last two are of families of ours, with settings that only ``transformers`` has."""
-DEFAULT_TIER = ("Bloom", "Falcon", "Cohere", "Qwen2")
+DEFAULT_TIER = ("Bloom", "Falcon", "Cohere", "Olmoe", "Qwen2")
 OWN = {"unsloth_version": "2026.1", "my_own": {"a": [1, None]}}
 
 

@@ -37,8 +37,8 @@ MIXTURE = {
     "vocab_size": 512, "dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "moe_ffn_dim": 24,
     "num_experts": 4, "balance_loss_coeff": 0.1,
 }  # fmt: skip
-CASES = [(task, mesh) for task in TASKS for mesh in MESHES if (task, mesh) != ("reward_model", "tp 2")]
-FIRST = [("kto", "accumulation 2"), ("kto", "dp_shard 2"), ("orpo", "tp 2"), ("reward_model", "dp_shard 2")]
+CASES = [(task, mesh) for task in TASKS for mesh in MESHES]
+FIRST = [("kto", "accumulation 2"), ("kto", "dp_shard 2"), ("orpo", "tp 2"), ("reward_model", "tp 2")]
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,23 @@ def words(file: Path, task: str, *more: str) -> list[str]:
         f"--task.name={task}", "--training.dataset=jsonl", f"--training.dataset_path={file}",
         "--model.hf_assets_path=bytes", "--training.seq_len=64", "--rows=1", *more,
     ]  # fmt: skip
+
+
+def test_answers_may_name_their_chat_template_and_their_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template, path = tmp_path / "plain.jinja", tmp_path / "pairs.jsonl"
+    template.write_text(
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}!"
+        "{% endgeneration %}{% else %}{{ message.content }}?{% endif %}{% endfor %}"
+    )
+    sides = {"chosen": "yes", "rejected": "no"}
+    row = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
+    path.write_text(json.dumps({"asked": [{"role": "user", "content": "is it"}], **row}) + "\n")
+    named = (f"--data.chat_template={template}", "--data.prompt_field=asked")
+    assert show.main(words(path, "preference", *named)) == 0
+    shown = capsys.readouterr().out
+    assert "«is it?»yes!" in shown and "«is it?»no!" in shown
 
 
 def test_both_sides_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,13 @@ _FIELDS = {
     "prompt_completion": ("prompt_field", "completion_field"),
     "chat": ("messages_field", "tools_field", "chat_template"),
 }
+_OF_ANSWERS = ("prompt_field", "tools_field", "chat_template")
+_READ_BY_TASKS = {
+    **dict.fromkeys(("preference", "orpo", "simpo", "reward_model"), _OF_ANSWERS),
+    "kto": (*_OF_ANSWERS, "completion_field"),
+    "sequence_to_sequence": ("prompt_field", "completion_field"),
+}
+"""Columns and templates that a task of rows reads, whose data.format is not said."""
 _ENDS = ("add_bos", "add_eos", "separator")
 
 
@@ -176,9 +183,10 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
     """Options of [data] that the rest of it leaves without effect, or that need what a stream has not."""
     data, training = loaded.config.data, loaded.config.training
     used = formats(loaded)
+    by_the_task = _READ_BY_TASKS.get(loaded.config.task.name, ())
     for kind, fields in _FIELDS.items():
         for field in fields:
-            if kind not in used and is_changed(loaded, f"data.{field}"):
+            if kind not in used and field not in by_the_task and is_changed(loaded, f"data.{field}"):
                 rule = f"has no effect on data.format {' or '.join(sorted(used))}"
                 yield problem(loaded, f"data.{field}", rule, f'set data.format = "{kind}", or remove it')
     if used == {"chat"}:
