@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import context_parallel
+from shardtrain.distributed import context_parallel, gloo_sockets
 from shardtrain.distributed.attention_blocks import sequence_part
 from shardtrain.distributed.local_weights import use_local_weights
 from shardtrain.distributed.mesh import LOSS_AXES, Mesh
@@ -51,7 +51,8 @@ def mesh_of_experts(mesh: Mesh, config: Config) -> DeviceMesh:
         }
         kept = {name: size for name, size in sizes.items() if size > 1 or name == "efsdp"}
         ranks = torch.arange(mesh.device_mesh.size()).view(*kept.values())
-        mesh.expert_meshes[degree] = DeviceMesh(mesh.device.type, ranks, mesh_dim_names=tuple(kept))
+        kind, names = mesh.device.type, tuple(kept)
+        mesh.expert_meshes[degree] = gloo_sockets.private(lambda: DeviceMesh(kind, ranks, mesh_dim_names=names))
     return mesh.expert_meshes[degree]
 
 

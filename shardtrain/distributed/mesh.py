@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
+from shardtrain.distributed import gloo_sockets
 from shardtrain.distributed.process_group import World
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -56,7 +57,8 @@ class Mesh:
         """The mesh that FSDP shards over (dp_shard and cp as one axis), with replicas in front when there are any."""
         if self.sizes["cp"] == 1:
             return self.submesh(*(("dp_replicate",) if self.sizes["dp_replicate"] > 1 else ()), "dp_shard")
-        together = self.submesh("dp_shard", "cp")._flatten("dp_shard_cp")
+        apart = self.submesh("dp_shard", "cp")
+        together = gloo_sockets.private(lambda: apart._flatten("dp_shard_cp"))
         if self.sizes["dp_replicate"] == 1:
             return together
         with warnings.catch_warnings():
@@ -113,4 +115,6 @@ def build(config: Config, world: World) -> Mesh:
     # an axis of one rank would cost a process group for each rank of the world and say nothing
     names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == "dp_shard")
     shape = tuple(sizes[name] for name in names)
-    return Mesh(init_device_mesh(world.device.type, shape, mesh_dim_names=names), sizes, world.device)
+    kind = world.device.type
+    device_mesh = gloo_sockets.private(lambda: init_device_mesh(kind, shape, mesh_dim_names=names))
+    return Mesh(device_mesh, sizes, world.device)

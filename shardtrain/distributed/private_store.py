@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import secrets
+import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,6 +24,7 @@ import torch.distributed as dist
 from shardtrain.utils.errors import StorageError
 from shardtrain.utils.process import STORE
 
+_A_DAY_SECONDS, _POLL_SECONDS = 86_400, 0.02
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -38,6 +44,49 @@ def folder_of(environment: Mapping[str, str]) -> Path | None:
     if not folder.is_dir() or folder.is_symlink() or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise StorageError(f"{folder}, in which the ranks meet, is not a folder of this user alone; unset {STORE}")
     return folder
+
+
+def folder_of_launcher(environment: Mapping[str, str]) -> Path | None:
+    """The folder that ranks of a launcher with a store of its own (torchrun) share; None where nodes are several.
+
+    All of them find the same one: no two launchers of a network listen on one port, so it is that port's.
+
+    Raises:
+        StorageError: no place is left in which this user alone can have a folder.
+    """
+    if not environment.get("WORLD_SIZE") or environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
+        return None
+    network = os.readlink("/proc/self/ns/net") if os.path.exists("/proc/self/ns/net") else ""
+    names = (network, environment["MASTER_PORT"], environment.get("TORCHELASTIC_RUN_ID", ""))
+    folder = _own_folder(environment) / hashlib.sha256("\0".join(names).encode()).hexdigest()[:24]
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def sweep(folder: Path) -> None:
+    """Remove what other attempts left beside a folder of this launcher, and launchers that were silent for a day."""
+    for other in folder.parent.iterdir():
+        times = [one.stat().st_mtime for one in (other, *other.glob("*"), *other.glob("*/*"))]
+        if other != folder and max(times) < time.time() - _A_DAY_SECONDS:
+            shutil.rmtree(other, ignore_errors=True)
+    for attempt in folder.iterdir():
+        if attempt.is_dir():
+            shutil.rmtree(attempt, ignore_errors=True)
+
+
+def _own_folder(environment: Mapping[str, str]) -> Path:
+    """The first folder that is this user's alone; who has taken a name in the second cannot keep us from the third."""
+    places = [Path(tempfile.gettempdir(), f"shardtrain-{os.geteuid()}"), Path.home() / ".cache/shardtrain/meetings"]
+    if environment.get("XDG_RUNTIME_DIR"):
+        places.insert(0, Path(environment["XDG_RUNTIME_DIR"], "shardtrain"))
+    for place in places:
+        with contextlib.suppress(OSError, StorageError):
+            place.mkdir(mode=0o700, parents=place == places[-1], exist_ok=True)
+            if found := folder_of({STORE: str(place)}):
+                return found
+    raise StorageError(
+        f"no folder in which the ranks can meet: {', '.join(map(str, places))} are not of this user alone"
+    )
 
 
 def group_store(folder: Path) -> dist.FileStore:
@@ -73,6 +122,18 @@ class FolderStore:
         """Whether all keys are there."""
         return all(self._path(key).exists() for key in keys)
 
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Return when all keys are there.
+
+        Raises:
+            DistStoreError: they are not within ``timeout``.
+        """
+        end = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > end:
+                raise dist.DistStoreError(f"{', '.join(keys)} did not come in {timeout.total_seconds():g} s")
+            time.sleep(_POLL_SECONDS)
+
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and give the sum."""
         return int(self._change(key, lambda old: str(int(old or b"0") + amount).encode()))
@@ -94,7 +155,7 @@ class FolderStore:
                 os.close(lock)
 
     def _path(self, key: str) -> Path:
-        return self._folder / key
+        return self._folder / key.replace("/", "-")
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.config.schema import Comm
+from shardtrain.distributed import gloo_sockets
 from shardtrain.distributed.rendezvous import store_of_attempt
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.process import STORE
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,21 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
     if device_type == "cuda":
         torch.cuda.set_device(torch_device)
     timeout = timedelta(seconds=comm.init_timeout_seconds)
+    given = STORE in os.environ
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     with _meeting(size, timeout) as store:
         if check:
             check(store, rank, size)
         group_store = dist.PrefixStore("default_pg", store)
-        dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
+        gloo_sockets.private(
+            lambda: dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
+        )
     try:
         yield World(rank, size, local_rank, torch_device, store)
     finally:
         dist.destroy_process_group()
+        if not given:  # another group of this process meets elsewhere
+            os.environ.pop(STORE, None)
 
 
 @contextmanager

@@ -4,27 +4,36 @@ Ranks find each other by keys in a store. torchrun keeps one store for all its r
 again reads where a dead one listened, dials it, and fails or waits (PyTorch issue 135712). The number of the restart
 does not tell attempts apart: agents count their own, and a node that joined later has another count. So rank 0 makes up
 a name, and hands it to every rank that asks with a word that nobody has used before.
+
+The launcher's store knows no password either. Ranks that are all on this machine leave it alone, and meet in a folder.
 """
 
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from shardtrain.distributed import private_store
+from shardtrain.distributed.private_store import FolderStore
+from shardtrain.utils.process import STORE
 
 POLL_SECONDS = 0.02
 _ASKED = "shardtrain/asked"
 
 
 @contextmanager
-def store_of_attempt(environment: Mapping[str, str], timeout: timedelta) -> Iterator[dist.Store | None]:
+def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) -> Iterator[dist.Store | None]:
     """The store to join the process group with, or None where PyTorch's own way is right; leave it when joined.
+
+    Where a launcher's store is shared and all ranks are on this machine, they meet in a folder that no other user can
+    enter, and ``environment`` says where.
 
     Raises:
         dist.DistError: the launcher's store cannot be reached, or rank 0 does not answer within ``timeout``.
@@ -36,27 +45,42 @@ def store_of_attempt(environment: Mapping[str, str], timeout: timedelta) -> Iter
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "SHARDTRAIN_JOB" in environment:
         yield None
         return
-    shared, done = _connect(environment, timeout), threading.Event()
+    place = private_store.folder_of_launcher(environment)
+    shared, done = _connect(environment, timeout, place), threading.Event()
+
+    def store(name: str) -> dist.Store:
+        if place is None:
+            assert isinstance(shared, dist.Store)
+            return dist.PrefixStore(f"shardtrain/{name}", shared)
+        environment[STORE] = str(place / name)
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        return private_store.group_store(place / name)
+
     if environment["RANK"] != "0":
-        yield dist.PrefixStore(f"shardtrain/{_ask(shared, timeout)}", shared)
+        yield store(_ask(shared, timeout))
         return
     name = secrets.token_hex(8)
+    if place:
+        private_store.sweep(place)
+        (place / name).mkdir(mode=0o700)
     # a connection of its own: a wait on one blocks all who use it
-    thread = threading.Thread(target=_answer, args=(_connect(environment, timeout), name, done), daemon=True)
+    thread = threading.Thread(target=_answer, args=(_connect(environment, timeout, place), name, done), daemon=True)
     thread.start()
     try:
-        yield dist.PrefixStore(f"shardtrain/{name}", shared)
+        yield store(name)
     finally:
         done.set()
         thread.join()
 
 
-def _connect(environment: Mapping[str, str], timeout: timedelta) -> dist.TCPStore:
+def _connect(environment: Mapping[str, str], timeout: timedelta, place: Path | None) -> dist.TCPStore | FolderStore:
+    if place:
+        return FolderStore(place)
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, timeout=timeout)
 
 
-def _ask(store: dist.TCPStore, timeout: timedelta) -> str:
+def _ask(store: dist.TCPStore | FolderStore, timeout: timedelta) -> str:
     """The name that rank 0 of this attempt has made up; answers of earlier attempts are to other words."""
     word = secrets.token_hex(8)
     store.set(f"{_ASKED}/{store.add(_ASKED, 1)}", word)
@@ -64,7 +88,7 @@ def _ask(store: dist.TCPStore, timeout: timedelta) -> str:
     return store.get(f"{_ASKED}/answer/{word}").decode()
 
 
-def _answer(store: dist.TCPStore, name: str, done: threading.Event) -> None:
+def _answer(store: dist.TCPStore | FolderStore, name: str, done: threading.Event) -> None:
     """Answer everybody who asks, ranks of earlier attempts too, until all have joined."""
     seen, open_numbers = 0, set[int]()
     while not done.wait(POLL_SECONDS):

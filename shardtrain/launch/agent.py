@@ -29,6 +29,7 @@ from shardtrain.launch.nodes import Nodes, choose_processes
 from shardtrain.launch.nodes import find as nodes_of_platform
 from shardtrain.launch.restart import RESTARTABLE
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
+from shardtrain.utils.process import SECRET
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -88,7 +89,7 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
     if nodes.hosts_meeting:
         _refuse_taken(nodes.endpoint)
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
 
     if nodes.hosts_meeting is False:  # after the import, which the host of the meeting does at the same time
         _await_host(nodes)
@@ -107,8 +108,11 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
             return status_of(_left(agent))
         except RendezvousError as error:
             rule = f"of {nodes.least} nodes did not happen within {nodes.join_seconds} s, or its host is gone"
-            told = f"the meeting at {nodes.endpoint} {rule} ({type(error).__name__})"
-            raise PeerError(f"{told}; are all nodes up, and is the port open between them?") from None
+            told, fix = f"({type(error).__name__})", "are all nodes up, and is the port open between them?"
+            if isinstance(error, RendezvousStateError):
+                rule, told = "was spoilt:", str(error)
+                fix = f"give all nodes the same {SECRET}, or look for who else reaches that port"
+            raise PeerError(f"the meeting at {nodes.endpoint} {rule} {told}; {fix}") from None
         finally:
             for name, handler in before.items():
                 signal.signal(getattr(signal, name), handler)
@@ -182,7 +186,8 @@ def _agent(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int,
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    from shardtrain.launch import signed_meeting
 
     # in a job of Slurm the end of its time is one that ranks know of by themselves
     goes_on = nodes.least < nodes.most and "SLURM_JOB_END_TIME" not in os.environ
@@ -220,7 +225,7 @@ def _agent(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int,
         entrypoint=sys.executable,
         # PyTorch replaces ${local_rank} in arguments, and two dollars by one
         args=("-m", "shardtrain", *(word.replace("$", "$$") for word in command)),
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=signed_meeting.handler(parameters),
         max_restarts=nodes.max_restarts,
         local_addr=nodes.local_address,
     )

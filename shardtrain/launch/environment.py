@@ -18,6 +18,7 @@ from shardtrain.config.derived import other_degrees
 from shardtrain.config.schema import Config
 from shardtrain.resilience.goodput import ledger
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.private_network import NETWORK
 from shardtrain.utils.process import STORE
 
 LOCAL_ADDRESS = "127.0.0.1"
@@ -318,7 +319,7 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
     if alone:
         loopback = "lo" if sys.platform == "linux" else "lo0"
         defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-        for name in (*RANK_NAMES, STORE):
+        for name in (*RANK_NAMES, STORE, NETWORK):
             environment.pop(name, None)
     for name, value in defaults.items():
         environment.setdefault(name, value)

@@ -159,7 +159,7 @@ def append_trace(failure: Failure, log_path: Path) -> None:
         return
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("a", encoding="utf-8") as file:
+        with open(log_path, "a", encoding="utf-8", opener=atomic_io.not_through_a_link) as file:
             file.write(failure.trace if failure.trace.endswith("\n") else failure.trace + "\n")
     except OSError:
         pass

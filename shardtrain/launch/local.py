@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,7 +29,7 @@ from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 from shardtrain.resilience import signals
 from shardtrain.resilience.goodput import ledger
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, private_network
 from shardtrain.utils.errors import StorageError
 
 if TYPE_CHECKING:
@@ -177,7 +177,9 @@ def _attempt(
     records = Path(tempfile.mkdtemp(prefix="shardtrain-"))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, records, ignore_errors=True)
-        processes = _start(loaded, count, main, command, records, restarts, job)
+        # a fresh process inherits no descriptor, and has threads before it could enter
+        network = stack.enter_context(private_network.made()) if main and count > 1 else {}
+        processes = _start(loaded, count, main, command, records, network, restarts, job)
         watch.begin(processes.pids(), lambda rank: _reaped(processes, rank))
         try:
             statuses = watch.wait()
@@ -193,6 +195,7 @@ def _start(
     main: Main | None,
     command: Sequence[str],
     records: Path,
+    network: Mapping[str, str],
     restarts: int,
     job: str,
 ) -> PContext:
@@ -204,7 +207,7 @@ def _start(
     ranks = range(count)
     envs = {rank: environment.rank_environment(rank, count, meeting, run_id, restarts, job) for rank in ranks}
     for rank in ranks:
-        envs[rank]["TORCHELASTIC_ERROR_FILE"] = str(_record_path(records, rank))
+        envs[rank] |= {"TORCHELASTIC_ERROR_FILE": str(_record_path(records, rank)), **network}
     entrypoint: Any = _forked if main else command[0]
     arguments = {rank: (loaded, main, os.getpid()) if main else tuple(command[1:]) for rank in ranks}
     specs = logs_specs(loaded, count)
@@ -255,6 +258,7 @@ def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
     """One rank, in a child that fork has just made: run ``main``, record a failure, leave with its status."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    private_network.enter_user()
     detach(parent)
     gc.freeze()  # what the parent has imported stays shared: a collection would look through it and so copy its pages
     leave(run_child(loaded, main))

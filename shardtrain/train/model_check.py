@@ -33,6 +33,7 @@ _OF_A_RANK = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "SHARDTRAIN_STORE",
+    "SHARDTRAIN_NETWORK",
 )
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 LEFTOVER_SECONDS = 3600.0
 """Nobody takes so long to write a small file: one that is older has no writer any more."""
+_LINKS = 100
+"""So many links are removed before giving up against somebody who plants them as fast."""
 _LEFT = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp")
 
 
@@ -63,6 +65,24 @@ def umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def not_through_a_link(path: str, flags: int, mode: int = 0o666) -> int:
+    """An opener for files that are appended to: a link planted in the place of one is removed, and not written through.
+
+    Raises:
+        OSError: it cannot be opened, or is a link again and again.
+    """
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+    for _ in range(_LINKS):
+        try:
+            return os.open(path, flags, mode)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EMLINK) or not os.path.islink(path):
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
 
 def without_waiting(path: str, flags: int) -> int:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
 from shardtrain.utils.redact import redact, visible
 
@@ -168,7 +169,7 @@ class _FileHandler(logging.Handler):
 
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
+        return atomic_io.not_through_a_link(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def _is_gone(self) -> bool:
         try:

@@ -15,6 +15,9 @@ OTHERS_WRITE = 0o002
 STORE = "SHARDTRAIN_STORE"
 """Names the folder in which the ranks of one machine meet, in place of MASTER_ADDR and MASTER_PORT."""
 
+SECRET = "SHARDTRAIN_SECRET"
+"""What the nodes of one run know and nobody else does: they sign with it what they tell each other while they meet."""
+
 
 def own_process() -> None:
     """Set both for this process and those that it starts; a program that only calls this package keeps its own."""

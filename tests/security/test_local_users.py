@@ -7,20 +7,24 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
+import patience
 import pytest
 import torch.distributed as dist
 from tiers import cases
 
-from shardtrain.distributed import private_store
+from shardtrain.distributed import private_store, rendezvous
 from shardtrain.utils.errors import StorageError
 from shardtrain.utils.process import STORE
 from shardtrain.utils.redact import visible
 
 NOBODY = 65534
+TIMEOUT = timedelta(seconds=60)
 
 
 def attack_read(folder: Path) -> object:
@@ -167,3 +171,52 @@ def test_a_socket_pretending_to_be_a_meeting_is_refused(tmp_path: Path) -> None:
         server.bind(str(tmp_path / "s"))
         with pytest.raises(StorageError, match="not a folder of this user alone"):
             private_store.folder_of({STORE: str(tmp_path / "s")})
+
+
+def launched(tmp_path: Path, **more: str) -> dict[str, str]:
+    """What torchrun tells a rank of a single machine."""
+    (tmp_path / "runtime").mkdir(mode=0o700, exist_ok=True)
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
+    return {**names, "LOCAL_WORLD_SIZE": "2", "XDG_RUNTIME_DIR": str(tmp_path / "runtime"), **more}
+
+
+def test_ranks_of_another_launcher_on_one_machine_meet_where_no_other_user_is(tmp_path: Path) -> None:
+    names = [{**launched(tmp_path), "RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"} for rank in range(2)]
+    found = {}
+    for attempt in range(2):
+        joined = threading.Barrier(2)
+
+        def rank_main(rank: int, attempt: int = attempt, joined: threading.Barrier = joined) -> None:
+            environment = dict(names[rank])
+            # nothing listens on that port: the launcher's store is not asked
+            with rendezvous.store_of_attempt(environment, TIMEOUT) as store:
+                assert store is not None
+                store.set(f"address/{rank}", str(attempt))
+                found[rank] = [int(store.get(f"address/{other}")) for other in range(2)]
+                assert private_store.folder_of(environment)
+                joined.wait(patience.seconds(60))
+
+        threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in (1, 0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(patience.seconds(120))
+        assert found == {0: [attempt] * 2, 1: [attempt] * 2}
+    assert len(list((tmp_path / "runtime/shardtrain").iterdir())) == 1
+
+
+def test_ranks_on_several_nodes_meet_at_the_address(tmp_path: Path) -> None:
+    assert private_store.folder_of_launcher(launched(tmp_path, WORLD_SIZE="4")) is None
+
+
+def test_a_place_that_somebody_else_took_is_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    taken = tmp_path / "temporary" / f"shardtrain-{os.geteuid()}"
+    taken.mkdir(parents=True, mode=0o777)
+    taken.chmod(0o777)
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime/shardtrain").symlink_to(taken)
+    found = private_store.folder_of_launcher(launched(tmp_path))
+    assert found and found.is_relative_to(tmp_path / "home")
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700

@@ -42,6 +42,8 @@ while (: <"/dev/tcp/${hosts[0]}/$port") 2>/dev/null; do port=$((port + 1)); done
 export SHARDTRAIN_NNODES="$SLURM_JOB_NUM_NODES"
 export SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}:$port"
 export SHARDTRAIN_RDZV_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+# the nodes sign with it what they tell each other while they meet; it is in no file and on no command line
+export SHARDTRAIN_SECRET="${SHARDTRAIN_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}"
 """
 
 LOOK = """\

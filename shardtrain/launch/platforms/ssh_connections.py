@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import shlex
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from shardtrain.launch.failure import NOT_SAVED
 from shardtrain.launch.platforms import pdsh
 from shardtrain.launch.platforms.ssh import ENDPOINT, LOCAL_ADDRESS, Plan
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
+from shardtrain.utils.process import SECRET
 from shardtrain.utils.redact import visible
 
 START_SECONDS = 20
@@ -88,8 +90,10 @@ class Run:
             self._connect()
             if self._requests:
                 return self._stopped("before anything was started")
+            # hosts sign with it what they tell each other while they meet
+            secret = os.environ.get(SECRET) or secrets.token_hex(32)
             for one, known in zip(self._open, self._found(), strict=True):
-                one.say(one.plan.message(os.environ, known))
+                one.say(one.plan.message(os.environ, {SECRET: secret, **known}))
             return self._follow()
         finally:
             self._end()

@@ -54,7 +54,7 @@ class JsonlFile:
     def _append(self, line: bytes) -> None:
         # Opened per record: at most once per log_freq steps, and a mount that comes back is written to again.
         self.path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed under the run
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
+        descriptor = atomic_io.not_through_a_link(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         size = os.fstat(descriptor).st_size
         try:
             written = os.write(descriptor, line)

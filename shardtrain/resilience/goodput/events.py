@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import DataError
 
 FILE = "goodput.jsonl"
@@ -119,7 +120,7 @@ def read(folder: Path) -> tuple[list[Event], int]:
 def append(path: Path, event: Event) -> None:
     """Add one line, on a line of its own whatever a kill or a full disk left; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed under the run
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
+    descriptor = atomic_io.not_through_a_link(str(path), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

@@ -28,6 +28,7 @@ from shardtrain.resilience.watchdog import heartbeat, stack
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, HangReport, from_json, to_json
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers, common, find_odd
+from shardtrain.utils import atomic_io
 from shardtrain.utils.log import logger
 
 STEPS_LONG = 5.0
@@ -249,7 +250,7 @@ class Watchdog:
             state = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
             logger.error(f"process {child.pid}, which prepares data: {_STATES.get(state, state)}")
         logger.error("stacks of all threads of this rank:")
-        with self._log.open("a", encoding="utf-8") as file:
+        with open(self._log, "a", encoding="utf-8", opener=atomic_io.not_through_a_link) as file:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _wait_for_stacks(self, living: int) -> None:

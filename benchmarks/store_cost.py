@@ -1,0 +1,143 @@
+"""What a training step costs where two ranks meet in private, over ranks that meet where every local user can.
+
+    python benchmarks/store_cost.py [--rounds 40] [--out benchmarks/results/store_cost_cpu.json]
+
+Both pairs of ranks train the same small Llama with FSDP and a watchdog that beats every two seconds. One pair meets in
+a private folder, with gloo's sockets in a network namespace of its own, as ``shardtrain train`` starts it; the other
+meets at a TCPStore, with gloo on the loopback interface of all. Blocks of steps alternate between the pairs, first one
+and then the other first, so that what else the machine does meets both; the ratio is that of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR")
+
+import torch
+
+from shardtrain.config.schema import Config
+from shardtrain.distributed import process_group
+from shardtrain.launch import environment
+from shardtrain.metrics import Metrics
+from shardtrain.resilience.phases import Phases
+from shardtrain.resilience.watchdog import beating
+from shardtrain.train import trainer
+from shardtrain.train.run_facts import ReduceOverMesh, run_facts
+from shardtrain.utils import private_network
+
+RANKS, STEPS = 2, 5
+SHAPE = {
+    "vocab_size": 2048,
+    "dim": 256,
+    "num_layers": 4,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+    "ffn_dim": 768,
+    "rope_theta": 500000.0,
+}
+
+
+def make_config(folder: str) -> Config:
+    """The run of the benchmark."""
+    config = Config()
+    return dataclasses.replace(
+        config,
+        job=dataclasses.replace(config.job, dump_folder=folder),
+        model=dataclasses.replace(config.model, overrides=SHAPE),
+        training=dataclasses.replace(
+            config.training,
+            local_batch_size=2,
+            seq_len=256,
+            steps=10_000,
+            mixed_precision_param="float32",
+            device="cpu",
+        ),
+        parallelism=dataclasses.replace(config.parallelism, data_parallel_shard_degree=RANKS),
+        metrics=dataclasses.replace(config.metrics, log_freq=10),
+    )
+
+
+def rank_main(rank: int, meeting: Path | int, names: dict[str, str], asked: Connection) -> None:
+    """One rank: a block of steps for each word of the parent, which is told the seconds of the block."""
+    os.environ.update({**environment.rank_environment(rank, RANKS, meeting, "benchmark"), **names})
+    if isinstance(meeting, int):
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        del os.environ["LOCAL_WORLD_SIZE"]
+    private_network.enter_user()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        config, phases = make_config(folder), Phases()
+        with process_group.join(config.comm, "cpu") as here, beating(config, here, phases):
+            run = trainer.build(config, here)
+            metrics = Metrics(config, Path(folder), run_facts(run, here), ReduceOverMesh(run.mesh))
+            phases.begin("step")
+            while asked.recv():
+                begun = time.perf_counter()
+                for _ in range(STEPS):
+                    metrics.update(run.state.step, **trainer.step(run).measures())
+                    phases.begin("step")
+                asked.send(time.perf_counter() - begun)
+    os._exit(0)
+
+
+def free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def main() -> None:
+    """Print the ratio and keep the raw seconds."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    context = multiprocessing.get_context("fork")
+    pairs: dict[str, list[Connection]] = {}
+    with tempfile.TemporaryDirectory() as folder, private_network.made() as network:
+        if not network:
+            raise SystemExit("this system gives no network namespace; what is measured would not be private")
+        places: dict[str, tuple[Path | int, dict[str, str]]] = {
+            "private": (Path(folder), network),
+            "plain": (free_port(), {}),
+        }
+        for name, (meeting, names) in places.items():
+            pairs[name] = []
+            for rank in range(RANKS):
+                here, there = context.Pipe()
+                context.Process(target=rank_main, args=(rank, meeting, names, there), daemon=True).start()
+                pairs[name].append(here)
+        seconds: dict[str, list[float]] = {name: [] for name in pairs}
+        for number in range(options.rounds + 1):
+            for name in list(pairs)[:: -1 if number % 2 else 1]:
+                for one in pairs[name]:
+                    one.send(True)
+                block = max(one.recv() for one in pairs[name])
+                if number:  # the first block allocates and builds
+                    seconds[name].append(block / STEPS)
+        for one in (one for pair in pairs.values() for one in pair):
+            one.send(False)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    ratio = median["private"] / median["plain"]
+    print(f"plain {median['plain'] * 1e3:.2f} ms  private {median['private'] * 1e3:.2f} ms a step  ratio {ratio:.3f}")
+    if options.out:
+        facts = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
+        told = {**facts, "median_seconds_per_step": median, "ratio": ratio, "seconds_per_step": seconds}
+        options.out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

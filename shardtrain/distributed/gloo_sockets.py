@@ -1,0 +1,91 @@
+"""Process groups whose sockets no stranger reaches: made in a network of the run's own, or deaf once they are made.
+
+Gloo asks nobody who he is: it takes a socket from whoever connects, keeps it for as long as the group lives, and aborts
+the process when there are too many (``accept: Too many open files``). On one machine its sockets are in a network
+namespace of the run, where the system gives one. Elsewhere its listeners hear nobody once the group is made: all pairs
+are connected by then, so nothing that comes later is wanted. Closing a listener is gloo's to do; here the kernel is
+told to drop what is sent to it, by a socket filter, which needs no rights (Linux, Documentation/networking/filter.rst).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from shardtrain.utils import private_network
+from shardtrain.utils.errors import PeerError
+from shardtrain.utils.process import STORE
+
+T = TypeVar("T")
+_SO_ATTACH_FILTER = 26
+_RETURN = 0x06
+"""BPF_RET | BPF_K: the number of bytes of a packet to keep, here none."""
+_TABLES = ("tcp", "tcp6")
+
+
+def private(make: Callable[[], T]) -> T:
+    """Call a function that makes process groups of gloo; the sockets are guarded on Linux alone.
+
+    Raises:
+        PeerError: the ranks meet on the loopback interface of all users, and another one connected while they did.
+    """
+    if private_network.is_there():
+        return private_network.inside(make)
+    if sys.platform != "linux" or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
+        return make()  # lazy pairs connect in the steps that need them
+    before = _listeners()
+    result = make()
+    new = {inode: descriptor for inode, descriptor in _listeners().items() if inode not in before}
+    for descriptor in new.values():
+        _make_deaf(descriptor)
+    if new and os.environ.get(STORE):
+        _refuse_others(set(new))
+    return result
+
+
+def _listeners() -> dict[str, int]:
+    """Descriptors of the TCP sockets on which this process listens, by inode."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed since, or not a socket of this family
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if not link.startswith("socket:["):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+                if is_tcp and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found[link[len("socket:[") : -1]] = int(name)
+    return found
+
+
+def _make_deaf(descriptor: int) -> None:
+    instruction = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
+    program = struct.pack("@HP", 1, ctypes.addressof(instruction))
+    with socket.socket(fileno=os.dup(descriptor)) as copy, contextlib.suppress(OSError):
+        copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def _refuse_others(inodes: set[str]) -> None:
+    """Stop if a socket of another user is connected to one of these listeners."""
+    rows = [
+        line.split()
+        for table in _TABLES
+        if (path := Path("/proc/net", table)).exists()
+        for line in path.read_text().splitlines()[1:]
+    ]
+    # local address, remote address, state, user, inode are fields 1, 2, 3, 7 and 9
+    ours = {row[1].rpartition(":")[2]: row[7] for row in rows if row[9] in inodes}
+    for row in rows:
+        user = ours.get(row[2].rpartition(":")[2])
+        if user is not None and row[9] != "0" and row[7] != user:
+            raise PeerError(
+                f"the user with id {row[7]} of this machine connected to this run while its ranks did; no step was "
+                "made with it: start again, in a container or network namespace of its own if that goes on"
+            )

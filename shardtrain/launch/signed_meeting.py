@@ -1,0 +1,71 @@
+"""The rendezvous of several nodes, in which a node reads nothing that another has not signed.
+
+PyTorch's rendezvous keeps its state as a pickle under one key of a store that knows no password: who reaches its port
+sets the key, and every node runs what is in it. Nodes that share a secret (the environment's ``SHARDTRAIN_SECRET``)
+sign the state with it, HMAC of RFC 2104 over SHA-256, and refuse any other before it is unpickled. Without a secret the
+rendezvous is PyTorch's, as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from shardtrain.utils.process import SECRET
+
+_PREFIX = b"shardtrain-sha256 "
+
+
+def handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The rendezvous of this node, signed if it has a secret; raises RendezvousError as PyTorch's does."""
+    secret = os.environ.get(SECRET, "")
+    if not secret or parameters.backend != "c10d":
+        return get_rendezvous_handler(parameters)
+    backend, store = create_backend(parameters)
+    return create_handler(store, SignedBackend(backend, secret, parameters.run_id), parameters)
+
+
+class SignedBackend(RendezvousBackend):
+    """A backend whose state is signed with a secret, for one run."""
+
+    def __init__(self, backend: RendezvousBackend, secret: str, run_id: str) -> None:
+        self._backend = backend
+        self._key = hashlib.sha256(f"{run_id}\0{secret}".encode()).digest()
+
+    @property
+    def name(self) -> str:
+        """That of the backend."""
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """As the backend; raises RendezvousStateError where a stranger has written it."""
+        found = self._backend.get_state()
+        return (self._opened(found[0]), found[1]) if found else None
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """As the backend; raises RendezvousStateError where a stranger has written before."""
+        found: Any = self._backend.set_state(self._seal(state), token)
+        return (self._opened(found[0]), *found[1:]) if found else None
+
+    def _seal(self, state: bytes) -> bytes:
+        # in front: a node without the secret cannot take the rest for a pickle
+        return _PREFIX + hmac.new(self._key, state, hashlib.sha256).hexdigest().encode() + b"\n" + state
+
+    def _opened(self, sealed: bytes) -> bytes:
+        """The state in a sealed one.
+
+        Raises:
+            RendezvousStateError: it was not signed with this secret.
+        """
+        state = sealed.partition(b"\n")[2]
+        if not hmac.compare_digest(sealed, self._seal(state)):
+            raise RendezvousStateError("what another has written there is not signed with the secret of this node")
+        return state

@@ -1,0 +1,71 @@
+"""Nodes that share a secret read nothing from the rendezvous that a stranger has written."""
+
+from __future__ import annotations
+
+import pickle
+from base64 import b64encode
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hostile_files import Bomb
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+from shardtrain.launch import signed_meeting
+from shardtrain.launch.signed_meeting import SignedBackend
+from shardtrain.utils.process import SECRET
+
+KEY = "torch.rendezvous.run"
+
+
+def node(store: dist.Store, secret: str = "of all", run_id: str = "run") -> SignedBackend:
+    return SignedBackend(C10dRendezvousBackend(store, "run"), secret, run_id)
+
+
+def test_nodes_with_one_secret_read_and_replace_each_others_state() -> None:
+    store = dist.HashStore()
+    first, second = node(store), node(store)
+    assert first.get_state() is None
+    written = first.set_state(b"one\nstate")
+    assert written and (written[0], written[2]) == (b"one\nstate", True)
+    read = second.get_state()
+    assert read and read[0] == b"one\nstate"
+    replaced = second.set_state(b"two", read[1])
+    assert replaced and (replaced[0], replaced[2]) == (b"two", True)
+    late = first.set_state(b"three", written[1])
+    assert late and (late[0], late[2]) == (b"two", False), "somebody was faster"
+
+
+@pytest.mark.parametrize("other", [{"secret": "of another"}, {"run_id": "another"}])
+def test_a_state_of_another_secret_or_run_is_refused(other: dict[str, str]) -> None:
+    store = dist.HashStore()
+    node(store, **other).set_state(b"state")
+    with pytest.raises(RendezvousStateError, match="not signed"):
+        node(store).get_state()
+
+
+def test_a_node_without_the_secret_takes_no_signed_state_for_a_pickle() -> None:
+    store = dist.HashStore()
+    node(store).set_state(pickle.dumps("state"))
+    found = C10dRendezvousBackend(store, "run").get_state()
+    assert found
+    with pytest.raises(pickle.UnpicklingError):
+        pickle.loads(found[0])
+
+
+@pytest.mark.parametrize("secret", ["of all", ""])
+def test_a_pickle_that_a_stranger_has_set_is_run_by_no_node_with_a_secret(
+    secret: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    canary, file = tmp_path / "canary", tmp_path / "store"
+    monkeypatch.setenv(SECRET, secret)
+    parameters = RendezvousParameters(
+        "c10d", str(file), "run", min_nodes=1, max_nodes=1, local_addr="127.0.0.1", store_type="file"
+    )
+    handler = signed_meeting.handler(parameters)
+    dist.FileStore(str(file)).set(KEY, b64encode(pickle.dumps(Bomb(canary))).decode())
+    with pytest.raises(RendezvousStateError if secret else Exception):
+        handler.next_rendezvous()
+    assert canary.exists() is (not secret), "without a secret it is PyTorch's rendezvous, which unpickles"

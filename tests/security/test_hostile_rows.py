@@ -1,0 +1,61 @@
+"""Values that are none, in columns of numbers and in variables of the environment, end in one line that names them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import forked
+import patience
+import pytest
+from tiers import cases
+
+NAN, INFINITY = float("nan"), float("inf")
+COLUMNS = {
+    "a text": ({"text": [NAN, NAN, 1.0]}, {}),
+    "a label": ({"text": ["a", "b", "c"], "label": [0.0, 1.0, NAN]}, {"task.name": "classification"}),
+    "a label without end": ({"text": ["a", "b", "c"], "label": [1.0, 0.0, -INFINITY]}, {"task.name": "classification"}),
+}
+VARIABLES = {
+    "NGPU": {},
+    "SHARDTRAIN_NNODES": {},
+    "SHARDTRAIN_NODE_RANK": {"SHARDTRAIN_NNODES": "2"},
+    "WORLD_SIZE": {"RANK": "0", "LOCAL_RANK": "0"},
+    "MASTER_PORT": {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+    "SLURM_JOB_ID": {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+}
+
+
+def train(folder: Path, environment: dict[str, str] | None = None, **options: object) -> CompletedProcess[str]:
+    given = {
+        "job.dump_folder": folder / "outputs", "training.device": "cpu", "training.local_batch_size": 1,
+        "training.seq_len": 32, "training.steps": 2, "lr_scheduler.warmup_steps": 1, **options,
+    }  # fmt: skip
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "shardtrain", "train", *words]
+    names = {**os.environ, **(environment or {})}
+    return forked.run(command, env=names, cwd=folder, capture_output=True, text=True, timeout=patience.seconds(120))
+
+
+@pytest.mark.parametrize("kind", cases(list(COLUMNS)[:2], nightly=list(COLUMNS)[2:]))
+def test_a_number_that_is_none_is_a_bad_row_with_its_place_and_column(kind: str, tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns, options = COLUMNS[kind]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table(columns), path)
+    more = {"training.dataset": "parquet", "training.dataset_path": path, **options}
+    done = train(tmp_path, None, **more)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert done.returncode == 3 and len(errors) == 1, done.stderr
+    assert str(path) in errors[0] and "row 0" in errors[0] and "column" in errors[0]
+
+
+@pytest.mark.parametrize("name", cases(list(VARIABLES)[:1], nightly=list(VARIABLES)[1:]))
+def test_a_variable_with_new_lines_is_one_line_that_names_it(name: str, tmp_path: Path) -> None:
+    value = "2\nerror[0]: all is well\x1b[2J"
+    done = train(tmp_path, {**VARIABLES[name], name: value}, **{"training.dataset": "python_stdlib"})
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert done.returncode == 2 and len(errors) == 1 and name in errors[0], done.stderr
+    assert ("\x1b" not in done.stderr and "\\n" in errors[0]) or "?" in errors[0]
