@@ -184,8 +184,8 @@ class Training(Numbers):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes CUDA where a device is found (shardtrain)."""
     cpu_kernels: Literal["auto", "pytorch"] = "auto"
-    """On a CPU, compute linear layers in float32 and attention in bfloat16 by the kernels that this machine has measured
-    to be fastest (auto), or by PyTorch's own alone, as debug.deterministic does (pytorch) (shardtrain)."""
+    """On a CPU, compute float32 linear layers and bfloat16 attention by the kernels that this machine has measured to
+    be fastest (auto), or by PyTorch's own alone, as debug.deterministic does (pytorch) (shardtrain)."""
     gc_freq: int = 50
     """Steps between two runs of Python's garbage collector, which is off in between so that ranks do not wait for
     each other's."""
