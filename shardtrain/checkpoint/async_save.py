@@ -77,16 +77,16 @@ class Writing:
             raise self._error
 
     def _run(self) -> None:
+        def go_on() -> None:
+            if self._given_up.is_set():
+                raise GivenUp
+
         try:
-            self._action(self._go_on)
+            self._action(go_on)
         except BaseException as error:  # told to the trainer: a thread has nobody to raise it to
             self._error = error
         self.seconds = time.monotonic() - self._begun
         self._ended.set()
-
-    def _go_on(self) -> None:
-        if self._given_up.is_set():
-            raise GivenUp
 
 
 def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:

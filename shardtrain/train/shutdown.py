@@ -31,7 +31,7 @@ _ASSUMED_BYTES_PER_SECOND, _ASSUMED_SECONDS = 100e6, 1.0
 def expect(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> None:
     """Connect the run and its checkpoints, and say whether the data will end before the last step.
 
-    Called before the first step and after each rollback. A rollback leaves out data; that is no reason to discard what
+    Called before the first step and after each rollback. A rollback leaves out data, and that must not discard what
     was learned, so such a run ``may_end_early``.
 
     Raises:
