@@ -152,6 +152,10 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
     if any(named.source.dataset != "tokens" and _format(config, named) != "chat" for named in every):
         logger.info(described(tokenizer, config.data))
     passes = [_passes(config, section, loop, named.source, several) for named in every]
+    seeds = [config.debug.seed] * len(every)
+    if several:  # each source is shuffled in an order of its own, which its name alone decides
+        digests = [hashlib.sha256(f"{config.debug.seed} {named.name}".encode()).digest() for named in every]
+        seeds = [int.from_bytes(digest[:7], "little") for digest in digests]
     feeds = [
         _open_feed(
             config,
@@ -159,10 +163,10 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
             named,
             tokenizer,
             packing,
-            _seed(config.debug.seed, named, several) if shuffle else None,
+            seed if shuffle else None,
             times,
         )
-        for named, packing, times in zip(every, packings, passes, strict=True)
+        for named, packing, seed, times in zip(every, packings, seeds, passes, strict=True)
     ]
     mixture = Mixture(stages_of(config, feeds) if several else [Stage((1.0,))])
     for stage, index in mixture.unread:
@@ -288,13 +292,6 @@ def _streams(
         rule = f"needs to know how many rows the dataset {size} has, which is read as training goes on"
         raise ConfigError(Problem(f"data.sources.{named.name}.epochs", passes, rule, way_out))
     return True
-
-
-def _seed(seed: int, named: NamedDataset, several: bool) -> int:
-    """A seed for one of several sources; a single one takes the run's own."""
-    if not several:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed} {named.name}".encode()).digest()[:7], "little")
 
 
 def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:

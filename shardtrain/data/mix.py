@@ -39,7 +39,12 @@ class Mixture:
         self.fingerprint = repr(list(stages)) if self.num_sources > 1 else ""
         self._cycles = [_cycle(stage.weights) for stage in stages]
         # before[i][s]: rows of source i among the first s of a cycle
-        self._before = [_counts_before(cycle, self.num_sources) for cycle in self._cycles]
+        self._before = []
+        for cycle in self._cycles:
+            counts = np.zeros((self.num_sources, CYCLE + 1), dtype=np.int64)
+            for source in range(self.num_sources):
+                np.cumsum(cycle == source, out=counts[source, 1:])
+            self._before.append(counts)
         self.unread = [
             (number, source)
             for number, stage in enumerate(stages)
@@ -103,10 +108,3 @@ def _cycle(weights: Sequence[float]) -> npt.NDArray[np.uint16]:
     places = [(np.arange(count) + 0.5) / count * CYCLE for count in counts.tolist() if count]
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners[np.argsort(np.concatenate(places), kind="stable")].astype(np.uint16)
-
-
-def _counts_before(cycle: npt.NDArray[np.uint16], num_sources: int) -> _Ints:
-    counts = np.zeros((num_sources, CYCLE + 1), dtype=np.int64)
-    for source in range(num_sources):
-        np.cumsum(cycle == source, out=counts[source, 1:])
-    return counts
