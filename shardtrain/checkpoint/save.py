@@ -1,4 +1,4 @@
-"""Writing checkpoints: now, or in the background while training goes on; whole in their place or not there at all.
+"""Writing checkpoints: now, or in the background while training continues; whole in their place or not there at all.
 
 All ranks write into a draft; the first one makes it the checkpoint of its step when every rank has written, and what is
 then in ``step-N`` never changes. ``storage.py`` says how, and ``manifest.py`` what is in it.
@@ -32,7 +32,7 @@ from shardtrain.utils.errors import CheckpointError, NumericalError, StorageErro
 from shardtrain.utils.log import logger
 
 FAILURES_IN_A_ROW = 2
-"""Failed saves with which a run may go on."""
+"""Failed saves after which a run may continue."""
 CRASH_SECONDS = 3.0
 """How long a rank that ends with an error waits for the save in flight: the others are waiting to be ended."""
 GIVE_UP_SECONDS = 1.0
@@ -154,7 +154,7 @@ class Saver:
         self.interval.begin_anew()
 
     def poll(self) -> None:
-        """Deal with the save in flight, if all ranks have told each other that it has ended (see ``Saving``).
+        """Finish the background save, once every rank knows that all have written (see ``Saving``).
 
         Raises:
             StorageError: as ``save`` does.
@@ -349,7 +349,7 @@ class Saver:
         logger.info(f"saved checkpoint {self._folder / f'step-{step}'}")
 
     def _tolerate(self, error: BaseException, must: bool) -> None:
-        """Raise the error of a save, unless the run is to go on without it; the same on all ranks."""
+        """Raise the error of a save, unless the run is to continue without it; the same on all ranks."""
         self.failures_in_a_row += 1
         goes_on = self._options.on_save_error == "continue" and self.failures_in_a_row <= FAILURES_IN_A_ROW
         if must or not goes_on or not isinstance(error, StorageError):

@@ -186,7 +186,7 @@ def cast(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Where this rank's part lies in the whole tensor; sizes hold a 0 where it has none."""
+    """Where this rank's part is in the whole tensor; sizes hold a 0 where it has none."""
     slices = local_slices(tensor)
     box = tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)
     own = tuple(local_tensor(tensor).shape)

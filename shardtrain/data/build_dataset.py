@@ -269,7 +269,7 @@ def _indexed(
 def _streams(
     config: Config, section: Training | Validation, named: NamedDataset, source: Table | Shards, passes: int | None
 ) -> bool:
-    """Whether a source is read as training goes on, and if so, whether all else that is asked for can then be had."""
+    """Whether a source is read while training runs, and if so, whether all else that is asked for can then be had."""
     mode = config.data.mode
     small = source.total_bytes is not None and source.total_bytes <= MEMORY_BYTES
     streams = mode == "stream" or (mode == "auto" and not small)

@@ -2,7 +2,7 @@
 
 The weights are turned into whole numbers of rows in a cycle of 65,536, dealt as evenly as they go (each source's rows
 stand at equal distances: Bresenham 1965), so that every batch holds its share and no random number is needed. A stage
-is a range of positions with weights of its own; what a source gave before is where it goes on.
+is a range of positions with weights of its own; what a source gave before is where it continues.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Mixture:
             if per_cycle == 0:
                 continue
             cycles, rest = divmod(wanted, per_cycle)
-            # the place at which this many of the cycle's rows were given and one more stands
+            # the place at which this many of the cycle's rows were given and one more is
             place = start + cycles * CYCLE + int(np.searchsorted(before, rest, side="right")) - 1
             if stop is None or place < stop:
                 return place
