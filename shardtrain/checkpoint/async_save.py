@@ -1,4 +1,4 @@
-"""A save that goes on while training does: one thread per rank writes, and the first rank's commits for all.
+"""A save in the background of training: one thread per rank writes, and the first rank's commits for all.
 
 Threads use no collective: theirs and the trainer's would meet in another order on each rank. A rank that has written
 leaves a word beside its file, ``rank-00001.done``; the first rank's thread waits for all of them. What came of it the
@@ -77,16 +77,16 @@ class Writing:
             raise self._error
 
     def _run(self) -> None:
+        def go_on() -> None:
+            if self._given_up.is_set():
+                raise GivenUp
+
         try:
-            self._action(self._go_on)
-        except BaseException as error:  # told to the trainer: a thread has nobody to raise it to
+            self._action(go_on)
+        except BaseException as error:  # raised by the trainer later: a thread has no caller to raise it to
             self._error = error
         self.seconds = time.monotonic() - self._begun
         self._ended.set()
-
-    def _go_on(self) -> None:
-        if self._given_up.is_set():
-            raise GivenUp
 
 
 def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:

@@ -68,16 +68,12 @@ def _tell(error: Exception) -> list[str]:
     if isinstance(error, OSError):
         where = f"rank {rank} on {socket.gethostname()}: " if dist.get_world_size() > 1 else ""
         name = f" {error.filename}" if error.filename else ""
-        reason = error.strerror or str(error)
-        return ["StorageError", f"{where}cannot write checkpoint{name}: {reason} (errno {error.errno}); {_fix(error)}"]
+        reason, fix = error.strerror or str(error), "free space or fix job.dump_folder, then start again"
+        if "://" in str(error.filename):
+            fix = "fix checkpoint.folder, or what this host may do there, then start again"
+        elif isinstance(error, FileNotFoundError) and dist.get_world_size() > 1:
+            fix = "job.dump_folder must be a folder that all nodes see"
+        return ["StorageError", f"{where}cannot write checkpoint{name}: {reason} (errno {error.errno}); {fix}"]
     if type(error).__name__ in _KINDS:
         return [type(error).__name__, str(error)]
     return ["PeerError", f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]]
-
-
-def _fix(error: OSError) -> str:
-    if "://" in str(error.filename):
-        return "fix checkpoint.folder, or what this host may do there, then start again"
-    if isinstance(error, FileNotFoundError) and dist.get_world_size() > 1:
-        return "job.dump_folder must be a folder that all nodes see"
-    return "free space or fix job.dump_folder, then start again"

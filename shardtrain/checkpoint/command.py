@@ -6,7 +6,6 @@ import difflib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from shardtrain.checkpoint import best, files, interval, manifest, retention, weights_file
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
@@ -83,7 +82,11 @@ def _list(folder: Place) -> int:
         path = folder / f"step-{step}"
         try:
             is_best = pointer.get("step") == step
-            print(_line(path, manifest.read(path)) + (f"  best: {_told(pointer)}" if is_best else ""))
+            line = _line(path, manifest.read(path))
+            if is_best:
+                metric = "".join(c for c in str(pointer["metric"])[:80] if c.isprintable())
+                line += f"  best: {metric} {float(pointer['value']):.6g}"
+            print(line)
         except CheckpointError as error:
             print(f"step-{step}  cannot be used: {error}")
     return 0
@@ -96,11 +99,6 @@ def _line(path: Place, stored: Manifest) -> str:
     sizes = {file.name: file.bytes for file in stored.files}
     wrong = [name for name, size in sizes.items() if _size(path / name) != size]
     return f"{line}  missing or cut: {', '.join(wrong)}" if wrong else line
-
-
-def _told(pointer: dict[str, Any]) -> str:
-    metric = "".join(c for c in str(pointer["metric"])[:80] if c.isprintable())
-    return f"{metric} {float(pointer['value']):.6g}"
 
 
 def _interval(words: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""A checkpoint that is on disk, written once more in another format beside it: by threads, while training goes on.
+"""A checkpoint that is on disk, written once more in another format beside it: by threads, while training continues.
 
 As with a save, a rank that has written leaves a word, and the first rank's thread makes of the draft what it is to be.
 """

@@ -42,12 +42,20 @@ class Checkpoints(Saver):
         if not self._options.enable:
             return None
         if not self._options.load_only:
-            all_ranks(self._begin_to_write, only_first=True)
+
+            def take_folder() -> None:
+                self._lease.acquire()
+                self._storage.sweep()
+
+            all_ranks(take_folder, only_first=True)
             if not self._relays:
                 rank0_storage.check_seen_by_all(self._folder, self._lease.nonce)
         self._check_writers(self._folder)
         # the first rank decides: where a shared folder lags, ranks would start from different steps
-        found, without = all_gather_json([self.steps(), self._without_manifest()])[0]
+        found, without = self.steps(), list[int]()
+        if isinstance(self._folder, Path):  # an object store has no folders: without a manifest there is no checkpoint
+            without = sorted({*retention.step_folders(self._folder)} - {*found})
+        found, without = all_gather_json([found, without])[0]
         if self._options.load_step != -1:
             return self._chosen(found)
         ways = [manifest.way_from_dcp(self._folder / f"step-{step}") for step in without]
@@ -184,15 +192,6 @@ class Checkpoints(Saver):
         if not damage:
             self._verified = path, stored
         return damage
-
-    def _without_manifest(self) -> list[int]:
-        if not isinstance(self._folder, Path):
-            return []  # an object store has no folders: without a manifest there is no checkpoint
-        return sorted({*retention.step_folders(self._folder)} - {*self.steps()})
-
-    def _begin_to_write(self) -> None:
-        self._lease.acquire()
-        self._storage.sweep()
 
 
 def read_facts(path: Place) -> dict[str, Any]:

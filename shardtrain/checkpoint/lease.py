@@ -2,7 +2,7 @@
 
 The holder touches the file every ten seconds. A lease is free when its process is dead (seen from the same host) or,
 on another host, when nobody has touched it for a minute. Ages are counted in the filesystem's own time, so no host's
-clock matters. What cannot be read is not another's: the holder goes on beating, looks again, and writes a lease that is
+clock matters. What cannot be read is not another's: the holder keeps beating, looks again, and writes a lease that is
 gone again.
 """
 

@@ -235,7 +235,7 @@ def _tensor(name: str, entry: Any) -> StoredTensor:
 
 
 def _check_places(files: tuple[StoredFile, ...], tensors: Mapping[str, StoredTensor]) -> None:
-    """Every piece lies inside its file, and no two share a byte."""
+    """Every piece is inside its file, and no two share a byte."""
     places: list[tuple[int, int, int]] = []
     for name, tensor in tensors.items():
         for chunk in tensor.chunks:

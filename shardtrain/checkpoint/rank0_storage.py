@@ -93,14 +93,11 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[Sto
                     pass
         elif own:
             for name in names:
-                for piece in _pieces(tensor_files.bytes_of(tensors[name])):
+                block = tensor_files.bytes_of(tensors[name])
+                for start in range(0, len(block), files.PIECE_BYTES):  # as _received takes them
+                    piece = block[start : start + files.PIECE_BYTES]
                     dist.send(torch.frombuffer(piece, dtype=torch.uint8), 0)
     return written
-
-
-def _pieces(block: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(block), files.PIECE_BYTES):
-        yield block[start : start + files.PIECE_BYTES]
 
 
 def _received(shares: Plan, rank: int) -> Iterator[memoryview]:

@@ -42,7 +42,9 @@ def find_odd(
     parts += [(name, ranks) for (name, _), ranks in holders.items() if len(ranks) > 1]
     held = [place for place, (_, ranks) in enumerate(parts) if rank in ranks]
     own = torch.full((len(parts),), _LEAST)
-    own[: len(COUNTERS)] = torch.tensor([_signed(counters.get(name, 0)) for name in COUNTERS])
+    counts = [counters.get(name, 0) for name in COUNTERS]
+    # a count may fill 64 bits, and a tensor of int64 takes them as a signed number
+    own[: len(COUNTERS)] = torch.tensor([count - 2**64 if count >= 2**63 else count for count in counts])
     sums = [checksum(tensors[parts[place][0]]) for place in held[len(COUNTERS) :]]
     if sums:
         own[held[len(COUNTERS) :]] = torch.stack(sums).cpu()
@@ -81,10 +83,6 @@ def checksum(tensor: Tensor) -> Tensor:
 def _weights(device: torch.device) -> Tensor:
     """Odd numbers, so that no bit is lost when it is multiplied."""
     return torch.arange(_WIDTH, dtype=torch.int64, device=device) * 0x2545F4914F6CDD1E + 1
-
-
-def _signed(count: int) -> int:
-    return count - 2**64 if count >= 2**63 else count
 
 
 def _who(sums: Mapping[int, int]) -> str:

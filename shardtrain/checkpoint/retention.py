@@ -121,7 +121,7 @@ def discard(path: Path | ObjectPath) -> None:
 
 
 def hub_folder(path: Path) -> Path:
-    """Where a checkpoint lies in Hugging Face format, if it was written so."""
+    """Where a checkpoint is in Hugging Face format, if it was written so."""
     return path.with_name(f"{path.name}{HUB}")
 
 

@@ -1,4 +1,4 @@
-"""Writing checkpoints: now, or in the background while training goes on; whole in their place or not there at all.
+"""Writing checkpoints: now, or in the background while training continues; whole in their place or not there at all.
 
 All ranks write into a draft; the first one makes it the checkpoint of its step when every rank has written, and what is
 then in ``step-N`` never changes. ``storage.py`` says how, and ``manifest.py`` what is in it.
@@ -32,7 +32,7 @@ from shardtrain.utils.errors import CheckpointError, NumericalError, StorageErro
 from shardtrain.utils.log import logger
 
 FAILURES_IN_A_ROW = 2
-"""Failed saves with which a run may go on."""
+"""Failed saves after which a run may continue."""
 CRASH_SECONDS = 3.0
 """How long a rank that ends with an error waits for the save in flight: the others are waiting to be ended."""
 GIVE_UP_SECONDS = 1.0
@@ -110,23 +110,38 @@ class Saver:
             NumericalError: on all ranks, before anything is written, when two hold other bits of what they must hold
                 alike; names the tensor, the odd ranks, and the last checkpoint of which that is known not to be so.
         """
-        begun, must = time.monotonic(), last or wait
+        begun = time.monotonic()
+        must = last or wait  # it cannot be skipped, and nobody is left to write it in the background
         if not self.finish(None if must or self.best.is_new(step) else self._options.max_stall_seconds):
-            self._pass_over(step)
+            self.skipped += 1
+            self.saving.clear_flags()
+            self.interval.begin_anew()
+            assert self.saving.writing is not None
+            logger.warning(
+                f"the save of step {step} is skipped: that of step {self.saving.writing.step} is still being written "
+                f"after checkpoint.max_stall_seconds={self._options.max_stall_seconds} ({self.skipped} in all); save "
+                "less often, or to faster storage"
+            )
             return
         if last and self._options.last_save_model_only:
             weights, rest = tensor_files.cast(weights, self._options.export_dtype.replace("auto", "float32")), {}
             facts = {**facts, "weights_only": True}
         tensors, facts = {**weights, **rest}, {"weights_only": False, **facts}
-        shares = self._shares(tensors)
+        # a collective; the plan of the last save is taken as long as every rank has the same tensors as then
+        shares = self._plan = tensor_files.plan(tensors, self._plan)
         if self._options.compare_replicas:
-            facts[COMPARED] = self._compare(step, tensors, shares, facts)
+            if odd := replica_comparison.find_odd(tensors, shares.holders, facts.get("state") or {}):
+                self.refuse(step, odd)
+            facts[COMPARED] = sum(len(ranks) > 1 for ranks in shares.holders.values())
         self._export_is_due = self.exporter is not None and self.exporter.is_due(step, last)
         self.export_seconds = 0.0
         self._number += 1
         in_background = self._options.async_mode != "disabled" and not must
         try:
-            (self._begin if in_background else self._save_now)(step, tensors, shares, facts)
+            if in_background:
+                self._begin(step, tensors, shares, facts)
+            else:
+                self._save_now(step, tensors, shares, facts)
         except BaseException as error:
             self._abandon(step)
             self._tolerate(error, must)
@@ -139,7 +154,7 @@ class Saver:
         self.interval.begin_anew()
 
     def poll(self) -> None:
-        """Deal with the save in flight, if all ranks have told each other that it has ended (see ``Saving``).
+        """Finish the background save, once every rank knows that all have written (see ``Saving``).
 
         Raises:
             StorageError: as ``save`` does.
@@ -172,7 +187,16 @@ class Saver:
             self._abandon(writing.step)
             self._tolerate(error, must=writing.is_export and self._export_must)
         else:
-            self._written(writing)
+            if not writing.is_export:
+                self._saved(writing.step)
+                self.on_written(writing.seconds)
+                self.interval.note_write(writing.seconds)
+                self._export_if_due(writing.step, wait=False, must=False)
+            elif any(all_gather_json(writing.given_up)):
+                self._abandon(writing.step)
+                logger.warning(f"{self._name(writing)} was cancelled: there was no time for it")
+            else:
+                logger.info(f"saved {self._name(writing)}")
         return True
 
     def export_last(self, step: int) -> None:
@@ -259,14 +283,6 @@ class Saver:
 
         self.saving.writing = Writing(step, write)
 
-    def _compare(
-        self, step: int, tensors: Mapping[str, Tensor], shares: tensor_files.Plan, facts: Mapping[str, Any]
-    ) -> int:
-        """Refuse to save what ranks do not hold alike; gives how many parts were compared."""
-        if odd := replica_comparison.find_odd(tensors, shares.holders, facts.get("state") or {}):
-            self.refuse(step, odd)
-        return sum(len(ranks) > 1 for ranks in shares.holders.values())
-
     def refuse(self, step: int, odd: str) -> NoReturn:
         """Stop a run whose ranks do not hold alike what they must (a collective); ``odd`` says which and what.
 
@@ -294,11 +310,6 @@ class Saver:
                     if step <= self.saved_step and COMPARED in manifest.read(path).facts and retention.is_whole(path):
                         return step
         return None
-
-    def _shares(self, tensors: Mapping[str, Tensor]) -> tensor_files.Plan:
-        """The plan of the last save, as long as every rank has the same tensors as then (a collective)."""
-        self._plan = tensor_files.plan(tensors, self._plan)
-        return self._plan
 
     def _manifest(
         self, step: int, found: list[StoredFile], shares: tensor_files.Plan, facts: Mapping[str, Any]
@@ -332,26 +343,13 @@ class Saver:
     def _name(self, writing: Writing) -> Place:
         return self._folder / f"step-{writing.step}{retention.HUB if writing.is_export else ''}"
 
-    def _written(self, writing: Writing) -> None:
-        """What the threads wrote is there, or was cancelled."""
-        if not writing.is_export:
-            self._saved(writing.step)
-            self.on_written(writing.seconds)
-            self.interval.note_write(writing.seconds)
-            self._export_if_due(writing.step, wait=False, must=False)
-        elif any(all_gather_json(writing.given_up)):
-            self._abandon(writing.step)
-            logger.warning(f"{self._name(writing)} was cancelled: there was no time for it")
-        else:
-            logger.info(f"saved {self._name(writing)}")
-
     def _saved(self, step: int) -> None:
         self.saved_step, self.failures_in_a_row = step, 0
         self.on_saved(step)
         logger.info(f"saved checkpoint {self._folder / f'step-{step}'}")
 
     def _tolerate(self, error: BaseException, must: bool) -> None:
-        """Raise the error of a save, unless the run is to go on without it; the same on all ranks."""
+        """Raise the error of a save, unless the run is to continue without it; the same on all ranks."""
         self.failures_in_a_row += 1
         goes_on = self._options.on_save_error == "continue" and self.failures_in_a_row <= FAILURES_IN_A_ROW
         if must or not goes_on or not isinstance(error, StorageError):
@@ -359,17 +357,6 @@ class Saver:
         logger.warning(
             f"{error}: training goes on with the checkpoint of step {self.saved_step} as the newest "
             f"(checkpoint.on_save_error; {self.failures_in_a_row} of {FAILURES_IN_A_ROW} in a row)"
-        )
-
-    def _pass_over(self, step: int) -> None:
-        self.skipped += 1
-        self.saving.clear_flags()
-        self.interval.begin_anew()
-        assert self.saving.writing is not None
-        logger.warning(
-            f"the save of step {step} is skipped: that of step {self.saving.writing.step} is still being written "
-            f"after checkpoint.max_stall_seconds={self._options.max_stall_seconds} ({self.skipped} in all); save "
-            "less often, or to faster storage"
         )
 
     def _prepare(self, step: int, planned: int) -> list[str]:

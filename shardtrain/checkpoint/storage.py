@@ -22,7 +22,7 @@ from shardtrain.utils.errors import CheckpointError, StorageError
 from shardtrain.utils.log import logger
 
 Place: TypeAlias = Path | ObjectPath
-"""A folder or file of checkpoints, wherever it lies."""
+"""A folder or file of checkpoints, wherever it is."""
 
 SPARE = 1.2
 """A save begins only where this many times its size is free."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,10 +65,6 @@ def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
                 raise CheckpointError(f"{name} cannot be saved: it is {kind} on rank {rank}, and {kinds[name]} before")
             if all(sizes):
                 holders.setdefault((name, (tuple(offsets), tuple(sizes))), []).append(rank)
-    return replace(_share_out(holders, kinds), own=own, holders=holders)
-
-
-def _share_out(holders: Mapping[tuple[str, Box], list[int]], kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Plan:
     load = [0] * dist.get_world_size()
     places: list[tuple[str, Box, int, int]] = []
     # what one rank alone holds is decided; then what several hold evens out the rest
@@ -80,7 +76,8 @@ def _share_out(holders: Mapping[tuple[str, Box], list[int]], kinds: Mapping[str,
     chunks: dict[str, list[Chunk]] = {name: [] for name in kinds}
     for name, (offsets, sizes), writer, begin in places:
         chunks[name].append(Chunk(offsets, sizes, empty.file_number(writer), begin))
-    return Plan({name: StoredTensor(*kinds[name], tuple(chunks[name])) for name in sorted(kinds)}, load)
+    stored = {name: StoredTensor(*kinds[name], tuple(chunks[name])) for name in sorted(kinds)}
+    return Plan(stored, load, own=own, holders=holders)
 
 
 def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Place) -> StoredFile | None:
@@ -189,7 +186,7 @@ def cast(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Where this rank's part lies in the whole tensor; sizes hold a 0 where it has none."""
+    """Where this rank's part is in the whole tensor; sizes hold a 0 where it has none."""
     slices = local_slices(tensor)
     box = tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)
     own = tuple(local_tensor(tensor).shape)

@@ -35,7 +35,10 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
     while at < len(arguments):
         word = arguments[at]
         if not word.startswith("--") or word == "--":
-            read.problems.append(_stray(word))
+            rule, fix, where = "belongs to no option", "write options as --section.key VALUE", COMMAND_LINE
+            if word.endswith(".toml"):
+                rule, fix, where = "is a second file", "give one configuration file, and options after it", ""
+            read.problems.append(Problem("argument", word, rule, fix, where))
             at += 1
             continue
         name, equals, attached = word[2:].partition("=")
@@ -81,13 +84,6 @@ def _add(
     elif not values:
         return wrong("has no value", f"write --{name} VALUE")
     read.settings.append(Setting(name, tuple(values), COMMAND_LINE, is_text=True))
-
-
-def _stray(word: str) -> Problem:
-    """Return the problem of an argument that belongs to no option."""
-    if word.endswith(".toml"):
-        return Problem("argument", word, "is a second file", "give one configuration file, and options after it")
-    return Problem("argument", word, "belongs to no option", "write options as --section.key VALUE", COMMAND_LINE)
 
 
 def _negation(name: str, kinds: Mapping[str, Any]) -> tuple[str, bool]:

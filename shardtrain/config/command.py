@@ -21,11 +21,11 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
         near = config.nearest(action, names) if action else None
         fix = (f"did you mean {near}? " if near else "") + f"use one of {', '.join(names)}"
         raise ConfigError(Problem("shardtrain config", action or None, "needs an action", fix, "command line"))
-    return ACTIONS[action](rest, open_config or _open_toml)
 
+    def open_toml(found: CommandLine) -> tuple[Loaded, CommandLine]:
+        return config.load(found.path, found.overrides, preset=presets.FIRST), found
 
-def _open_toml(arguments: CommandLine) -> tuple[Loaded, CommandLine]:
-    return config.load(arguments.path, arguments.overrides, preset=presets.FIRST), arguments
+    return ACTIONS[action](rest, open_config or open_toml)
 
 
 def _show(words: list[str], open_config: Opener) -> int:

@@ -126,7 +126,11 @@ def _resolve(
     keep_problems: bool = False,
 ) -> Loaded:
     """Rename, type and merge the settings of the file and of the command line; raise all problems, or keep them."""
-    both = [_in_force(from_file, from_line), [one for setting in from_line for one in nested.spread_text(setting)]]
+    # what the command line sets under the same name replaces what the file says of it, a list with all its entries
+    given = {s.option for s in from_line}
+    lists = tuple(f"{name}." for name in given if nested.names_list(name))
+    from_file = [s for s in from_file if s.option not in given and not s.option.startswith(lists)]
+    both = [from_file, [one for setting in from_line for one in nested.spread_text(setting)]]
     values: dict[str, Any] = {}
     origins: dict[str, str] = dict.fromkeys(options(), DEFAULT)
     rewritten = rewrite([s for group in both for s in group])
@@ -159,13 +163,6 @@ def _resolve(
     notices = (*rewritten.notices, *followed.notices)
     found = MappingProxyType({**origins, **followed.origins})
     return Loaded(followed.config, found, notices, file, renames, tuple(problems))
-
-
-def _in_force(from_file: list[Setting], from_line: list[Setting]) -> list[Setting]:
-    """Leave out what the file says about options that the command line sets under the same name."""
-    given = {s.option for s in from_line}
-    lists = tuple(f"{name}." for name in given if nested.names_list(name))
-    return [s for s in from_file if s.option not in given and not s.option.startswith(lists)]
 
 
 def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], problems: list[Problem]) -> None:
@@ -251,14 +248,13 @@ def _flatten(
         name = ".".join(path)
         if nested.holds(path):
             found += nested.spread(path, value, lambda at: f"{file}:{lines[at]}" if at in lines else file)
-        elif isinstance(value, dict) and (_is_section(name) or (name in options() and options()[name].is_table)):
+        elif isinstance(value, dict) and (
+            name in sections()
+            or any(old.startswith(f"{name}.") for old in ALIASES)  # a section of an older file
+            or (name in options() and options()[name].is_table)
+        ):
             found += _flatten(value, path, lines, file)
         else:
             line = lines.get(path)
             found.append(Setting(name, value, f"{file}:{line}" if line else file))
     return found
-
-
-def _is_section(name: str) -> bool:
-    """Whether a dotted name is a section, of today or of an older file."""
-    return name in sections() or any(old.startswith(f"{name}.") for old in ALIASES)

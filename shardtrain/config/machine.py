@@ -66,7 +66,11 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
     shard, option = p.data_parallel_shard_degree, "parallelism.data_parallel_shard_degree"
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     if shard == -1 and world_size % others:
-        name, value = _largest_degree(loaded)
+        # of the other degrees the one that asks for most: it is what a user would lower
+        names = ("tensor_parallel_degree", "data_parallel_replicate_degree", "context_parallel_degree")
+        degrees = [f"parallelism.{name}" for name in (*names, "pipeline_parallel_degree")]
+        name = max(degrees, key=loaded.value)
+        value = loaded.value(name)
         rest = others // value
         legal = [n for n in range(1, world_size + 1) if world_size % (n * rest) == 0]
         rule = f"cannot divide {ranks}" + (f" together with the other degrees ({rest})" if rest > 1 else "")
@@ -80,7 +84,10 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         return
     yield from check_experts_of_world(loaded, world_size)
     if p.pipeline_parallel_degree > 1 and p.data_parallel_shard_degree == -1:
-        yield from _microbatches(loaded, world_size)
+        layers, rows = (model_shape(loaded) or {}).get("num_layers"), known_rows(loaded, world_size)
+        # where the rows are known without the number of ranks, the rules of the file have looked already
+        if known_rows(loaded) is None and rows and isinstance(layers, int):
+            yield from check_microbatches(loaded, rows, num_stages(loaded.config.parallelism, layers))
     shard = world_size // others if shard == -1 else shard
     t, data_ranks = loaded.config.training, p.data_parallel_replicate_degree * shard
     per_pass = t.local_batch_size * data_ranks
@@ -89,22 +96,6 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         nearby = [n for n in (size // per_pass * per_pass, -(-size // per_pass) * per_pass) if n]
         rule = f"is not a multiple of local_batch_size {t.local_batch_size} times {data_ranks} data-parallel ranks"
         yield problem(loaded, "training.global_batch_size", rule, f"use {any_of(nearby)}, or -1")
-
-
-def _microbatches(loaded: Loaded, world_size: int) -> Iterator[Problem]:
-    """Enough micro-batches for the stages, where that depends on the number of ranks."""
-    layers = (model_shape(loaded) or {}).get("num_layers")
-    rows = known_rows(loaded, world_size)
-    if known_rows(loaded) is None and rows and isinstance(layers, int):
-        yield from check_microbatches(loaded, rows, num_stages(loaded.config.parallelism, layers))
-
-
-def _largest_degree(loaded: Loaded) -> tuple[str, int]:
-    """Return the mesh degree that asks for most, other than the shard degree."""
-    names = ("tensor_parallel_degree", "data_parallel_replicate_degree", "context_parallel_degree")
-    degrees = [f"parallelism.{name}" for name in (*names, "pipeline_parallel_degree")]
-    option = max(degrees, key=loaded.value)
-    return option, loaded.value(option)
 
 
 def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iterator[Problem]:
@@ -162,20 +153,14 @@ def _why_not_writable(path: Path) -> str:
         there = next(one for one in (path, *path.parents) if one.exists() or one.is_symlink())
         if not there.is_dir():
             return f"cannot be made: {there} is {'a file' if there.exists() else 'a link to nothing'}"
-        if not os.access(there, os.W_OK | os.X_OK) or _is_read_only(there) or (there != path and _is_virtual(there)):
+        read_only = hasattr(os, "statvfs") and bool(os.statvfs(there).f_flag & os.ST_RDONLY)
+        # in the kernel's own folders nobody makes others, whatever their permissions say
+        virtual = there != path and (there.is_relative_to("/proc") or there.is_relative_to("/sys"))
+        if not os.access(there, os.W_OK | os.X_OK) or read_only or virtual:
             return f"cannot be written: {there} is not writable here"
     except OSError:
         return ""
     return ""
-
-
-def _is_virtual(folder: Path) -> bool:
-    """Whether a folder is the kernel's own, in which nobody makes others."""
-    return folder.is_relative_to("/proc") or folder.is_relative_to("/sys")
-
-
-def _is_read_only(folder: Path) -> bool:
-    return hasattr(os, "statvfs") and bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
 
 
 _ABSENT = ("does not exist", "correct the path")

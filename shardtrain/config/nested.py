@@ -77,7 +77,9 @@ def _names() -> list[str]:
 
 def spread(path: Path, value: Value, where: Callable[[Path], str]) -> Iterator[Setting]:
     """Split a TOML value at or below an option of tables into a setting for each entry and each key of it."""
-    yield Setting(".".join(path), {} if isinstance(value, dict) else _shown(value), where(path))
+    # an empty table or list stands for one whose entries follow as settings of their own
+    setting: Value = {} if isinstance(value, dict) else [] if _is_tables(value) else value
+    yield Setting(".".join(path), setting, where(path))
     if isinstance(value, dict):
         items = value.items()
     elif _is_tables(value):
@@ -94,11 +96,6 @@ def spread(path: Path, value: Value, where: Callable[[Path], str]) -> Iterator[S
 
 def _is_tables(value: Value) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
-def _shown(value: Value) -> Value:
-    """An empty list stands for one whose entries follow as settings of their own."""
-    return [] if _is_tables(value) else value
 
 
 def spread_text(setting: Setting) -> list[Setting]:

@@ -32,18 +32,17 @@ def options_page() -> str:
 
 def _section(title: str, cls: type, inside: Sequence[Option]) -> str:
     intro = " ".join((cls.__doc__ or "").split())
-    rows = [
-        f"| `{option.name.rpartition('.')[2]}` | {_cell(kind_text(option.kind))} "
-        f"| {_cell(_code(default_text(option.default)))} | {_cell(option.help)} |"
-        for option in inside
-    ]
+    rows = []
+    for option in inside:
+        default = default_text(option.default)
+        default = default if default == "unset" else f"`{default}`"
+        rows.append(
+            f"| `{option.name.rpartition('.')[2]}` | {_cell(kind_text(option.kind))} "
+            f"| {_cell(default)} | {_cell(option.help)} |"
+        )
     table = ["| Option | Type | Default | Meaning |", "|---|---|---|---|", *rows]
     text = f"\n{intro}\n" if not intro.startswith(f"{cls.__name__}(") else ""
     return "\n".join([f"## {title}{chr(10) if text else ''}{text}", *table]) + "\n"
-
-
-def _code(text: str) -> str:
-    return text if text == "unset" else f"`{text}`"
 
 
 def _cell(text: str) -> str:

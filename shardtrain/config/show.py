@@ -77,7 +77,9 @@ def _render(config: Config, comment: Callable[[str, Any], str], wanted: Callable
             if options()[name].entry and (value or isinstance(value, Mapping)):
                 tables += _entries(options()[name], value, comment)
             elif options()[name].is_table:
-                tables += _table(name, value, comment)
+                pairs = value.items()
+                keys = [f"{_key(k)} = {toml_value(item)}{comment(f'{name}.{k}', item)}" for k, item in pairs]
+                tables += ["", f"[{name}]", *keys]
             else:
                 lines.append(_line(options()[name], key, value, comment))
         blocks.append("\n".join(lines + tables))
@@ -102,9 +104,3 @@ def _entries(option: Option, value: Value, comment: Callable[[str, Any], str]) -
             key = field.name.rpartition(".")[2]
             lines.append(_line(field, key, getattr(entry, key), comment))
     return lines
-
-
-def _table(name: str, values: Mapping[str, Any], comment: Callable[[str, Any], str]) -> list[str]:
-    """Write a table of free keys below its section."""
-    lines = [f"{_key(key)} = {toml_value(value)}{comment(f'{name}.{key}', value)}" for key, value in values.items()]
-    return ["", f"[{name}]", *lines]

@@ -48,7 +48,7 @@ class Batch:
         return moved
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked host memory, which a GPU can copy from while the host goes on."""
+        """The same batch in page-locked host memory, which a GPU can copy from while the host continues."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:

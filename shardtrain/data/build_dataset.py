@@ -152,6 +152,10 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
     if any(named.source.dataset != "tokens" and _format(config, named) != "chat" for named in every):
         logger.info(described(tokenizer, config.data))
     passes = [_passes(config, section, loop, named.source, several) for named in every]
+    seeds = [config.debug.seed] * len(every)
+    if several:  # each source is shuffled in an order of its own, which its name alone decides
+        digests = [hashlib.sha256(f"{config.debug.seed} {named.name}".encode()).digest() for named in every]
+        seeds = [int.from_bytes(digest[:7], "little") for digest in digests]
     feeds = [
         _open_feed(
             config,
@@ -159,10 +163,10 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
             named,
             tokenizer,
             packing,
-            _seed(config.debug.seed, named, several) if shuffle else None,
+            seed if shuffle else None,
             times,
         )
-        for named, packing, times in zip(every, packings, passes, strict=True)
+        for named, packing, seed, times in zip(every, packings, seeds, passes, strict=True)
     ]
     mixture = Mixture(stages_of(config, feeds) if several else [Stage((1.0,))])
     for stage, index in mixture.unread:
@@ -265,7 +269,7 @@ def _indexed(
 def _streams(
     config: Config, section: Training | Validation, named: NamedDataset, source: Table | Shards, passes: int | None
 ) -> bool:
-    """Whether a source is read as training goes on, and if so, whether all else that is asked for can then be had."""
+    """Whether a source is read while training runs, and if so, whether all else that is asked for can then be had."""
     mode = config.data.mode
     small = source.total_bytes is not None and source.total_bytes <= MEMORY_BYTES
     streams = mode == "stream" or (mode == "auto" and not small)
@@ -288,13 +292,6 @@ def _streams(
         rule = f"needs to know how many rows the dataset {size} has, which is read as training goes on"
         raise ConfigError(Problem(f"data.sources.{named.name}.epochs", passes, rule, way_out))
     return True
-
-
-def _seed(seed: int, named: NamedDataset, several: bool) -> int:
-    """A seed for one of several sources; a single one takes the run's own."""
-    if not several:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed} {named.name}".encode()).digest()[:7], "little")
 
 
 def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:

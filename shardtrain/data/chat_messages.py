@@ -115,7 +115,9 @@ def _message(value: Any, where: str) -> Message:
         message["content"] = _content(message["content"], where)
     elif "tool_calls" not in message:
         raise Unusable(f"{where} has neither content nor tool_calls")
-    return _with_reasoning(message)
+    # templates read the reasoning of a turn under one of two names: it is given under both
+    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _content(value: Any, where: str) -> str:
@@ -148,20 +150,17 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
     if not isinstance(text, str):
         raise Unusable(f"{where} has no value" if text is None else f"{where} has a value that is {kind(text)}")
     if speaker == "function_call":
-        return {"role": "assistant", "tool_calls": [{"type": "function", "function": _call(text, where)}]}
+        try:
+            call = json.loads(text)
+        except (ValueError, RecursionError):
+            call = None
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise Unusable(f"{where} is a function_call whose value is not a JSON object with name and arguments")
+        function = {"name": call["name"], "arguments": call.get("arguments", {})}
+        return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
     if speaker not in _SPEAKERS:
         raise Unusable(f"{where} is from {str(speaker)[:40]!r}; known are {', '.join(_SPEAKERS)}, function_call")
     return {"role": _SPEAKERS[speaker], "content": check_text(text, where)}
-
-
-def _call(text: str, where: str) -> Any:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        call = None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise Unusable(f"{where} is a function_call whose value is not a JSON object with name and arguments")
-    return {"name": call["name"], "arguments": call.get("arguments", {})}
 
 
 def _object_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,11 +175,6 @@ def _object_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, RecursionError):
         return dict(function)
     return {**function, "arguments": arguments} if isinstance(arguments, dict) else dict(function)
-
-
-def _with_reasoning(message: Message) -> Message:
-    reasoning = next((message[key] for key in _REASONING if key in message), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Whether the data last for the steps of a run: told when the run begins, where that is known then."""
+"""Whether the data last for the steps of a run: said when the run begins, where that is known then."""
 
 from __future__ import annotations
 

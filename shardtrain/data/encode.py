@@ -58,15 +58,16 @@ class TextEncoder:
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """One document, or the reason why there is none, per row."""
-        texts = [_attempt(self._text, row) for row in rows]
+
+        def text_of(row: Mapping[str, Any]) -> str:
+            found = text(row, self._field)
+            if not found:
+                raise Unusable("the text is empty", harmless=True)
+            return found
+
+        texts = [_attempt(text_of, row) for row in rows]
         batch = iter(self.tokenizer.encode_batch([one for one in texts if isinstance(one, str)]))
         return [one if isinstance(one, BadRow) else self._document(next(batch)) for one in texts]
-
-    def _text(self, row: Mapping[str, Any]) -> str:
-        found = text(row, self._field)
-        if not found:
-            raise Unusable("the text is empty", harmless=True)
-        return found
 
     def _document(self, ids: Ids) -> Document | BadRow:
         if not len(ids):

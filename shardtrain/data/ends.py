@@ -1,4 +1,4 @@
-"""What stands before and after a text: the ids that its tokenizer's own files put there, unless [data] says otherwise.
+"""What comes before and after a text: the ids that its tokenizer's own files put there, unless [data] says otherwise.
 
 A tokenizer that is not told to begin a text with bos does not do so in training, in ``generate``, in ``evaluate`` or in
 ``data show``: GPT-2's, Pythia's and SmolLM2's name a bos and put none, Llama 3's puts one. eos ends each document that

@@ -20,12 +20,12 @@ from shardtrain.data.watch import Watch
 from shardtrain.utils.errors import DataError, Problem
 
 Cursor = tuple[int, int, int]
-"""Where a reader of a stream stands; see ``stream``."""
+"""The cursor of a reader of a stream; see ``stream``."""
 
 
 @dataclass(frozen=True)
 class CursorUpdate:
-    """A reader of a stream has given ``rows`` rows and stands at ``cursor``; the last was of an ``epoch``, from 0."""
+    """A reader of a stream has given ``rows`` rows and is at ``cursor``; the last was of an ``epoch``, from 0."""
 
     reader: int
     rows: int
@@ -38,7 +38,7 @@ class Feed(Protocol):
 
     mean_targets: targets of a row on average, learned or not.
     ends_without_notice: whether only reading tells where it ends.
-    num_readers:  cursors that say where the feed stands; 0 where k alone says it.
+    num_readers:  cursors that say where the feed is; 0 where k alone says it.
     fingerprint:  SHA-256 in hex of all that decides the rows and their order.
     files:        name of each file -> fingerprint of its content, to name the one that differs.
     whole_files:  those of which that fingerprint is not made of all bytes, see ``file_hashes.py``.
@@ -73,7 +73,7 @@ class Feed(Protocol):
         ...
 
     def epoch_after(self, rows: int) -> int:
-        """The epoch, from 0, of the last of the first ``rows`` rows, at which the feed stands."""
+        """The epoch, from 0, of the last of the first ``rows`` rows."""
         ...
 
 

@@ -1,6 +1,6 @@
 """What the files of a dataset hold, to the last byte: hashed whole, once, beside the training and never before it.
 
-A dataset that is read as training goes on is known by its sizes and samples when a run begins, and prepared shards by
+A dataset that is read while training runs is known by its sizes and samples when a run begins, and prepared shards by
 what their index says. Reading all of it first would keep the first step waiting, so one thread of the first rank hashes
 the files, and a checkpoint remembers what is known by then. What a file was found to hold is noted in the run's folder,
 and holds as long as its size, times and inode are the same.
@@ -84,7 +84,7 @@ class Contents:
         return sorted(name for name, mark in self._known.items() if self._expected.get(name, mark) != mark)
 
     def start(self, step: int) -> None:
-        """Hash what is left while training goes on from ``step``; says what is known by samples until then."""
+        """Hash what is left while training continues from ``step``; says what is known by samples until then."""
         left = [file for name, file in self._files.items() if name not in self._known]
         if not left or self._thread is not None:
             return

@@ -54,7 +54,7 @@ class RankSlice:
 
 
 BatchWithCursors = tuple[Batch, list[tuple[int, CursorUpdate]]]
-"""A batch, and for each reader of each source that moved, where it stands after it."""
+"""A batch, and for each reader of each source that moved, its cursor afterwards."""
 
 
 class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
@@ -102,11 +102,11 @@ class DataLoader:
     places_per_epoch: of what samples_consumed counts, those of one epoch: num_samples, or whole steps where epochs end
                      at their borders (training.last_batch).
     end:             samples after which the data end; None where they repeat, or where only reading tells.
-    pad_id:          stands where no document does; never a target.
+    pad_id:          fills places that have no document; never a target.
     masks_documents: whether batches say which token is of which document.
     accumulation:    micro-batches of a step.
     global_batch:    rows of one step, over all ranks (G).
-    num_readers:     virtual readers of a dataset that is read as training goes on, else 0.
+    num_readers:     virtual readers of a dataset that is read while training runs, else 0.
     ends_without_notice: whether the data end, and only reading tells where: filler rows come from readers at their end.
     fingerprint:     SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run may be continued
                      only where it is the same.
@@ -198,7 +198,7 @@ class DataLoader:
         """The next micro-batch; StopIteration at the start of a step when the data are known to have ended.
 
         Raises:
-            DataError: at a bad row of a dataset that is read as training goes on.
+            DataError: at a bad row of a dataset that is read while training runs.
             ConfigError: when a file was changed under the run.
         """
         if self._handed % self._share.accumulation == 0:

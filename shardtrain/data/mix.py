@@ -2,7 +2,7 @@
 
 The weights are turned into whole numbers of rows in a cycle of 65,536, dealt as evenly as they go (each source's rows
 stand at equal distances: Bresenham 1965), so that every batch holds its share and no random number is needed. A stage
-is a range of positions with weights of its own; what a source gave before is where it goes on.
+is a range of positions with weights of its own; what a source gave before is where it continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ class Mixture:
         self.fingerprint = repr(list(stages)) if self.num_sources > 1 else ""
         self._cycles = [_cycle(stage.weights) for stage in stages]
         # before[i][s]: rows of source i among the first s of a cycle
-        self._before = [_counts_before(cycle, self.num_sources) for cycle in self._cycles]
+        self._before = []
+        for cycle in self._cycles:
+            counts = np.zeros((self.num_sources, CYCLE + 1), dtype=np.int64)
+            for source in range(self.num_sources):
+                np.cumsum(cycle == source, out=counts[source, 1:])
+            self._before.append(counts)
         self.unread = [
             (number, source)
             for number, stage in enumerate(stages)
@@ -82,7 +87,7 @@ class Mixture:
             if per_cycle == 0:
                 continue
             cycles, rest = divmod(wanted, per_cycle)
-            # the place at which this many of the cycle's rows were given and one more stands
+            # the place at which this many of the cycle's rows were given and one more is
             place = start + cycles * CYCLE + int(np.searchsorted(before, rest, side="right")) - 1
             if stop is None or place < stop:
                 return place
@@ -103,10 +108,3 @@ def _cycle(weights: Sequence[float]) -> npt.NDArray[np.uint16]:
     places = [(np.arange(count) + 0.5) / count * CYCLE for count in counts.tolist() if count]
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners[np.argsort(np.concatenate(places), kind="stable")].astype(np.uint16)
-
-
-def _counts_before(cycle: npt.NDArray[np.uint16], num_sources: int) -> _Ints:
-    counts = np.zeros((num_sources, CYCLE + 1), dtype=np.int64)
-    for source in range(num_sources):
-        np.cumsum(cycle == source, out=counts[source, 1:])
-    return counts

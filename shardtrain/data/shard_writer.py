@@ -107,7 +107,11 @@ class ShardWriter:
         with storing(self.folder):
             while at < len(tokens):
                 if self._in_shard == self.shard_tokens:
-                    self._next_shard()
+                    self._starts.flush()
+                    starts = np.memmap(self._starts.path, dtype="<i8", mode="r")
+                    # lengths come before their tokens: documents that begin behind this shard's end are of later ones
+                    self._close_shard(int(np.searchsorted(np.asarray(starts), self.num_tokens)))
+                    self._tokens = self._open(tokens_name)
                 count = min(len(tokens) - at, self.shard_tokens - self._in_shard)
                 part = None if learned is None else learned[at : at + count]
                 self._write_mask(part, count)
@@ -167,13 +171,6 @@ class ShardWriter:
             for at in range(0, self._in_shard, _BLOCK_BYTES):
                 self._learned.write(np.ones(min(_BLOCK_BYTES, self._in_shard - at), dtype=np.uint8))
         self._learned.write(np.ones(count, np.uint8) if learned is None else learned.astype(np.uint8))
-
-    def _next_shard(self) -> None:
-        self._starts.flush()
-        starts = np.memmap(self._starts.path, dtype="<i8", mode="r")
-        # lengths come before their tokens: documents that begin behind this shard's end are of later ones
-        self._close_shard(int(np.searchsorted(np.asarray(starts), self.num_tokens)))
-        self._tokens = self._open(tokens_name)
 
     def _close_shard(self, documents_begun: int) -> None:
         """Close the current shard and note it; ``documents_begun`` counts those before its end."""

@@ -43,7 +43,14 @@ class ShardTokenBuffer:
         self._ends = np.cumsum([shard.num_tokens for shard in self.index.shards], dtype=np.int64).tolist()
         self._open = _OpenFiles(self.folder, option)
         self._stamps = {file.name: _stamp(self.folder / file.name) for file in self.index.files()}
-        self._starts = self._map_starts()
+        self._starts: npt.NDArray[np.int64] = np.array([], dtype=np.int64)
+        if self.num_documents:
+            mapped = np.memmap(self.folder / STARTS, dtype="<i8", mode="r")
+            if mapped[0] != 0 or mapped[-1] > self.num_tokens:
+                rule = f"holds starts of documents outside the {self.num_tokens} tokens"
+                fix = 'run "shardtrain data prepare" again'
+                raise ConfigError(Problem(self.option, str(self.folder / STARTS), rule, fix))
+            self._starts = np.asarray(mapped)
         facts = [self.index.dtype, *(f"{file.name} {file.sha256}" for file in self.index.files())]
         self.fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
@@ -105,16 +112,6 @@ class ShardTokenBuffer:
             last = min(stop, self._ends[number])
             yield number, at - base, last - base, at - start
             at = last
-
-    def _map_starts(self) -> npt.NDArray[np.int64]:
-        if not self.num_documents:
-            return np.array([], dtype=np.int64)
-        mapped = np.memmap(self.folder / STARTS, dtype="<i8", mode="r")
-        if mapped[0] != 0 or mapped[-1] > self.num_tokens:
-            rule = f"holds starts of documents outside the {self.num_tokens} tokens"
-            fix = 'run "shardtrain data prepare" again'
-            raise ConfigError(Problem(self.option, str(self.folder / STARTS), rule, fix))
-        return np.asarray(mapped)
 
     def _check_starts(self) -> None:
         # reading behind the end of a mapped file that shrank would kill the process

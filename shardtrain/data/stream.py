@@ -55,7 +55,13 @@ class StreamFeed:
     ) -> None:
         self.source, self.encoder, self.packing = source, encoder, packing
         self.seed, self.passes, self.vocab_size = seed, passes, vocab_size
-        self.num_readers = _num_readers(source, readers, packing.seq_len)
+        # at most as many readers as there are documents or shards, and 16 rows' worth of bytes for each
+        available = source.num_rows if isinstance(source, Table) else source.num_shards
+        if available < 1:
+            raise DataError("the dataset has no rows")
+        if source.total_bytes is not None:
+            available = min(available, source.total_bytes // (16 * packing.seq_len))
+        self.num_readers = max(1, min(readers, available))
         self.mean_targets = float(packing.seq_len)  # of full rows; reading alone would tell
         self.files: Mapping[str, str] = source.files()
         facts = (sorted(self.files.items()), encoder.fingerprint, asdict(packing), seed, self.num_readers)
@@ -112,16 +118,6 @@ class StreamFeed:
 def rows_of_reader(rows: int, reader: int, num_readers: int) -> int:
     """How many of the first ``rows`` rows of a stream are a reader's."""
     return max(0, (rows - reader + num_readers - 1) // num_readers)
-
-
-def _num_readers(source: Table | Shards, readers: int, seq_len: int) -> int:
-    """At most as many readers as there are documents or shards, and 16 rows' worth of bytes for each."""
-    available = source.num_rows if isinstance(source, Table) else source.num_shards
-    if available < 1:
-        raise DataError("the dataset has no rows")
-    if source.total_bytes is not None:
-        available = min(available, source.total_bytes // (16 * seq_len))
-    return max(1, min(readers, available))
 
 
 class _Reader:

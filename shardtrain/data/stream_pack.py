@@ -70,7 +70,12 @@ class ConcatPacker:
 
     def write(self, out: Sequences, slot: int) -> bool:
         """See Packer; the last row is filled up where tokens are missing."""
-        length = self._hold(self._packing.seq_len + 1)
+        wanted = self._packing.seq_len + 1
+        length = sum(len(document.tokens) for _, document in self._held) - self._offset
+        while length < wanted and (following := next(self._documents, None)) is not None:
+            self._held.append(following)
+            length += len(following[1].tokens)
+        length = min(length, wanted)
         if length < 2:
             return False
         parts, masks, begins, column = [], [], [], 0
@@ -93,26 +98,12 @@ class ConcatPacker:
             np.array(begins, np.int64) if self._packing.masked else None,
         )
         self.part = self._held[-1][0][0]
-        self._pass_over(length - 1)
-        return True
-
-    def _hold(self, wanted: int) -> int:
-        """Take documents until there are ``wanted`` tokens; gives how many of them there are."""
-        have = sum(len(document.tokens) for _, document in self._held) - self._offset
-        while have < wanted:
-            following = next(self._documents, None)
-            if following is None:
-                break
-            self._held.append(following)
-            have += len(following[1].tokens)
-        return min(have, wanted)
-
-    def _pass_over(self, count: int) -> None:
-        """Move on by some tokens; documents that are wholly behind are let go."""
-        self._offset += count
+        # the last token is the first one of the next row: no target is lost between two rows
+        self._offset += length - 1
         while self._held and self._offset >= len(self._held[0][1].tokens):
             self._begin, document = self._held.popleft()
             self._offset -= len(document.tokens)
+        return True
 
 
 class FittedPacker:

@@ -66,7 +66,10 @@ class MemoryTokenBuffer:
         self._tokens = np.concatenate(pieces) if pieces else np.array([], dtype)
         lengths = np.fromiter((len(piece) for piece in pieces), dtype=np.int64, count=len(pieces))
         self._starts = np.cumsum(lengths) - lengths
-        self._mask = _join(masks)
+        self._mask: Mask | None = None  # as long as every token is learned
+        if not all(isinstance(mask, int) for mask in masks):
+            whole = (np.ones(mask, np.bool_) if isinstance(mask, int) else mask for mask in masks)
+            self._mask = np.concatenate(list(whole))
         self.num_tokens, self.num_documents = len(self._tokens), len(pieces)
         self.has_mask = self._mask is not None
 
@@ -92,9 +95,3 @@ class MemoryTokenBuffer:
 
     def check_unchanged(self) -> None:
         """See TokenBuffer; what is in memory stays as it is."""
-
-
-def _join(masks: list[Mask | int]) -> Mask | None:
-    if all(isinstance(mask, int) for mask in masks):
-        return None
-    return np.concatenate([np.ones(mask, np.bool_) if isinstance(mask, int) else mask for mask in masks])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,12 +70,10 @@ def state_tensors(
             continue
         state = optimizer.state[parameter]
         if not state and isinstance(optimizer, Muon | torch.optim.Adam):
-            state.update(_zero_state(optimizer, parameter, groups[parameter]))
+            group = groups[parameter]
+            if isinstance(optimizer, Muon):
+                state.update(optimizer.zero_state(parameter, group))
+            else:
+                state.update(adam_zero_state(parameter, group["fused"]))
         tensors.update({f"{name}.{key}": tensor for key, tensor in state.items()})
     return tensors
-
-
-def _zero_state(optimizer: torch.optim.Optimizer, parameter: Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
-    if isinstance(optimizer, Muon):
-        return optimizer.zero_state(parameter, group)
-    return adam_zero_state(parameter, group["fused"])

@@ -95,7 +95,10 @@ class Bucket:
         assert self._mesh is not None
         outgoing = [held[key].reshape(-1) for keys in sent for key in keys]
         buffer = torch.cat(outgoing) if outgoing else like.new_empty(0)
-        shapes = {key: _shape(self._slices[key]) for keys in (*sent, *received) for key in keys}
+        slices = {key: self._slices[key] for keys in (*sent, *received) for key in keys}
+        shapes = {
+            key: (rows.stop - rows.start, columns.stop - columns.start) for key, (rows, columns) in slices.items()
+        }
         counts = [[sum(_numel(shapes[key]) for key in keys) for keys in side] for side in (sent, received)]
         arrived = like.new_empty(sum(counts[1]))
         dist.all_to_all_single(arrived, buffer, counts[1], counts[0], group=self._mesh.get_group(axis))
@@ -179,10 +182,6 @@ def plan(tensors: Sequence[Tensor], local_elements: int = LOCAL_ELEMENTS) -> lis
 def _matrix_of(parts: Sequence[Tensor], matrix: _Matrix) -> Tensor:
     part = parts[matrix.tensor]
     return part if matrix.index is None else part[matrix.index]
-
-
-def _shape(slices: tuple[slice, slice]) -> tuple[int, int]:
-    return slices[0].stop - slices[0].start, slices[1].stop - slices[1].start
 
 
 def _numel(shape: tuple[int, int]) -> int:

@@ -61,7 +61,16 @@ def muon_groups(
     """
     patterns = config.muon_adamw_patterns
     names = [name for name, _ in named_parameters] if all_names is None else list(all_names)
-    _check_patterns(patterns, names)
+    # the default patterns fit most models; a model without biases is not a mistake of the user
+    usual = Optimizer().muon_adamw_patterns
+    unused = [p for p in patterns if p not in usual and not any(fnmatchcase(name, p) for name in names)]
+    fix = f"use a pattern of names like {', '.join(names[:3])}"
+    problems = [Problem("optimizer.muon_adamw_patterns", p, "matches no parameter", fix) for p in unused]
+    if names and all(_matches(name, patterns) for name in names):
+        fix = 'set optimizer.name = "AdamW", or use fewer patterns'
+        problems.append(Problem("optimizer.muon_adamw_patterns", list(patterns), "leave no parameter to Muon", fix))
+    if problems:
+        raise ConfigError(problems)
     chosen: dict[str, list[tuple[str, Parameter]]] = {MUON: [], ADAMW: []}
     for name, parameter in named_parameters:
         hidden = parameter.ndim in (2, 3) and not _matches(name, patterns)
@@ -161,19 +170,6 @@ class Muon(torch.optim.Optimizer):
             eps=self._config.eps,
             maximize=False,
         )
-
-
-def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    # the default patterns fit most models; a model without biases is not a mistake of the user
-    usual = Optimizer().muon_adamw_patterns
-    unused = [p for p in patterns if p not in usual and not any(fnmatchcase(name, p) for name in names)]
-    fix = f"use a pattern of names like {', '.join(names[:3])}"
-    problems = [Problem("optimizer.muon_adamw_patterns", p, "matches no parameter", fix) for p in unused]
-    if names and all(_matches(name, patterns) for name in names):
-        fix = 'set optimizer.name = "AdamW", or use fewer patterns'
-        problems.append(Problem("optimizer.muon_adamw_patterns", list(patterns), "leave no parameter to Muon", fix))
-    if problems:
-        raise ConfigError(problems)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

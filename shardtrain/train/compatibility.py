@@ -1,4 +1,4 @@
-"""Whether a run goes on as the run that was saved: its options and data against those of the checkpoint."""
+"""Whether a run continues as the one that was saved: its options and data against those of the checkpoint."""
 
 from __future__ import annotations
 

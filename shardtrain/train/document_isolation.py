@@ -1,8 +1,8 @@
 """Whether a network of ``transformers`` keeps the documents of a packed row apart: tried before the first step.
 
-Such networks are told by ``position_ids``, which begin again at 0 with each document: those that make their masks with
-``create_causal_mask`` of transformers see in them where documents begin. Nothing says which do, and a network with a
-memory beside its attention (a convolution, a state) sees other documents however its attention is masked. So a short
+Such networks see documents by ``position_ids``, which begin again at 0 with each document: those that make their masks
+with ``create_causal_mask`` of transformers see in them where documents begin. Nothing says which do, and a network with
+a memory beside its attention (a convolution, a state) sees other documents however its attention is masked. So a short
 document is computed behind another one and alone, by the very weights and on the very mesh of the run.
 """
 

@@ -154,17 +154,13 @@ def report(run: DryRun, config: Config) -> list[str]:
         f"{run.flops_per_token * tokens / size:.3g} per rank (6 N + 12 L H head_dim T per token)",
         describe_precision(config),
         "",
-        *_mesh_table(run),
+        f"  {'mesh axis':<13}{'ranks':>6}{'this rank':>11}",
+        *(f"  {axis:<13}{ranks:>6}{run.place[axis]:>11}" for axis, ranks in run.sizes.items()),
         "",
         *_stage_lines(run, config),
         *_memory_table(run, config),
     ]
     return lines
-
-
-def _mesh_table(run: DryRun) -> list[str]:
-    rows = [f"  {axis:<13}{ranks:>6}{run.place[axis]:>11}" for axis, ranks in run.sizes.items()]
-    return [f"  {'mesh axis':<13}{'ranks':>6}{'this rank':>11}", *rows]
 
 
 def _stage_lines(run: DryRun, config: Config) -> list[str]:
@@ -190,8 +186,14 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
     if traced.not_traced:
         end = [f"  activations: not traced ({traced.not_traced}); the sum is without them"]
     else:
+        how = f"all {traced.layers} layers traced, with the kernels of the CPU"
+        if traced.layers_traced != traced.layers:
+            how = (
+                f"{traced.layers_traced} of {traced.layers} layers traced, with the kernels of the CPU; "
+                "the others counted as equal to the last traced of their kind"
+            )
         rows += [
-            ("activations", traced.activations_bytes, f"most at once; {_how_traced(traced)}"),
+            ("activations", traced.activations_bytes, f"most at once; {how}"),
             ("FSDP buffers", traced.gathered_bytes, "most at once; parameters gathered, gradients on their way"),
         ]
         end = []
@@ -205,15 +207,6 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
     rows.append(("sum", run.total_bytes, "upper bound; the allocator and the update need some more"))
     table = [f"  {name:<16}{format_bytes(size):>11}  {remark}" for name, size, remark in rows]
     return ["  memory of this rank", *table, *end]
-
-
-def _how_traced(traced: fake_backend.Traced) -> str:
-    if traced.layers_traced == traced.layers:
-        return f"all {traced.layers} layers traced, with the kernels of the CPU"
-    return (
-        f"{traced.layers_traced} of {traced.layers} layers traced, with the kernels of the CPU; "
-        "the others counted as equal to the last traced of their kind"
-    )
 
 
 def _modules_of(part: nn.Module, layout: Any) -> str:

@@ -2,7 +2,7 @@
 
 The words of a layout are its author's promise, and a wrong one trains without an error: a matrix that is cut across
 heads, dropout of what every rank holds. The first rank has ``shardtrain.tools.verify.before_training`` look, in a
-process of its own, on this machine's CPU; all ranks are told what it found.
+process of its own, on this machine's CPU; all ranks get what it found.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
     found = json.loads(store.get("found"))
     name = config.model.name
     if found["refused"]:
-        # a promise is told with its option; other sentences are about the file
+        # lines about an option begin with it; all others are about the file
         raise ConfigError(
             [
                 line if line.startswith(("model.", "parallelism.", "LAYOUT")) else f"model.name={name} {line}"

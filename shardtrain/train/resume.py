@@ -1,4 +1,4 @@
-"""Save a run, and continue it: on any number of ranks, at exactly the sample where it stopped."""
+"""Save a run, and continue it on any number of ranks, at exactly the sample where it stopped."""
 
 from __future__ import annotations
 
@@ -30,13 +30,19 @@ if TYPE_CHECKING:
 
 def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> None:
     """Write the run's state to its checkpoint folder (a collective); see ``Checkpoints.save``."""
+    cursors: list[list[int]] | None = []
+    own = torch.from_numpy(run.dataloader.cursors(run.state.samples_consumed))
+    if len(own):
+        # a rank knows the cursors of its own readers and has -1 for others; one that nobody knows makes all useless
+        known: Tensor = run.mesh.max(own.to(run.mesh.device), over=BATCH_AXES)
+        cursors = None if bool((known < 0).any()) else known.tolist()
     facts: dict[str, Any] = {
         "state": run.state.to_dict(),
         "guard": run.guard.to_dict(),
         "data_fingerprint": run.dataloader.fingerprint,
         "data_files": dict(run.dataloader.files),
         "data_contents": run.contents.record(),
-        "data_cursors": _cursors(run),
+        "data_cursors": cursors,
         "best": checkpoints.best.to_dict(),
         **compatibility.record(run),
     }
@@ -85,9 +91,9 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], own: bool = True) -> None:
-    """Fill the run in place from a checkpoint, and stand where its data go on; raises what ``resume`` raises.
+    """Fill the run in place from a checkpoint, and seek its data to the next sample; raises what ``resume`` raises.
 
-    ``own`` says that it is one of this run, and not of the one that it starts from.
+    ``own``: whether the checkpoint is of this run, rather than of another one that it starts from.
     """
     rest = {} if "optimizer" in excluded else optimizer_state(run)
     facts = checkpoints.facts(path)
@@ -103,10 +109,23 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
     if "train_state" not in excluded:
         run.state.load(facts.get("state", {}))
         checkpoints.best.load(facts.get("best"), path.parent if own else None)
-        _load_guard(run, path, facts)
+        guard = facts.get("guard")
+        if guard is None:
+            logger.warning(
+                f"checkpoint {path} remembers no earlier losses: spikes are found when the window is full again"
+            )
+        elif not isinstance(guard, dict):
+            raise CheckpointError(f"checkpoint {path}: the guard's state is not a table; use another one")
+        else:
+            run.guard.load(guard)
         begins_to_scale = any(change.option == "training.mixed_precision_param" for change in changes)
         if run.scaler and ("scaler" in facts or not begins_to_scale):
-            run.scaler.load(_scaler_state(path, facts))
+            scaler = facts.get("scaler", {})
+            if not isinstance(scaler, dict) or not all(isinstance(value, int | float) for value in scaler.values()):
+                raise CheckpointError(
+                    f"checkpoint {path}: the loss scaler's state is not a table of numbers; use another one"
+                )
+            run.scaler.load(scaler)
     if "lr_scheduler" in excluded:
         run.state.updates = 0  # the schedule starts from scratch: it is a function of this count alone
     cursors: np.ndarray | None = None
@@ -114,7 +133,13 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
         run.state.samples_consumed = run.state.order_hash = 0
         run.guard.rewinds = []  # the rows that they leave out are those of other data
     elif "train_state" not in excluded:
-        cursors = _saved_cursors(path, facts)
+        saved = facts.get("data_cursors")
+        try:
+            cursors = None if saved is None else np.array(saved, np.int64).reshape(-1, 3)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(
+                f"checkpoint {path}: data_cursors are not rows of three counts; use another one"
+            ) from error
     run.dataloader.seek(run.state.samples_consumed, cursors)
     if not is_new_run:
         compatibility.keep_history(run, facts, changes)
@@ -148,12 +173,12 @@ def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 
 def everything(run: Run) -> dict[str, Tensor]:
-    """Everything that a model is: parameters and buffers by name."""
+    """All parameters and buffers of the run's model by name, frozen ones too."""
     return weights_of(run.runner)
 
 
 def weights_of(runner: Runner) -> dict[str, Tensor]:
-    """The same of a model outside a run."""
+    """All parameters and buffers of a model by the names that checkpoints give them."""
     tensors: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
     return {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in tensors.items()}
 
@@ -162,43 +187,6 @@ def optimizer_state(run: Run) -> dict[str, Tensor]:
     """The optimizer's tensors by name."""
     states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
     return {f"optimizer.{name}": tensor for name, tensor in states.items()}
-
-
-def _load_guard(run: Run, path: Place, facts: Mapping[str, Any]) -> None:
-    values = facts.get("guard")
-    if values is None:
-        logger.warning(f"checkpoint {path} remembers no earlier losses: spikes are found when the window is full again")
-        return
-    if not isinstance(values, dict):
-        raise CheckpointError(f"checkpoint {path}: the guard's state is not a table; use another one")
-    run.guard.load(values)
-
-
-def _cursors(run: Run) -> list[list[int]] | None:
-    """Where the readers of streamed datasets stand, put together from all ranks; None where nobody knows of one."""
-    own = torch.from_numpy(run.dataloader.cursors(run.state.samples_consumed))
-    if not len(own):
-        return []
-    # whoever knows a cursor knows the same one, and -1 stands for not knowing
-    everyone: Tensor = run.mesh.max(own.to(run.mesh.device), over=BATCH_AXES)
-    return None if bool((everyone < 0).any()) else everyone.tolist()
-
-
-def _saved_cursors(path: Place, facts: Mapping[str, Any]) -> np.ndarray | None:
-    cursors = facts.get("data_cursors")
-    try:
-        return None if cursors is None else np.array(cursors, np.int64).reshape(-1, 3)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(
-            f"checkpoint {path}: data_cursors are not rows of three counts; use another one"
-        ) from error
-
-
-def _scaler_state(path: Place, facts: Mapping[str, Any]) -> dict[str, float]:
-    state = facts.get("scaler", {})
-    if not isinstance(state, dict) or not all(isinstance(value, int | float) for value in state.values()):
-        raise CheckpointError(f"checkpoint {path}: the loss scaler's state is not a table of numbers; use another one")
-    return state
 
 
 def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:

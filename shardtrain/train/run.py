@@ -47,7 +47,7 @@ class Run:
     stop_flag: float = 0.0
     """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
     compares_norms: bool = True
-    """Whether a step stops where ranks found different gradient norms; verify lets it go on, and finds the cause."""
+    """Whether a step stops where ranks found different gradient norms; verify lets it continue, and finds the cause."""
     contents: Contents = field(default_factory=Contents)
     """What the files of the data hold, as far as it is known; the first rank's alone."""
     accepted_changes: list[dict[str, Any]] = field(default_factory=list)

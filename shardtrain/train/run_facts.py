@@ -1,4 +1,4 @@
-"""What the metrics are told about a run, and the sums over ranks that they need."""
+"""What the metrics need to know about a run, and sums over ranks for them."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
 import subprocess
@@ -23,7 +24,7 @@ from shardtrain.utils.units import format_count
 
 
 def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None:
-    """Write every option as it holds, with the versions as comments; loading the file gives the same config."""
+    """Write every option with its value in effect, versions as comments; loading the file gives the same config."""
     header = f"# {versions()}, {world_size} ranks, started from {loaded.path or 'the defaults'}\n"
     text = redact(header + configs.resolved_toml(loaded.config))
     paths = [folder / RESOLVED_CONFIG]
@@ -70,14 +71,9 @@ def describe(
     return lines + (configs.resolved_toml(config).splitlines() if config.job.print_config else [])
 
 
-def _packing(config: Config) -> str:
-    """data.packing; "auto" as it is for rows of the formats that the configuration names."""
-    formats = {source.format or config.data.format for source in config.data.sources.values()}
-    return derived.packing_kind(config.data, formats or {config.data.format})
-
-
 def _describe_data(config: Config) -> str:
     """The datasets and how their documents become rows."""
+    formats = {source.format or config.data.format for source in config.data.sources.values()} or {config.data.format}
     staged = bool(config.data.stages)
     names = ", ".join(
         f"{name} ({source.dataset})" + ("" if staged else f" weight {source.weight:g}")
@@ -85,7 +81,11 @@ def _describe_data(config: Config) -> str:
     )
     if staged:
         names += f", weights of {len(config.data.stages)} stages"
-    rows = f"packed by {_packing(config)}" if config.task.name in OF_NEXT_TOKENS else config.task.name
+    rows = (
+        f"packed by {derived.packing_kind(config.data, formats)}"
+        if config.task.name in OF_NEXT_TOKENS
+        else config.task.name
+    )
     return f"{names or config.training.dataset or 'rows of the task'}, {rows}"
 
 
@@ -112,19 +112,12 @@ def describe_precision(config: Config) -> str:
 
 def versions() -> str:
     """One line: this package, its commit where it runs from a checkout, torch, Python."""
-    commit = _commit()
+    commit, checkout = "", Path(__file__).resolve().parents[2]
+    if (checkout / ".git").exists():  # an installed package inside somebody else's repository has no commit of its own
+        command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            commit = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
     return (
         f"shardtrain {__version__}{f' ({commit})' if commit else ''}, torch {torch.__version__}, "
         f"Python {platform.python_version()}"
     )
-
-
-def _commit() -> str:
-    here = Path(__file__).resolve().parents[2]
-    if not (here / ".git").exists():  # an installed package inside somebody else's repository has no commit of ours
-        return ""
-    command = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

@@ -1,6 +1,6 @@
 """A checkpoint that is one file of ``torch.save``, as PyTorch's tutorials and pytorch_universal_trainer write it.
 
-The file is a table with ``model_state_dict`` and, where training is to go on, ``optimizer_state_dict``,
+The file is a table with ``model_state_dict`` and, if training is to continue, ``optimizer_state_dict``,
 ``scheduler_state_dict``, ``scaler_state_dict`` and ``global_step``. It is read as data (``checkpoint/torch_file.py``):
 nothing in it is run, and one tensor at a time is in memory. Everything is compared before the first number of the run
 changes.
@@ -83,7 +83,7 @@ class FileWeights(HubWeights):
 
 
 def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model) -> mapping.Translation:
-    """Where each tensor of a model lies in the file.
+    """Where each tensor of a model is in the file.
 
     ``tensors`` are the model's, with the prefix of checkpoints. Raises CheckpointError naming tensors that are missing,
     not of this model, or of another shape.
@@ -102,7 +102,10 @@ def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model)
         passed = [pattern for pattern in passed if pattern not in {re.escape(name) for name in others}]
     else:
         shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
-        _refuse_torchtitan(weights)
+        if any(name.endswith("tok_embeddings.weight") for name in weights.names()):
+            # torchtitan has other names, and other rows of queries and keys: a verb of its own puts both in order
+            way = f"`shardtrain checkpoint from-dcp {weights.folder} NEW` makes a checkpoint of it"
+            raise CheckpointError(f"{weights.folder} has torchtitan's names: {way}, for checkpoint.initial_load_path")
         hub = Hub(model.name, "", {}, lambda _: {}, lambda _: {}, ())
         config = SimpleNamespace(head_dim=1, tied_embeddings=False)
         found = mapping.Translation(hub, shapes, config, {name: name for name in shapes})
@@ -112,13 +115,6 @@ def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model)
         raise CheckpointError(f"{weights.folder} does not fit {model.name}: {len(missing)} missing: {shown}")
     mapping.check(found, weights, passed)
     return found
-
-
-def _refuse_torchtitan(weights: FileWeights) -> None:
-    """Its file has names, and rows of queries and keys, that a verb of its own puts in order."""
-    if any(name.endswith("tok_embeddings.weight") for name in weights.names()):
-        way = f"`shardtrain checkpoint from-dcp {weights.folder} NEW` makes a checkpoint of it"
-        raise CheckpointError(f"{weights.folder} has torchtitan's names: {way}, for checkpoint.initial_load_path")
 
 
 def fill(path: Path, tensors: Mapping[str, Tensor], model: Model) -> None:
@@ -132,9 +128,9 @@ def fill(path: Path, tensors: Mapping[str, Tensor], model: Model) -> None:
 
 
 def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) -> None:
-    """Fill the run in place from the file; without ``model_only`` it stands at the step of the file.
+    """Fill the run in place from the file; without ``model_only`` it continues at the step of the file.
 
-    ``tensors`` are the model's, with the prefix of checkpoints. The data go on where so many steps of them end.
+    ``tensors`` are the model's, with the prefix of checkpoints. The data continue after that many steps.
 
     Raises:
         CheckpointError: as ``fill``, and where the optimizer's state is not that of the model or a counter is missing.
@@ -145,7 +141,12 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
         _fill(weights, tensors, translation)
         logger.info(f"starting from the weights of {path}")
         return
-    step, updates = _step(weights, "global_step"), _step(weights, "global_step")
+    step = weights.table.get("global_step")
+    if type(step) is not int or step < 0:
+        raise CheckpointError(
+            f"{path}: global_step is not a count; for weights alone set checkpoint.initial_load_model_only=true"
+        )
+    updates = step
     scheduler = weights.table.get("scheduler_state_dict")
     if isinstance(scheduler, dict) and type(scheduler.get("last_epoch")) is int and scheduler["last_epoch"] >= 0:
         updates = min(step, scheduler["last_epoch"])  # updates that float16 left out moved no rate
@@ -181,15 +182,6 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
 def _fill(weights: FileWeights, tensors: Mapping[str, Tensor], translation: mapping.Translation) -> None:
     named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}
     mapping.fill(named, translation, weights)
-
-
-def _step(weights: FileWeights, name: str) -> int:
-    value = weights.table.get(name)
-    if type(value) is not int or value < 0:
-        raise CheckpointError(
-            f"{weights.folder}: {name} is not a count; for weights alone set checkpoint.initial_load_model_only=true"
-        )
-    return value
 
 
 def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str, dict[str, Any]]:

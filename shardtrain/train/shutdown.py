@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from shardtrain import data
 from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.checkpoint.storage import Place, folder_of
+from shardtrain.checkpoint.storage import folder_of
 from shardtrain.data.data_budget import check_enough
 from shardtrain.hf.saving import HubSaves
 from shardtrain.ops.dtensor import local_tensor
@@ -29,10 +29,10 @@ _ASSUMED_BYTES_PER_SECOND, _ASSUMED_SECONDS = 100e6, 1.0
 
 
 def expect(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> None:
-    """Let the run and its checkpoints know of each other, and say where the data will end before the last step.
+    """Connect the run and its checkpoints, and say whether the data will end before the last step.
 
-    Called when the run stands where it begins, and where it goes on after going back: data that it leaves out from then
-    on are not a reason to give up what it has learned, so it ``may_end_early``.
+    Called before the first step and after each rollback. A rollback leaves out data, and that must not discard what
+    was learned, so such a run ``may_end_early``.
 
     Raises:
         DataError: when a run that begins is known to have too few data, unless training.on_data_end allows it.
@@ -50,13 +50,9 @@ def expect(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> N
             note = check_enough(policy, run.state.step, left, run.total_steps)
         if note:
             logger.warning(note)
-    _introduce(run, checkpoints)
-
-
-def _introduce(run: Run, checkpoints: Checkpoints) -> None:
     tensors = {**weights(run), **optimizer_state(run)}.values()
     num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
-    # until a save has been measured
+    # a request to stop may come before any save has been measured
     run.stop.assumed_save_seconds = _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
     run.saving, checkpoints.saved_step = checkpoints.saving, run.state.step
     checkpoints.exporter = HubSaves(run.config) if HubSaves.wanted(run.config) else None
@@ -66,7 +62,7 @@ def _introduce(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def save_when_due(run: Run, checkpoints: Checkpoints, pause: Callable[[], AbstractContextManager[None]]) -> None:
-    """Hear of the save in flight, and save if it is time (a collective); ``pause`` stops the clock of steps."""
+    """Poll the save in the background, and save if one is due (a collective); ``pause`` stops the step timer."""
     if not checkpoints.is_due(run.state.step, run.total_steps):
         checkpoints.poll()
         return
@@ -76,21 +72,28 @@ def save_when_due(run: Run, checkpoints: Checkpoints, pause: Callable[[], Abstra
         save(run, checkpoints, last=run.state.step == run.total_steps)
         if checkpoints.saving.writing is None:  # else it is known when all is on disk
             run.stop.saves.add(time.perf_counter() - started - checkpoints.export_seconds)
-        _compare_with_grace(run)
+        # a request to stop lets the step in progress end and then saves; warn once if that cannot be done in time
+        step, saving = run.stop.steps.p95() or 0.0, run.stop.saves.p95() or 0.0
+        grace = run.config.checkpoint.grace_seconds
+        if step + saving > grace and not run.stop.warned_of_grace:
+            run.stop.warned_of_grace = True
+            logger.warning(
+                f"a step ({step:.1f} s) and a save ({saving:.1f} s) take longer than "
+                f"checkpoint.grace_seconds={grace}: a request to stop would lose what came after the last checkpoint; "
+                "raise it as far as your platform grants, make steps shorter, or save more often"
+            )
 
 
 def save_seed(run: Run, checkpoints: Checkpoints) -> None:
     """Save the state before the first step, for other runs to start from.
 
     Raises:
-        ConfigError: when the run has gone on from a checkpoint already.
+        ConfigError: when the run was continued from a checkpoint.
     """
     if run.state.step:
-        option, rule = (
-            "checkpoint.create_seed_checkpoint",
-            f"is for a run that begins, and this one is at {run.state.step}",
-        )
-        raise ConfigError(Problem(option, True, f"{rule} steps", "remove it, or choose another job.dump_folder"))
+        rule = f"is for a run that begins, and this one is at {run.state.step} steps"
+        fix = "remove it, or choose another job.dump_folder"
+        raise ConfigError(Problem("checkpoint.create_seed_checkpoint", True, rule, fix))
     save(run, checkpoints, last=False, wait=True)
 
 
@@ -114,19 +117,6 @@ def _no_patience(run: Run, checkpoints: Checkpoints) -> None:
     run.total_steps = run.state.step
 
 
-def _compare_with_grace(run: Run) -> None:
-    """Warn, once, when a request to stop could not be obeyed in time: the step under way is finished, then saved."""
-    step, saving = run.stop.steps.p95() or 0.0, run.stop.saves.p95() or 0.0
-    grace = run.config.checkpoint.grace_seconds
-    if step + saving > grace and not run.stop.warned_of_grace:
-        run.stop.warned_of_grace = True
-        logger.warning(
-            f"a step ({step:.1f} s) and a save ({saving:.1f} s) take longer than "
-            f"checkpoint.grace_seconds={grace}: a request to stop would lose what came after the last checkpoint; "
-            "raise it as far as your platform grants, make steps shorter, or save more often"
-        )
-
-
 def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
     """End the run after the step that all ranks agreed on: save what is not saved yet, unless a rank has no time.
 
@@ -134,15 +124,16 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
         Preempted: everything is saved.
         NotSaved: there was no time for it.
     """
-    # a rank may hear of the request from the others before its own signal has come: all name the same one
+    # the request may reach a rank through the others before its own signal has come: all name the same one
     reasons = [reason for reason in all_gather_json(run.stop.reason) if reason]
-    step, reason, folder = run.state.step, run.stop.reason or (reasons or ["another rank's request"])[0], _folder(run)
+    step, reason = run.state.step, run.stop.reason or (reasons or ["another rank's request"])[0]
+    folder = folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)
     with run.phases.within("checkpoint"):
         checkpoints.give_up_export()
         seconds = 0.9 * run.stop.remaining_seconds()
         in_time = checkpoints.finish(None if seconds == math.inf else seconds) and run.stop_flag < signals.NOT_IN_TIME
         if step > checkpoints.saved_step:
-            # waiting for the save in flight has taken of the time
+            # waiting for the save in the background has taken some of the time
             late = (run.stop.saves.p95() or 0.0) > run.stop.remaining_seconds()
             if any(all_gather_json(late)) or not in_time:
                 newest = signals.newest_checkpoint(folder)
@@ -178,12 +169,8 @@ def data_ended(run: Run, checkpoints: Checkpoints) -> None:
     raise DataError(f'{message}; use more, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)')
 
 
-def _folder(run: Run) -> Place:
-    return folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)
-
-
 def explain(error: Exception, run: Run) -> Exception:
-    """An error of a step, with the step and its data; it names what failed where PyTorch's own words do not."""
+    """An error of a step, with the step and its data; it names what failed where PyTorch's message does not."""
     first, step = run.state.samples_consumed, run.state.step + 1
     if run.dataloader.global_batch:
         error.add_note(f"in step {step} (sequences {first} to {first + run.dataloader.global_batch - 1} of the data)")

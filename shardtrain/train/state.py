@@ -1,4 +1,4 @@
-"""Where a run stands: the only counters in the program. What is not here, a resume forgets."""
+"""The counters of a run, the only ones in the program. What is not among them, a resume forgets."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ from shardtrain.utils.log import logger
 __all__ = ["Outcome", "Run", "build", "joined", "main", "opened", "run_to_end", "step", "train"]
 
 _STEPS_WITHOUT_TARGETS = 10
-"""After so many steps in which nothing is learned a run ends."""
+"""A run ends after so many steps if none of them had a token with loss."""
 
 
 def main(loaded: Loaded) -> TrainState:
@@ -101,7 +101,7 @@ def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainSta
 
 @contextmanager
 def opened(loaded: Loaded, here: World, phases: Phases) -> Iterator[tuple[Run, Checkpoints]]:
-    """Build the run, continued from its newest checkpoint; the folder is let go at the end, whatever happens."""
+    """Build the run, continued from its newest checkpoint; however it ends, the lease of the folder is released."""
     config, folder = loaded.config, Path(loaded.config.job.dump_folder)
     checkpoints, contents = Checkpoints(config), Contents()
     try:
@@ -183,9 +183,20 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
                 if state.step >= first_step and not run.stop_flag and validator.is_due(state.step, state.step):
                     _validate(run, validator, metrics, checkpoints)
                 break
-            _check_that_something_is_learned(run)
+            if not state.tokens_seen and state.step >= min(_STEPS_WITHOUT_TARGETS, run.total_steps):
+                # such as when prompts fill each row, so that no answer is left of it; the count is of all ranks
+                raise DataError(
+                    f"the first {state.step} steps had no token with loss (training.seq_len={config.training.seq_len}, "
+                    f'data.format="{config.data.format}"); where prompts fill the rows raise training.seq_len; look at '
+                    "them with shardtrain data show"
+                )
             step_seconds = time.perf_counter() - started
-            extra = run.ledger.note(state.step, metrics.is_log_step(state.step), lambda: _measures(run))
+            extra = run.ledger.note(
+                state.step,
+                metrics.is_log_step(state.step),
+                # of experts, of the run's own parts, and of slow ranks; only asked for where a step is logged
+                lambda: {**run.runner.measures(), **run.measures(), **progress.now().measures},
+            )
             metrics.update(state.step, **outcome.measures(), extra=extra, order_hash=state.order_hash)
             copies.check(state.step)
             if validator.is_due(state.step, run.total_steps):
@@ -203,26 +214,6 @@ def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator
         shutdown.leave(run, checkpoints)
     if state.step < run.total_steps:
         shutdown.data_ended(run, checkpoints)
-
-
-def _check_that_something_is_learned(run: Run) -> None:
-    """Stop a run that trains on nothing: such as one whose prompts fill each row, so that no answer is left of it.
-
-    Raises:
-        DataError: on all ranks.
-    """
-    state, config = run.state, run.config
-    if not state.tokens_seen and state.step >= min(_STEPS_WITHOUT_TARGETS, run.total_steps):
-        raise DataError(
-            f"the first {state.step} steps had no token with loss (training.seq_len={config.training.seq_len}, "
-            f'data.format="{config.data.format}"); where prompts fill the rows raise training.seq_len; look at them '
-            "with shardtrain data show"
-        )
-
-
-def _measures(run: Run) -> dict[str, float]:
-    """What a logged step reports beside its numbers: of experts, and of slow ranks."""
-    return {**run.runner.measures(), **run.measures(), **progress.now().measures}
 
 
 def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Checkpoints) -> None:

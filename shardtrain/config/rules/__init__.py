@@ -143,7 +143,7 @@ def notes(loaded: Loaded) -> list[str]:
         if waiting:
             found.append(f"{', '.join(waiting)}: without effect, which needs {switch}")
     schedule, steps = loaded.config.lr_scheduler, loaded.config.training.steps
-    if loaded.config.training.epochs is None and "warmup_steps" not in _unused(schedule.name):
+    if loaded.config.training.epochs is None and schedule.name != "linear_by_proportion":  # it reads no warmup_steps
         if schedule.warmup_steps > steps >= 1:
             found.append(
                 f"lr_scheduler.warmup_steps={schedule.warmup_steps} is more than the {steps} steps: "
@@ -176,8 +176,3 @@ def notes(loaded: Loaded) -> list[str]:
         found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
     found += experts_notes(loaded) + rotary_notes(loaded)
     return found + checkpoint_notes(loaded) + numbers_notes(loaded) + data_notes(loaded)
-
-
-def _unused(schedule: str) -> tuple[str, ...]:
-    """Return the options that a schedule does not read, as far as the notes above need them."""
-    return ("warmup_steps",) if schedule == "linear_by_proportion" else ()

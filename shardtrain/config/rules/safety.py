@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Any
 
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import options
@@ -87,8 +86,6 @@ def check_secrets(loaded: Loaded) -> Iterator[Problem]:
         if loaded.is_set(name) and redact_all(loaded.value(name)) != loaded.value(name):
             rule = "holds a secret, and options are written to files and logs"
             fix = "take it out: libraries read their tokens from the environment themselves"
-            yield Problem(name, _masked(loaded.value(name)), rule, fix, redact(loaded.where(name)))
-
-
-def _masked(value: Any) -> Any:
-    return MASK if isinstance(value, Mapping | list) else redact_all(value)
+            value = loaded.value(name)
+            shown = MASK if isinstance(value, Mapping | list) else redact_all(value)
+            yield Problem(name, shown, rule, fix, redact(loaded.where(name)))

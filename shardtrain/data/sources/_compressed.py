@@ -85,7 +85,11 @@ class _Zstd:
     """Frames of zstandard, one after the other. The library's own reader takes a cut file for a whole one."""
 
     def __init__(self, file: File, raw: io.RawIOBase) -> None:
-        self._library = _zstandard(file)
+        try:
+            self._library: Any = importlib.import_module("zstandard")
+        except ImportError as error:
+            rule, fix = "is compressed by zstandard, which is not installed", 'pip install "shardtrain[hf]"'
+            raise ConfigError(Problem(file.option, file.path, rule, fix)) from error
         self._raw = raw
         self._compressed = memoryview(b"")
         self._frame: Any = None
@@ -122,11 +126,3 @@ class _Zstd:
         if self._frame.eof:
             self._frame = None
         return piece
-
-
-def _zstandard(file: File) -> Any:
-    try:
-        return importlib.import_module("zstandard")
-    except ImportError as error:
-        rule, fix = "is compressed by zstandard, which is not installed", 'pip install "shardtrain[hf]"'
-        raise ConfigError(Problem(file.option, file.path, rule, fix)) from error

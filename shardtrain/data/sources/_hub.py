@@ -125,7 +125,12 @@ class DatasetTable:
         self.num_rows: int = len(dataset)
         self.total_bytes: int | None = int(dataset.data.nbytes)
         paths = sorted({entry["filename"] for entry in dataset.cache_files})
-        self._cached = FileSource([_noted(path, request.option) for path in paths])
+        files = []
+        for path in paths:
+            found = os.stat(path)
+            kept = File(os.path.basename(path), path, request.option, found.st_size, found.st_mtime_ns, found.st_ino)
+            files.append(kept)
+        self._cached = FileSource(files)
 
     def row(self, index: int) -> Row:
         if not 0 <= index < self.num_rows:
@@ -208,11 +213,6 @@ def _revision(name: str, streaming: bool) -> str | None:
     if hub.constants.HF_HUB_OFFLINE and not streaming:
         return None
     return hub.HfApi().dataset_info(name, timeout=10).sha
-
-
-def _noted(path: str, option: str) -> File:
-    status = os.stat(path)
-    return File(os.path.basename(path), path, option, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def _datasets(request: Request) -> Any:

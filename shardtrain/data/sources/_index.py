@@ -45,13 +45,7 @@ class Reader:
             data = os.pread(descriptor, size, offset)
         except OSError as error:
             raise file.unusable(f"cannot be read ({error.strerror})", "check the disk") from error
-        if len(data) < size:
-            return self._rest(file, descriptor, data, size, offset)
-        return data
-
-    def _rest(self, file: File, descriptor: int, data: bytes, size: int, offset: int) -> bytes:
-        """Go on after a short read: a signal, or a file that was cut."""
-        while len(data) < size:
+        while len(data) < size:  # a signal cut the read short, or somebody the file
             more = os.pread(descriptor, size - len(data), offset + len(data))
             if not more:
                 file.check_unchanged()

@@ -54,7 +54,12 @@ def open_source(request: Request) -> Table | Shards:
     if not request.path:
         fix = 'name a dataset of the hub ("org/name"), or a local folder'
         raise ConfigError(Problem(request.option, None, 'is not set, and the dataset "huggingface" needs it', fix))
-    return open_local(request) if _is_local(request.path) else _hub.open_hub(request, _hub.HubSet(request.path))
+    path = request.path
+    # a path is meant for this machine where it exists, or where it could not be the id of a dataset on the hub
+    is_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or any(mark in path for mark in "*?[")
+    if is_local or os.path.exists(path):
+        return open_local(request)
+    return _hub.open_hub(request, _hub.HubSet(path))
 
 
 def open_preset(request: Request, dataset: _hub.HubSet) -> Table | Shards:
@@ -101,12 +106,6 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
         fix = 'name one kind by a pattern, as "folder/*.parquet"' if readers else f"use {', '.join(endings)}"
         raise ConfigError(Problem(request.option, request.path, rule, fix))
     return readers.pop()(files, request)
-
-
-def _is_local(path: str) -> bool:
-    """Whether a path is meant for this machine: it exists, or could be no id of the hub."""
-    looks_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or any(mark in path for mark in "*?[")
-    return looks_local or os.path.exists(path)
 
 
 def _of_split(files: Sequence[File], request: Request, sole_split: str) -> list[File]:

@@ -1,4 +1,4 @@
-"""What ``train`` would refuse before its first step, told with nothing started: ``config check`` and ``train`` ask.
+"""What ``train`` would refuse before its first step, found without starting it: ``config check`` and ``train`` ask.
 
 ``judge`` asks the rules of ``config``, then what these cannot know: the data, the tokenizer, the first weights, the
 model built without memory, and whether its states fit the machine. Torch is imported only where one of these needs it.
@@ -50,9 +50,9 @@ class Verdict:
             raise worst
         if isinstance(worst, ConfigError):
             raise ConfigError(self.lines)
-        told = type(worst)("\n".join(self.lines))
-        told.problems = tuple(self.lines)
-        raise told
+        joined = type(worst)("\n".join(self.lines))
+        joined.problems = tuple(self.lines)
+        raise joined
 
 
 @dataclass
@@ -108,7 +108,7 @@ def require_in_child(loaded: Loaded, machine: Machine) -> None:
                 json.dump(answer, pipe)
             code = 0
         except KeyboardInterrupt:
-            pass  # the parent was interrupted too, and tells
+            pass  # the parent was interrupted too, and reports it
         except BaseException:
             traceback.print_exc()
         finally:
@@ -127,10 +127,10 @@ def require_in_child(loaded: Loaded, machine: Machine) -> None:
     kind, lines = getattr(errors, answer[0]), answer[1]
     if issubclass(kind, ConfigError):
         raise kind(lines)
-    told = kind("\n".join(lines))
+    refusal = kind("\n".join(lines))
     if len(lines) > 1:
-        told.problems = tuple(lines)
-    raise told
+        refusal.problems = tuple(lines)
+    raise refusal
 
 
 def judge(loaded: Loaded, machine: Machine | None) -> Verdict:

@@ -34,7 +34,11 @@ def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, Co
         print(USAGE, end="")
         return 0
     loaded, arguments = open_config(arguments)
-    verdict = judge(loaded, _machine(name, loaded, arguments))
+    meant = None
+    if name != "none":
+        nproc = arguments.nproc
+        meant = machine.here(loaded, nproc) if name == "here" else machine.named(name, loaded, nproc)
+    verdict = judge(loaded, meant)
     lines = [f"error: {line}" for line in verdict.lines] + [f"note: {note}" for note in verdict.notes]
     counts = f"{_counted(len(verdict.lines), 'error')}, {_counted(len(verdict.notes), 'note')}"
     print(redact("\n".join([*lines, f"{loaded.path or 'defaults and command line'}: {counts}"])))
@@ -61,11 +65,3 @@ def _take(words: list[str]) -> tuple[str, list[str]]:
 
 def _counted(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
-
-
-def _machine(name: str, loaded: Loaded, arguments: CommandLine) -> machine.Machine | None:
-    if name == "none":
-        return None
-    if name == "here":
-        return machine.here(loaded, arguments.nproc)
-    return machine.named(name, loaded, arguments.nproc)

@@ -112,7 +112,7 @@ def _is_elsewhere(source: DataSource) -> bool:
 
 
 def _has_a_checkpoint(config: Config) -> bool:
-    """Whether a run would go on from a step of its own, from which it counts."""
+    """Whether a run would continue from a step of its own, from which it counts."""
     if not config.checkpoint.enable:
         return False
     from shardtrain.checkpoint import retention

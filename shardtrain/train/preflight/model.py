@@ -31,7 +31,10 @@ def build(config: Config) -> tuple[list[ShardtrainError], list[Parameter] | None
 
 def _parameters(config: Config) -> list[Parameter]:
     if config.compile.enable:
-        _check_backend(config.compile.backend)
+        known, backend = torch._dynamo.list_backends(exclude_tags=()), config.compile.backend
+        if backend not in known:
+            rule = f"is not a backend of torch.compile in PyTorch {torch.__version__}"
+            raise ConfigError(Problem("compile.backend", backend, rule, f"use one of {', '.join(known)}"))
     task, module = tasks.open_task(config), models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     layout = module.LAYOUT
@@ -47,10 +50,3 @@ def _parameters(config: Config) -> list[Parameter]:
         word = word_of(layout, name.rpartition(".")[0])
         found.append(Parameter(parameter.numel(), word in _SPLIT, word == "expert", parameter.requires_grad))
     return found
-
-
-def _check_backend(name: str) -> None:
-    known = torch._dynamo.list_backends(exclude_tags=())
-    if name not in known:
-        rule = f"is not a backend of torch.compile in PyTorch {torch.__version__}"
-        raise ConfigError(Problem("compile.backend", name, rule, f"use one of {', '.join(known)}"))

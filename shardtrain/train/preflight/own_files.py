@@ -1,4 +1,4 @@
-"""Files of Python that the configuration names: what goes wrong in them is told with their own lines."""
+"""Files of Python that the configuration names: what goes wrong in them is reported with the line of the file."""
 
 from __future__ import annotations
 

@@ -38,7 +38,15 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
         starts = [] if adapters is None or steps else [adapters]
         if named is not None and "://" not in named and (config.lora.enable or not steps):
             if options.initial_load_in_hf:
-                _look_at_hub_folder(config, Path(named))
+                from shardtrain import models
+                from shardtrain.hf import importing
+
+                model, quantized = config.model, options.initial_load_in_hf_quantized
+                module = models.find(model.name)
+                shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+                resize, legacy = options.initial_load_resize_embeddings, options.initial_load_legacy_bin
+                # with no tensor to fill, this is all that a start from the folder checks
+                importing.fill({}, Path(named), module, shape, quantized, resize, legacy)
             else:
                 starts.insert(0, named)
         for start in starts:
@@ -52,15 +60,3 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
     except OSError:
         return []  # storage that does not answer now may do so when the run asks
     return []
-
-
-def _look_at_hub_folder(config: Config, folder: Path) -> None:
-    """All that a start from the folder checks, with no tensor to fill."""
-    from shardtrain import models
-    from shardtrain.hf import importing
-
-    model, options = config.model, config.checkpoint
-    module = models.find(model.name)
-    shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    quantized, legacy = options.initial_load_in_hf_quantized, options.initial_load_legacy_bin
-    importing.fill({}, folder, module, shape, quantized, options.initial_load_resize_embeddings, legacy)
