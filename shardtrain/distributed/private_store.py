@@ -66,12 +66,19 @@ def folder_of_launcher(environment: Mapping[str, str]) -> Path | None:
 def sweep(folder: Path) -> None:
     """Remove what other attempts left beside a folder of this launcher, and launchers that were silent for a day."""
     for other in folder.parent.iterdir():
-        times = [one.stat().st_mtime for one in (other, *other.glob("*"), *other.glob("*/*"))]
-        if other != folder and max(times) < time.time() - _A_DAY_SECONDS:
+        if other != folder and _newest_write(other) < time.time() - _A_DAY_SECONDS:
             shutil.rmtree(other, ignore_errors=True)
     for attempt in folder.iterdir():
         if attempt.is_dir():
             shutil.rmtree(attempt, ignore_errors=True)
+
+
+def _newest_write(folder: Path) -> float:
+    """When something in a folder was last written: Unix seconds; now where its owner writes while it is read."""
+    try:
+        return max(one.stat().st_mtime for one in (folder, *folder.glob("*"), *folder.glob("*/*")))
+    except FileNotFoundError:
+        return time.time()
 
 
 def _own_folder(environment: Mapping[str, str]) -> Path:

@@ -220,3 +220,14 @@ def test_a_place_that_somebody_else_took_is_passed_by(tmp_path: Path, monkeypatc
     found = private_store.folder_of_launcher(launched(tmp_path))
     assert found and found.is_relative_to(tmp_path / "home")
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
+
+
+def test_what_others_write_while_a_rank_sweeps_stops_nobody(tmp_path: Path) -> None:
+    """Between the listing and the look at it a written file may have got its last name; so may a whole folder go."""
+    folder = private_store.folder_of_launcher(launched(tmp_path))
+    beside = private_store.folder_of_launcher(launched(tmp_path, MASTER_PORT="29501"))
+    assert folder and beside
+    for place in (folder, beside):
+        (place / "gone").symlink_to(tmp_path / "nowhere")  # listed, and not found when it is looked at
+    private_store.sweep(folder)
+    assert folder.exists() and beside.exists()
