@@ -214,7 +214,7 @@ def _options(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     ]
     if not different:
         return "<h2>Options</h2><p>All runs have the same.</p>"
-    rows = [
+    compared = [
         (escape(name), *(text(run.options[name]) if name in run.options else "" for run in runs)) for name in different
     ]
-    return "<h2>Options that differ</h2>" + _table(("Option", *names), rows)
+    return "<h2>Options that differ</h2>" + _table(("Option", *names), compared)
