@@ -13,6 +13,7 @@ from typing import Any
 import patience
 import pytest
 
+import shardtrain
 from shardtrain import cli
 from shardtrain.tools.report import page, reading
 
@@ -173,6 +174,13 @@ def test_wrong_folders_are_told_together_and_nothing_is_written(
     assert "takes 1 to 50 folders" in capsys.readouterr().err
     assert cli.main(["report", str(folder), "-o", str(tmp_path / "no" / "where.html")]) == 8
     assert "name another file with -o" in capsys.readouterr().err
+
+
+def test_the_python_face_writes_the_same_page(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    text = written(tmp_path, folder)
+    assert shardtrain.report(folder, tmp_path / "other.html").read_text() == text
+    assert charts(shardtrain.report([folder, folder], tmp_path / "two.html").read_text())["Loss"]["lines"][1]
 
 
 def in_browser(folder: Path, text: str) -> str:
