@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Install what the tests of real components want: sshd, pdsh, ip, Slurm, munge, shellcheck. Best effort: says what is
+# Install what the tests of real components want: sshd, pdsh, ip, Slurm, munge, shellcheck, Chromium. Best effort: says what is
 # missing, and never fails.
 #
 # Tests that find no component skip, and say which. Debian and Ubuntu alone, run by root.
 set -uo pipefail
 
-packages=(openssh-server openssh-client pdsh iproute2 slurmctld slurmd slurm-client munge shellcheck)
-wanted=(sshd ssh pdsh ip slurmctld slurmd sbatch munged shellcheck)
+packages=(openssh-server openssh-client pdsh iproute2 slurmctld slurmd slurm-client munge shellcheck chromium)
+wanted=(sshd ssh pdsh ip slurmctld slurmd sbatch munged shellcheck chromium)
 export PATH="$PATH:/usr/sbin:/sbin" DEBIAN_FRONTEND=noninteractive
 
 missing() {
@@ -28,6 +28,6 @@ fi
 if [[ -n "$(missing)" ]]; then
     echo "components: still no $(missing); their tests will be skipped" >&2
 else
-    echo "components: sshd, pdsh, Slurm and shellcheck are here"
+    echo "components: sshd, pdsh, Slurm, shellcheck and Chromium are here"
 fi
 exit 0

@@ -31,9 +31,10 @@ from shardtrain.tools.generate.answer import Answers
 from shardtrain.tools.generate.opening import OpenedModel, open_model
 from shardtrain.tools.generate.prompts import Row
 from shardtrain.tools.generate.request import Request, check
+from shardtrain.tools.report import page, reading
 from shardtrain.tools.verify.report import Row as MeshResult
 from shardtrain.train import preflight, shutdown, trainer
-from shardtrain.utils import log
+from shardtrain.utils import atomic_io, log
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 if TYPE_CHECKING:
@@ -261,6 +262,18 @@ def evaluate(
             dataset=kind, dataset_path=str(path), split="train", local_batch_size=batch_size, seq_len=seq_len
         )
     return sets.measure(model, section, text_field)
+
+
+def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report.html") -> Path:
+    """Write one HTML page of one or several run folders, as ``shardtrain report``; gives its path.
+
+    Raises:
+        ConfigError: when a folder is not one of a run.
+    """
+    folders = [runs] if isinstance(runs, str | Path) else list(runs)
+    path = Path(output)
+    atomic_io.write(path, page.build([reading.read(Path(folder)) for folder in folders]))
+    return path
 
 
 def verify(

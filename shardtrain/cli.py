@@ -43,6 +43,8 @@ usage: shardtrain VERB ...
   merge ADAPTERS --to CHECKPOINT                              add trained adapters to the weights beside them
   test CONFIG.toml [--checkpoint best|latest|STEP|PATH]       metrics and predictions of the held-out sets, in files
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
+  report RUN_FOLDER ... [-o report.html]                      curves, validation, time and options of runs, as one page
+  runs [FOLDER]                                               list the runs below a folder: state, step, loss, age
   doctor [CONFIG.toml] [--nproc N] ...                        find what would end or slow a run on this machine or job
   launch PLATFORM [CONFIG.toml] [--dry-run] ...               the same run on hosts or a cluster (--help: all options)
   replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
@@ -289,6 +291,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "export": _module("shardtrain.tools.convert.command", "export_main"),
     "merge": _module("shardtrain.tools.convert.adapters"),
     "goodput": _module("shardtrain.resilience.goodput.command"),
+    "report": _module("shardtrain.tools.report.command"),
+    "runs": _module("shardtrain.tools.report.runs"),
     "doctor": _module("shardtrain.tools.doctor"),
     "launch": _module("shardtrain.launch.command"),
     "replay": _module("shardtrain.tools.replay"),

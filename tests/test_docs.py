@@ -177,7 +177,7 @@ def test_each_command_of_a_page_runs_in_the_order_of_the_page(shell, tmp_path, p
         folder = tmp_path / ("continued" if "--checkpoint.enable" in line else f"run-{number}")
         where = f" --job.dump_folder {folder}" if is_training and "--job.dump_folder" not in line else ""
         # what is there may be of another Python's text
-        inside = re.sub(r"([ =])outputs/", rf"\1{tmp_path}/outputs/", line)
+        inside = re.sub(r"([ =])outputs(?=/|$)", rf"\1{tmp_path}/outputs", line)
         done = shell(f"{inside} {SMALLER.get(line, '')}{where}")
         assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     if (tmp_path / "continued").exists():

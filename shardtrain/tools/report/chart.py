@@ -1,0 +1,109 @@
+"""A line chart as SVG text, readable as it is; ``report.js`` adds the value under the pointer and zooming."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 640, 240
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 28
+COLORS = ("#1f6feb", "#d1570b", "#1a7f37", "#8250df", "#bf3989", "#6e7781", "#0a7ea4", "#9a6700")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve: its name, its steps, its values, and which run's colour it has."""
+
+    name: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    color: int = 0
+    dots: bool = False
+    """Whether its points are marked: few values that were measured apart."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over the step with one vertical axis."""
+
+    title: str
+    lines: Sequence[Line]
+    logarithmic: bool = False
+
+    def data(self) -> dict[str, object]:
+        """What ``report.js`` draws again when it zooms."""
+        curves = [
+            {"name": line.name, "x": list(line.steps), "y": [_short(value) for value in line.values],
+             "color": COLORS[line.color % len(COLORS)], "dots": line.dots}
+            for line in self.lines
+        ]  # fmt: skip
+        return {"title": self.title, "log": self.is_logarithmic, "lines": curves}
+
+    @property
+    def is_logarithmic(self) -> bool:
+        """Whether the axis is logarithmic, which takes values above zero."""
+        return self.logarithmic and all(value > 0 for line in self.lines for value in line.values)
+
+    def svg(self, label: str) -> str:
+        """The drawing; ``label`` names it for those who cannot see it."""
+        steps = [step for line in self.lines for step in line.steps]
+        values = [self._height(value) for line in self.lines for value in line.values]
+        x0, x1 = (min(steps), max(steps)) if steps else (0, 1)
+        y0, y1 = (min(values), max(values)) if values else (0.0, 1.0)
+        if not y1 > y0:  # one value: in the middle
+            y0, y1 = y0 - (abs(y0) / 2 or 0.5), y1 + (abs(y1) / 2 or 0.5)
+        x1 = max(x1, x0 + 1)
+        inner_width, inner_height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+
+        def place(step: float, height: float) -> tuple[float, float]:
+            return (
+                LEFT + (step - x0) / (x1 - x0) * inner_width,
+                TOP + (1 - (height - y0) / (y1 - y0)) * inner_height,
+            )
+
+        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">']
+        for tick in range(5):
+            height = y0 + (y1 - y0) * tick / 4
+            _, y = place(x0, height)
+            text = format_number(10**height if self.is_logarithmic else height)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+            step = x0 + (x1 - x0) * tick / 4
+            x, _ = place(step, y0)
+            anchor = ("start", "middle", "middle", "middle", "end")[tick]
+            parts.append(
+                f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{format_number(step)}</text>'
+            )
+        for line in self.lines:
+            points = [place(*pair) for pair in zip(line.steps, map(self._height, line.values), strict=True)]
+            color = COLORS[line.color % len(COLORS)]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.2" points="{path}"/>')
+            if line.dots or len(points) == 1:
+                parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points]
+        return "".join([*parts, "</svg>"])
+
+    def _height(self, value: float) -> float:
+        return math.log10(value) if self.is_logarithmic else value
+
+
+def format_number(value: float) -> str:
+    """A number of an axis in few characters.
+
+    >>> [format_number(value) for value in (0.0, 2.5, 1234567.0, 0.0003142, 150000.0, 100.0)]
+    ['0', '2.5', '1.23M', '3.14e-4', '150k', '100']
+    """
+    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if suffix == 'k' else size):.3g}{suffix}"
+    if 0 < abs(value) < 1e-2:
+        digits, _, exponent = f"{value:.2e}".partition("e")
+        return f"{float(digits):g}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def _short(value: float) -> float:
+    """As many digits as a chart can tell."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,51 @@
+"""The verb ``report``: read the folders of runs, and write the page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardtrain.tools.report import page, reading
+from shardtrain.utils import atomic_io
+from shardtrain.utils.errors import ConfigError, Problem, StorageError
+
+_MOST_RUNS = 50
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the page of some runs; raises ConfigError and StorageError."""
+    parser = argparse.ArgumentParser(
+        prog="shardtrain report",
+        description="Write one HTML page of one or several runs: curves, validation, time, alerts and options. "
+        "It opens from disk and needs no network.",
+        epilog="example: shardtrain report outputs outputs-2 -o report.html",
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN_FOLDER", help="the job.dump_folder of a run")
+    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
+    asked = parser.parse_args(words)
+    if not 1 <= len(asked.runs) <= _MOST_RUNS:
+        given = len(asked.runs) or None
+        fix = "write it like shardtrain report outputs -o report.html"
+        raise ConfigError(Problem("shardtrain report", given, f"takes 1 to {_MOST_RUNS} folders", fix, "command line"))
+    problems: list[Problem | str] = []
+    records = []
+    for folder in asked.runs:
+        try:
+            records.append(reading.read(Path(folder)))
+        except ConfigError as error:
+            problems += error.problems
+        except OSError as error:
+            fix = "check who may read it"
+            problems.append(Problem("RUN_FOLDER", folder, f"cannot be read: {error.strerror}", fix, "command line"))
+    if problems:
+        raise ConfigError(problems)
+    text = page.build(records)
+    path = Path(asked.output)
+    try:
+        atomic_io.write(path, text)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; name another file with -o") from error
+    of = "1 run" if len(records) == 1 else f"{len(records)} runs"
+    print(f"{path}: {of}, {len(text.encode()) / 1e6:.1f} MB; open it in a browser")
+    return 0

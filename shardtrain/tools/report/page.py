@@ -1,0 +1,220 @@
+"""The page: one HTML file that opens from disk, asks the network for nothing, and takes no text as markup."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from shardtrain.resilience.goodput.account import MEANINGS
+from shardtrain.tools.report.chart import COLORS, Chart, Line, format_number
+from shardtrain.tools.report.reading import POINTS, RunRecord, Series
+
+# title, metrics, whether the axis may be logarithmic: charts that come first, in this order
+CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
+    ("Loss", ("loss",), False),
+    ("Gradient norm", ("grad_norm",), True),
+    ("Learning rate", ("lr",), False),
+    ("Tokens per second, all devices", ("tokens_per_second",), False),
+    ("MFU", ("mfu",), False),
+    ("Memory, GiB", ("memory_gib",), False),
+    ("Seconds of a step", ("step_seconds",), False),
+    ("Seconds of a step that waited for data", ("data_seconds",), False),
+    ("Fullest expert over the mean", ("moe_max_load",), False),
+    ("Goodput", ("goodput",), False),
+)
+# shown elsewhere, or the same again
+LEFT_OUT = ("max_loss", "tps", "tflops", "tokens_seen", "skipped_updates", "spikes", "rewinds")
+_COUNTS = ("skipped_updates", "spikes", "rewinds")
+_VALIDATIONS = 20
+_MOST_CHARTS = 60
+
+
+def build(runs: Sequence[RunRecord]) -> str:
+    """The page of one run, or of several beside each other."""
+    names = _names(runs)
+    charts = _charts(runs, names)
+    title = "Run " + names[0] if len(runs) == 1 else f"{len(runs)} runs"
+    script, style = (resources.files(__package__).joinpath(name).read_text() for name in ("report.js", "report.css"))
+    # without "<" nothing can end the element
+    data = json.dumps([chart.data() for chart in charts], allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    rules = f"default-src 'none'; script-src '{_hash(script)}'; style-src 'unsafe-inline'; base-uri 'none'"
+    figures = [
+        f'<figure id="chart-{index}"><h3>{escape(chart.title)}</h3>{chart.svg(chart.title)}'
+        '<div class="value" aria-live="off"></div></figure>'
+        for index, chart in enumerate(charts)
+    ]
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        _summary(runs, names),
+        '<h2>Curves</h2><p class="hint">Drag to zoom, double-click to go back.</p>',
+        f'<div class="charts">{"".join(figures)}</div>',
+        _validations(runs, names),
+        _time(runs, names),
+        _alerts(runs, names),
+        _options(runs, names),
+    ]
+    return "".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{rules}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title><style>{style}</style></head><body>",
+            *body,
+            f'<script type="application/json" id="charts">{data}</script><script>{script}</script></body></html>\n',
+        ]
+    )
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _names(runs: Sequence[RunRecord]) -> list[str]:
+    """What each run is called: its folder, or its path where two folders have one name."""
+    names = [run.name for run in runs]
+    return [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
+
+
+def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
+    points = max(100, POINTS * 4 // max(4, len(runs)))
+
+    def lines(metric: str, source: str = "metrics", suffix: str = "") -> Iterable[Line]:
+        for color, (run, name) in enumerate(zip(runs, names, strict=True)):
+            series: Series | None = getattr(run, source).get(metric)
+            if series is not None and len(series.steps):
+                yield Line(name + suffix, *series.thinned(points), color=color, dots=source == "validation")
+
+    found = []
+    known = {*LEFT_OUT, *(name for _, metrics, _ in CHARTS for name in metrics)}
+    for title, metrics, logarithmic in CHARTS:
+        curves = [line for metric in metrics for line in lines(metric)]
+        if metrics == ("loss",):
+            curves += lines("loss", "validation", " (validation)")
+        found.append(Chart(title, curves, logarithmic))
+    others = {name for run in runs for name in run.metrics if not name.startswith("goodput_")} - known
+    found += [Chart(name, list(lines(name))) for name in sorted(others)]
+    of_validation = {name for run in runs for name in run.validation} - {"loss"}
+    found += [Chart(f"{name} (validation)", list(lines(name, "validation"))) for name in sorted(of_validation)]
+    return [chart for chart in found if chart.lines][:_MOST_CHARTS]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """``head`` is text, the cells of ``rows`` are markup; all but the last one stay on one line."""
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="tables short"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _name(names: Sequence[str], index: int) -> str:
+    return f'<span class="name" style="--run:{COLORS[index % len(COLORS)]}">{escape(names[index])}</span>'
+
+
+def _last(run: RunRecord, metric: str) -> str:
+    series = run.metrics.get(metric)
+    return format_number(series.values[-1]) if series is not None and len(series.values) else ""
+
+
+def _summary(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    rows = []
+    for index, run in enumerate(runs):
+        validation = run.validation.get("loss")
+        best = format_number(min(validation.values)) if validation is not None else ""
+        goodput = f"{100 * run.account.goodput:.1f} %" if run.account is not None and run.account.attempts else ""
+        rows.append(
+            (
+                _name(names, index),
+                f"{run.last_step}",
+                _last(run, "tokens_seen"),
+                _last(run, "loss"),
+                best,
+                _last(run, "tokens_per_second"),
+                _last(run, "memory_gib"),
+                goodput,
+                escape(_state(run)),
+            )
+        )
+    head = ("Run", "Step", "Tokens", "Loss", "Best validation loss", "Tokens/s", "Memory, GiB", "Goodput", "State")
+    return _table(head, rows)
+
+
+def _state(run: RunRecord) -> str:
+    if not run.end:
+        return "under way, or killed"
+    if run.end.get("code") == 0:
+        return "ended"
+    return f"ended with exit code {run.end.get('code')}: {str(run.end.get('message', ''))[:500]}"
+
+
+def _validations(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    rows = []
+    for index, run in enumerate(runs):
+        steps = sorted({step for series in run.validation.values() for step in series.steps[-_VALIDATIONS:]})
+        by_name = {name: dict(zip(series.steps, series.values, strict=True)) for name, series in run.validation.items()}
+        for step in steps[-_VALIDATIONS:]:
+            values = ", ".join(
+                f"{escape(name)} {format_number(found[step])}" for name, found in by_name.items() if step in found
+            )
+            rows.append((_name(names, index), str(step), values))
+    return "<h2>Validation</h2>" + _table(("Run", "Step", "Values"), rows) if rows else ""
+
+
+def _time(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    accounts = [
+        (index, run.account) for index, run in enumerate(runs) if run.account is not None and run.account.attempts
+    ]
+    if not accounts:
+        return ""
+    rows = []
+    for index, account in accounts:
+        running = account.running_seconds
+        for name, seconds in account.seconds.items():
+            share = f"{100 * seconds / running:.1f} %" if running else ""
+            rows.append((_name(names, index), escape(name), f"{seconds:.1f} s", share, escape(MEANINGS[name])))
+    return "<h2>Where the time went</h2>" + _table(("Run", "Part", "Time", "Share", "Meaning"), rows)
+
+
+def _alerts(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    rows = []
+    for index, run in enumerate(runs):
+        for count in _COUNTS:
+            series = run.metrics.get(count)
+            if series is not None and series.values[-1]:
+                rows.append((_name(names, index), f"{count}: {format_number(series.values[-1])}"))
+        if run.account is not None and run.account.failures:
+            rows.append((_name(names, index), f"failures: {run.account.failures}"))
+        if run.bad_lines:
+            rows.append((_name(names, index), f"{run.bad_lines} lines of its files are damaged and count for nothing"))
+        rows += [(_name(names, index), escape(line)) for line in run.alerts]
+    return "<h2>Alerts</h2>" + _table(("Run", "What"), rows) if rows else ""
+
+
+def _options(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    def text(value: Any) -> str:
+        return escape(json.dumps(value, default=str)[:1000])
+
+    if len(runs) == 1:
+        rows = [(escape(name), text(value)) for name, value in runs[0].options.items()]
+        if not rows:
+            return ""
+        return (
+            f"<h2>Options</h2><details><summary>all {len(rows)}</summary>{_table(('Option', 'Value'), rows)}</details>"
+        )
+    missing = object()
+    every = dict.fromkeys(name for run in runs for name in run.options)
+    different = [
+        name
+        for name in every
+        if any(run.options.get(name, missing) != runs[0].options.get(name, missing) for run in runs)
+    ]
+    if not different:
+        return "<h2>Options</h2><p>All runs have the same.</p>"
+    compared = [
+        (escape(name), *(text(run.options[name]) if name in run.options else "" for run in runs)) for name in different
+    ]
+    return "<h2>Options that differ</h2>" + _table(("Option", *names), compared)

@@ -1,0 +1,171 @@
+"""What a run's folder says: its metrics thinned to what a chart can show, validation, time, options and end.
+
+Nothing in the folder is trusted: lines that are not records of numbers are counted and left out, texts are cut, and
+memory is bounded by the number of logged steps times the number of metrics, not by what a line holds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardtrain.resilience.goodput import events
+from shardtrain.resilience.goodput.account import Account, account, attempts_of
+from shardtrain.utils import atomic_io
+from shardtrain.utils.errors import ConfigError, DataError, Problem
+
+POINTS = 600
+"""Stretches of steps of a chart; each keeps its least and its greatest value, so that no spike is thinned away."""
+_LINE_BYTES = 1 << 16
+_MOST_METRICS = 200
+_CONFIG_BYTES = 1 << 20
+_LOG_BYTES = 1 << 20
+_MOST_ALERTS = 30
+
+
+@dataclass
+class Series:
+    """The values of one metric by step, in the order of the file."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def thinned(self, points: int = POINTS) -> tuple[list[int], list[float]]:
+        """At most twice ``points`` of them: the least and the greatest of each stretch, in their order."""
+        count = len(self.steps)
+        if count <= 2 * points:
+            return list(self.steps), list(self.values)
+        kept: list[int] = []
+        for stretch in range(points):
+            places = range(stretch * count // points, (stretch + 1) * count // points)
+            low, high = min(places, key=self.values.__getitem__), max(places, key=self.values.__getitem__)
+            kept += sorted({low, high})
+        return [self.steps[place] for place in kept], [self.values[place] for place in kept]
+
+
+@dataclass
+class RunRecord:
+    """What one folder says of its run."""
+
+    name: str
+    folder: Path
+    metrics: dict[str, Series] = field(default_factory=dict)
+    validation: dict[str, Series] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    """Every option as it held, by its dotted name."""
+    alerts: list[str] = field(default_factory=list)
+    account: Account | None = None
+    end: dict[str, Any] = field(default_factory=dict)
+    """What ``exit.json`` says; empty while the run is under way, or where it was killed."""
+    bad_lines: int = 0
+    last_step: int = 0
+
+
+def read(folder: Path) -> RunRecord:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    record = RunRecord(folder.resolve().name, folder)
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        fix = "name the folder of a run, which is its job.dump_folder"
+        raise ConfigError(Problem("RUN_FOLDER", str(folder), "has no metrics.jsonl", fix, "command line"))
+    record.bad_lines = _read_series(path, record.metrics)
+    if (folder / "validation.jsonl").is_file():
+        record.bad_lines += _read_series(folder / "validation.jsonl", record.validation)
+    record.last_step = max((series.steps[-1] for series in record.metrics.values()), default=0)
+    record.options = _options(folder / "config.resolved.toml")
+    record.alerts = _alerts(folder / "logs" / "rank-0.log")
+    record.end = _object(folder / "exit.json")
+    if (folder / events.FILE).is_file():
+        try:
+            record.account = account(attempts_of(events.read(folder)[0]))
+        except DataError:
+            record.bad_lines += 1
+    return record
+
+
+def _read_series(path: Path, found: dict[str, Series]) -> int:
+    """Add the numbers of a file of records to ``found``; gives the number of lines that are none."""
+    bad = 0
+    for line in _lines(path):
+        try:
+            record = json.loads(line) if line is not None else None
+        except (ValueError, RecursionError):
+            record = None
+        step = record.get("step") if isinstance(record, dict) else None
+        if type(step) is not int or not 0 <= step < 2**63 or not isinstance(record, dict):
+            bad += 1
+            continue
+        for name, value in record.items():
+            if name == "step" or type(value) not in (int, float) or not math.isfinite(value):
+                continue
+            if name not in found and (len(found) >= _MOST_METRICS or len(name) > 100):
+                continue
+            series = found.setdefault(name, Series())
+            series.steps.append(step)
+            series.values.append(float(value))
+    return bad
+
+
+def _lines(path: Path) -> Iterator[bytes | None]:
+    """Lines that end, None in place of one that is too long; a last one that is torn is left out."""
+    with open(path, "rb", opener=atomic_io.without_waiting) as file:
+        while line := file.readline(_LINE_BYTES):
+            if line.endswith(b"\n"):
+                if line.strip():
+                    yield line
+                continue
+            if len(line) < _LINE_BYTES:
+                return
+            while line and not line.endswith(b"\n"):
+                line = file.readline(_LINE_BYTES)
+            yield None
+
+
+def _options(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def add(prefix: str, table: dict[str, Any]) -> None:
+        for name, value in table.items():
+            if isinstance(value, dict):
+                add(f"{prefix}{name}.", value)
+            else:
+                found[f"{prefix}{name}"] = value
+
+    try:
+        with open(path, "rb", opener=atomic_io.without_waiting) as file:
+            add("", tomllib.loads(file.read(_CONFIG_BYTES).decode()))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found
+
+
+def _alerts(path: Path) -> list[str]:
+    """The last warnings and errors of the first rank's log, each once."""
+    try:
+        with open(path, "rb", opener=atomic_io.without_waiting) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _LOG_BYTES))
+            text = file.read(_LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return []
+    lines = [line[:500] for line in text.splitlines() if " WARNING " in line[:40] or " ERROR " in line[:40]]
+    return list(dict.fromkeys(lines))[-_MOST_ALERTS:]
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb", opener=atomic_io.without_waiting) as file:
+            found = json.loads(file.read(_LINE_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

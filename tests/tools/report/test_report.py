@@ -1,0 +1,202 @@
+"""A report shows what the folder says, takes no text as markup, thins no spike away, and asks no network."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import patience
+import pytest
+
+import shardtrain
+from shardtrain import cli
+from shardtrain.tools.report import page, reading
+
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">'\"&<b>"
+
+
+def run_folder(path: Path, steps: int = 20, more: dict[str, Any] | None = None, **options: Any) -> Path:
+    path.mkdir(parents=True)
+    lines = [
+        {"step": step, "loss": 4.0 / step, "grad_norm": 1.0 + step % 3, "lr": 1e-3, "tokens_per_second": 100.0,
+         "tokens_seen": 64 * step, "spikes": 0, "order_hash": "0f", **(more or {})}
+        for step in range(1, steps + 1)
+    ]  # fmt: skip
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "\n".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
+    (path / "config.resolved.toml").write_text(f"[training]\nseq_len = 64\n{text}\n")
+    return path
+
+
+def written(folder: Path, *runs: Path) -> str:
+    output = folder / "report.html"
+    assert cli.main(["report", *map(str, runs), "-o", str(output)]) == 0
+    return output.read_text()
+
+
+class Elements(html.parser.HTMLParser):
+    """Tags, with their attributes, and the text of the page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def charts(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return {chart["title"]: chart for chart in json.loads(found[1])}
+
+
+def test_a_page_has_the_curves_and_the_last_numbers_of_its_run(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "first", more={"my_metric": 7.5})
+    (folder / "validation.jsonl").write_text('{"step": 10, "loss": 1.25, "perplexity": 3.49}\n')
+    (folder / "exit.json").write_text('{"code": 0}')
+    text = written(tmp_path, folder)
+    found = charts(text)
+    train, validation = found["Loss"]["lines"]
+    assert train["x"] == list(range(1, 21)) and train["y"][0] == 4.0 and train["y"][-1] == 0.2
+    assert validation["name"] == "first (validation)" and validation["y"] == [1.25]
+    assert found["my_metric"]["lines"][0]["y"] == [7.5] * 20  # what a task adds is drawn too
+    assert "perplexity (validation)" in found and "order_hash" not in found
+    elements = Elements(text)
+    assert sum(tag == "svg" for tag, _ in elements.tags) == len(found)
+    assert "first" in elements.text and "ended" in elements.text and "training.seq_len" in elements.text
+
+
+def test_runs_beside_each_other_tell_the_options_that_differ_and_no_others(tmp_path: Path) -> None:
+    one, two = run_folder(tmp_path / "a" / "run", steps=5, lr=0.1), run_folder(tmp_path / "b" / "run", steps=9, lr=0.2)
+    text = written(tmp_path, one, two)
+    lines = charts(text)["Loss"]["lines"]
+    assert [line["name"] for line in lines] == [str(one), str(two)]  # both folders are called run
+    assert [len(line["x"]) for line in lines] == [5, 9] and lines[0]["color"] != lines[1]["color"]
+    shown = Elements(text).text
+    assert "training.lr" in shown and "training.seq_len" not in shown
+
+
+def test_no_text_of_a_run_is_taken_as_markup(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "<img src=x>", more={HOSTILE[:90]: 1.0, "text": HOSTILE}, note=HOSTILE)
+    (folder / "exit.json").write_text(json.dumps({"code": 3, "message": HOSTILE}))
+    (folder / "logs").mkdir()
+    (folder / "logs/rank-0.log").write_text(f"2026-01-01 00:00:00 WARNING {HOSTILE}\n")
+    clean, text = written(tmp_path, run_folder(tmp_path / "clean")), written(tmp_path, folder)
+    kinds = {tag for tag, _ in Elements(clean).tags}
+    found = Elements(text)
+    assert {tag for tag, _ in found.tags} == kinds
+    assert not any(name.startswith("on") or name in ("src", "href") for _, names in found.tags for name in names)
+    assert sum(tag == "script" for tag, _ in found.tags) == 2
+    assert HOSTILE in found.text  # it is shown as it is
+    assert charts(text)[HOSTILE[:90]]["lines"]
+
+
+def test_nothing_is_asked_of_a_network(tmp_path: Path) -> None:
+    text = written(tmp_path, run_folder(tmp_path / "run"))
+    (rules,) = [names["content"] for tag, names in Elements(text).tags if names.get("http-equiv")]
+    assert rules is not None and rules.startswith("default-src 'none'; script-src 'sha256-")
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}  # the name of SVG
+
+
+@pytest.mark.parametrize("place", [0, 1, 49_999, 77_777, 99_999])
+def test_no_spike_is_thinned_away(place: int) -> None:
+    series = reading.Series()
+    series.steps.extend(range(100_000))
+    series.values.extend([1.0] * 100_000)
+    series.values[place] = 9.0
+    steps, values = series.thinned()
+    assert len(steps) <= 2 * reading.POINTS and steps == sorted(set(steps))
+    assert values[steps.index(place)] == 9.0
+
+
+def test_a_page_of_100_000_steps_stays_below_5_mb(tmp_path: Path) -> None:
+    record = reading.RunRecord("long", tmp_path)
+    for number in range(20):
+        series = record.metrics.setdefault(f"metric_{number}", reading.Series())
+        series.steps.extend(range(100_000))
+        series.values.extend((7919 * step * (number + 1) % 10_007) / 7 for step in range(100_000))
+    assert len(page.build([record])) < 5_000_000
+
+
+DAMAGED = {
+    "no JSON": b"{\n",
+    "a list": b"[1]\n",
+    "no step": b'{"loss": 1.0}\n',
+    "a step that is text": b'{"step": "1", "loss": 1.0}\n',
+    "a step below zero": b'{"step": -1, "loss": 1.0}\n',
+    "deeply nested": b"[" * 50_000 + b"\n",
+    "a long line": b'{"step": 1, "a": "' + b"x" * 200_000 + b'"}\n',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_lines_are_counted_and_the_rest_is_drawn(tmp_path: Path, name: str) -> None:
+    folder = run_folder(tmp_path / "run", steps=3)
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(DAMAGED[name] + b'{"step": 4, "loss": 1.0, "inf": Infinity, "none": null}\n{"step": 5, "lo')
+    record = reading.read(folder)
+    assert record.bad_lines == 1
+    assert list(record.metrics["loss"].steps) == [1, 2, 3, 4]  # the last line is being written
+    assert "inf" not in record.metrics and "none" not in record.metrics
+    assert "1 lines of its files are damaged" in page.build([record])
+
+
+def test_a_run_that_is_under_way_and_has_few_files_is_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("")
+    assert "under way, or killed" in written(tmp_path, folder)
+    assert charts(written(tmp_path, folder)) == {}
+
+
+def test_wrong_folders_are_told_together_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder(tmp_path / "run")
+    output = tmp_path / "report.html"
+    words = ["report", str(folder), str(tmp_path / "none"), str(tmp_path), "-o", str(output)]
+    assert cli.main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all("has no metrics.jsonl; name the folder of a run" in line for line in lines)
+    assert not output.exists()
+    assert cli.main(["report"]) == 2
+    assert "takes 1 to 50 folders" in capsys.readouterr().err
+    assert cli.main(["report", str(folder), "-o", str(tmp_path / "no" / "where.html")]) == 8
+    assert "name another file with -o" in capsys.readouterr().err
+
+
+def test_the_python_face_writes_the_same_page(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    text = written(tmp_path, folder)
+    assert shardtrain.report(folder, tmp_path / "other.html").read_text() == text
+    assert charts(shardtrain.report([folder, folder], tmp_path / "two.html").read_text())["Loss"]["lines"][1]
+
+
+def in_browser(folder: Path, text: str) -> str:
+    """The document after its scripts have run."""
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium here: pages are looked at as text alone")
+    (folder / "page.html").write_text(text)
+    command = [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
+               "--virtual-time-budget=2000", "--dump-dom", (folder / "page.html").as_uri()]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience.seconds(120), check=True).stdout
+
+
+def test_a_browser_draws_it_again_and_runs_nothing_of_the_run(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", more={HOSTILE[:90]: 1.0}, note=HOSTILE)
+    text = written(tmp_path, folder)
+    shown = in_browser(tmp_path, text)
+    assert shown.count("<clipPath") == len(charts(text))  # drawn by the script
+    assert "<title>Run run</title>" in shown
