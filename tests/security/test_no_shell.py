@@ -86,14 +86,14 @@ def test_no_server_and_no_debugger_is_imported() -> None:
     assert offenders(serving) == {}
 
 
-def test_no_html_is_written() -> None:
-    """What writes HTML one day has to escape what users and files say; until then there is none."""
+def test_html_is_written_by_the_page_of_runs_alone() -> None:
+    """What writes HTML escapes what users and files say: tests/tools/report holds the one file that does to it."""
 
     def html(file: str) -> list[str]:
         texts = [n.value for n in trees()[file] if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         return [text for text in texts if "<html" in text.lower() or "<script" in text.lower() or "</div>" in text]
 
-    assert offenders(html) == {}
+    assert offenders(html).keys() == {"tools/report/page.py"}
 
 
 def test_commands_that_are_text_are_found() -> None:
