@@ -29,9 +29,12 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
+import torch.utils.tensorboard
 
-import shardtrain.train.trainer  # noqa: F401 - so that forks share it
+import shardtrain.train.trainer  # noqa: F401
+from shardtrain.config.options import options
 
+options()  # it remembers them
 SEED = torch.initial_seed()
 """What a fresh interpreter has."""
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 import storage_faults
 from once import made_once
@@ -164,8 +165,12 @@ def deletes_its_folder(loaded: Loaded) -> object:
 
     def noted(run: trainer.Run) -> Any:
         if run.state.step == 3 and os.environ["RANK"] == "0":
-            # moved away at once: a file that a thread writes meanwhile would let rmtree fail
+            # moved away at once: a file that a thread writes meanwhile would let rmtree fail; and not while the last
+            # checkpoint is written behind the steps, which is a save that fails
             folder = Path(loaded.config.job.dump_folder)
+            limit = time.monotonic() + patience.seconds(60)
+            while not (folder / "checkpoint/step-2").exists() and time.monotonic() < limit:
+                time.sleep(0.01)
             shutil.rmtree(folder.rename(folder.with_name("lost")))
         return step(run)
 

@@ -7,6 +7,7 @@ flavor to the fields that it changes. Either may come from another model file by
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -95,9 +96,16 @@ def _incomplete(name: str, rule: str, fix: str) -> ConfigError:
 
 def _parse(path: Path, name: str) -> ast.Module:
     try:
-        return ast.parse(path.read_text(encoding="utf-8"))
+        status = path.stat()
+        return _parsed(path, status.st_mtime_ns, status.st_size)
     except (SyntaxError, UnicodeDecodeError, OSError) as error:
         raise _incomplete(name, f"cannot be read as Python ({error})", "correct the file") from error
+
+
+@functools.lru_cache(maxsize=64)  # each rule that looks at sizes reads the model's file
+def _parsed(path: Path, mtime_ns: int, size_bytes: int) -> ast.Module:
+    """A file as it was when it had this time and size."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _definition(module: ast.Module, wanted: str, name: str, follow: bool = True) -> tuple[ast.Module, ast.AST] | None:

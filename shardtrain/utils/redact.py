@@ -6,6 +6,7 @@ Every line of the log, every traceback, ``exit.json``, the resolved configuratio
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from typing import Any
@@ -108,6 +109,7 @@ def names_a_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) or name == "AWS_ACCESS_KEY_ID"
 
 
+@functools.lru_cache(maxsize=1024)  # asked for every variable at every line that is logged
 def _is_secret(name: str, value: str) -> bool:
     if names_a_secret(name):
         return True

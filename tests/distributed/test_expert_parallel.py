@@ -122,6 +122,14 @@ def test_ten_steps_of_biases_that_move_choose_the_same_experts() -> None:
     ("num_ranks", "parallelism"),
     cases([(2, degrees(tp=2))], nightly=[(2, degrees()), (4, degrees(tp=2)), (4, degrees(replicate=2))]),
 )
+@pytest.mark.nightly(
+    "one family more",
+    by="tests/test_grid.py::test_each_family_has_the_numbers_of_one_process",
+)
+@pytest.mark.nightly(
+    "one family more",
+    by="tests/test_grid.py::test_each_family_has_the_numbers_of_one_process",
+)
 def test_no_mesh_changes_a_number_of_the_dense_qwen3(num_ranks: int, parallelism: dict[str, Any]) -> None:
     for result in run_tiny(num_ranks, family_config("qwen3", parallelism=parallelism)):
         assert_same_numbers(result, one_process("qwen3"))

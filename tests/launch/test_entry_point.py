@@ -121,6 +121,8 @@ def test_a_node_that_never_comes_is_told_in_one_line(tmp_path, number):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("each node's ranks are interpreters of their own")
+@pytest.mark.nightly("each node's ranks are interpreters of their own")
 def test_two_nodes_with_two_configurations_do_not_train(tmp_path):
     port = free_port()
     other = options(tmp_path / "run", 2, **{"optimizer.lr": 0.5})

@@ -81,6 +81,10 @@ def kill_in_each_phase(folder):
 
 
 @LINUX
+@pytest.mark.nightly(
+    "in a second start",
+    by="tests/launch/test_restart.py::test_a_rank_that_is_killed_costs_one_restart_and_changes_no_number",
+)
 def test_a_rank_that_is_killed_while_the_run_starts_again_costs_one_restart_too(tmp_path, capfd):
     assert end(fork(_launch, config(tmp_path), 3, lambda: kill_in_each_phase(tmp_path))) == 0
     assert [line for line in capfd.readouterr().err.splitlines() if line.startswith("restart ")] == [

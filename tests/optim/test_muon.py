@@ -318,6 +318,10 @@ def test_the_momentum_is_divided_and_one_tensor_per_matrix():
     assert whole["optimizer_bytes"] == pytest.approx(4 * (numbers - ends) + 8 * ends, rel=0.01)
 
 
+@pytest.mark.nightly(
+    "with another optimizer",
+    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+)
 def test_a_run_continues_bit_by_bit_from_its_checkpoint(tmp_path):
     def config(folder):
         return tiny_config(

@@ -160,6 +160,14 @@ def test_a_pipeline_keeps_the_micro_batches_that_its_schedule_has_in_flight(sche
     assert run.traced.most_in_flight == in_flight
 
 
+@pytest.mark.nightly(
+    "at full size",
+    by="tests/train/test_fake_backend.py::test_all_axes_at_once_are_built_and_traced",
+)
+@pytest.mark.nightly(
+    "at full size",
+    by="tests/train/test_fake_backend.py::test_all_axes_at_once_are_built_and_traced",
+)
 def test_a_configuration_of_405b_on_512_ranks_is_checked_in_seconds_without_a_file(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "511")
     monkeypatch.chdir(tmp_path)

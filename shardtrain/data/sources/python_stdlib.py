@@ -51,12 +51,13 @@ def open_folder(root: Path) -> Table:
         members: list[File] = []
         total_bytes = 0
         for name in names:
-            status = (root / name).stat()
+            path = os.path.join(root, name)
+            status = os.stat(path)
             total_bytes += status.st_size
             if total_bytes > MAX_BYTES:
                 break
             identity = (status.st_size, status.st_mtime_ns, status.st_ino)
-            members.append(File(name, str(root / name), "training.dataset", *identity))
+            members.append(File(name, path, "training.dataset", *identity))
     except OSError as error:
         raise DataError(f"the dataset python_stdlib cannot read {error.filename}: {error.strerror}") from error
     return Library(members)
@@ -105,6 +106,6 @@ def _source_files(root: Path) -> list[str]:
         return found
     for folder, subfolders, files in os.walk(root, onerror=stop):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
-        relative = Path(folder).relative_to(root)
-        found += [(relative / name).as_posix() for name in files if name.endswith(".py")]
+        below = folder[len(os.path.join(root, "")) :].replace(os.sep, "/")
+        found += [f"{below}/{name}" if below else name for name in files if name.endswith(".py")]
     return sorted(found)

@@ -251,6 +251,10 @@ def test_weights_alone_in_bfloat16_go_to_torch_load(torchtitan):
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
 
+@pytest.mark.nightly(
+    "on meshes",
+    by="tests/tools/migrate/test_torchtitan_runs.py::test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags",
+)
 def test_a_seed_checkpoint_of_one_process_starts_any_mesh(torchtitan):
     """``NGPU=1 ... --checkpoint.create_seed_checkpoint``, then the run: torchtitan's recipe for equal first weights."""
     small = "--training.seq_len 32 --training.steps 1 --training.device cpu --metrics.log_freq 1 --checkpoint.enable "

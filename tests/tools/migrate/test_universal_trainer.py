@@ -542,6 +542,10 @@ def test_hooks_are_overridden_one_at_a_time(tmp_path: Path, name: str) -> None:
 EXAMPLE = Path(__file__).parents[3] / "examples" / "universal_trainer"
 
 
+@pytest.mark.nightly(
+    "one model more",
+    by="tests/tools/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
+)
 def test_the_template_trains_a_model_of_its_own(tmp_path: Path) -> None:
     text = (EXAMPLE / "parameters.yml").read_text()
     text = text.replace("'examples/universal_trainer/hooks.py'", f"'{EXAMPLE / 'hooks.py'}'").replace("2000 ", "400 ")

@@ -94,8 +94,7 @@ FAULTY: dict[str, list[str]] = {
     "fewer than one step": ["--training.seq_len=4096", "--training.local_batch_size=8", "--training.steps=2"],
     "too few for the steps": ["--training.steps=100000"],
     "too few rows of pairs": [
-        "--task.name=preference", "--training.dataset_path=pairs.jsonl", "--training.steps=1000",
-        "--checkpoint.enable", "--checkpoint.create_seed_checkpoint",
+        "--task.name=orpo", "--training.dataset_path=pairs.jsonl", "--training.steps=1000",
     ],
     "rows without pairs": ["--task.name=orpo"],
     "labels absent": ["--task.name=classification", "--task.num_labels=2"],
