@@ -150,6 +150,10 @@ def as_torchrun(words: list[str], rank: int, size: int, port: int, names: dict[s
     return words[place:], {**names, **rendezvous, **of_rank}
 
 
+@pytest.mark.nightly(
+    "with the later script",
+    by="tests/tools/migrate/test_torchtitan_runs.py::test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags",
+)
 def test_torchtitan_s_own_script_starts_this_trainer(torchtitan):
     """``TRAIN_FILE=shardtrain.train ./run_train.sh`` in a clone of torchtitan, with nothing edited."""
     line = "./run_train.sh --training.seq_len 32 --training.local_batch_size 1 --training.steps 3 --training.device cpu"
@@ -287,6 +291,10 @@ TRAIN = (
 )
 
 
+@pytest.mark.nightly(
+    "in a pod",
+    by="tests/tools/migrate/test_torchtitan_runs.py::test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags",
+)
 def test_a_pod_of_runai_submit_has_no_variables_of_a_job_and_trains(runai):
     """C9 of the tutorial, where the original died of an empty PET_NNODES."""
     names = {**POD, "CONFIG_FILE": "./train_configs/debug_model.toml", "NGPU": "2", "PET_NNODES": ""}
