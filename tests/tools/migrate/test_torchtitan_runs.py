@@ -150,10 +150,6 @@ def as_torchrun(words: list[str], rank: int, size: int, port: int, names: dict[s
     return words[place:], {**names, **rendezvous, **of_rank}
 
 
-@pytest.mark.nightly(
-    "with the later script",
-    by="tests/tools/migrate/test_torchtitan_runs.py::test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags",
-)
 def test_torchtitan_s_own_script_starts_this_trainer(torchtitan):
     """``TRAIN_FILE=shardtrain.train ./run_train.sh`` in a clone of torchtitan, with nothing edited."""
     line = "./run_train.sh --training.seq_len 32 --training.local_batch_size 1 --training.steps 3 --training.device cpu"
