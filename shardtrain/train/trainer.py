@@ -156,7 +156,7 @@ def run_to_end(loaded: Loaded, here: World, run: Run, checkpoints: Checkpoints) 
                 facts = run_facts(run, here)
                 with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
                     _steps(run, here, checkpoints, validator, metrics)
-                run.stop.close()  # the last step is done and saved
+                    run.stop.close()  # the last step is done and saved
                 return run.state
             except loss_spikes.RollbackRequested as why:
                 loss_spikes.rollback(run, checkpoints, why, started_at)
