@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 from shardtrain import config as configs
 from shardtrain import data, models, optim
-from shardtrain.checkpoint.collectives import all_ranks
+from shardtrain.checkpoint.collectives import first_rank
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
@@ -113,7 +113,7 @@ def opened(loaded: Loaded, here: World, phases: Phases) -> Iterator[tuple[Run, C
         run.phases = phases
         if here.rank == 0:
             contents = run.contents = Contents(getattr(run.dataloader, "whole_files", ()), folder)
-        all_ranks(contents.look, only_first=True)
+        first_rank(contents.look)
         resume(run, checkpoints)
         contents.start(run.state.step)
         if here.rank == 0:
@@ -136,7 +136,7 @@ def _choose_cpu_kernels(config: Config) -> None:
     if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
         cpu_kernels.use(cpu_kernels.PYTORCH)
         return
-    found, *_ = all_ranks(lambda: asdict(cpu_kernels.remembered_or_measured()), only_first=True)
+    found = first_rank(lambda: asdict(cpu_kernels.remembered_or_measured()))
     kernels = cpu_kernels.Kernels(**found)
     cpu_kernels.use(kernels)
     logger.info(cpu_kernels.describe(kernels))
