@@ -9,7 +9,7 @@ import difflib
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Device:
     name: str
     memory_gib: float
     memory_bytes_per_second: float
-    flops: Mapping[str, float]
+    flops: Mapping[str, float] = field(hash=False)
     power_watts: float
     devices_per_node: int
     link: Link

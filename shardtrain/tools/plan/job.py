@@ -23,7 +23,10 @@ class Job:
     ``state_width``: bytes of their elements; ``stored_width`` those of weights and gradients; ``compute_width`` those
     of activations and gathered weights, ``reduce_width`` those of gradients on their way. ``recompute`` is "none",
     "full", "op" or, as digits, every how manieth layer is recomputed. ``fused``: the model is compiled, so that
-    elementwise operations are few. ``float8``: products of linear layers in float8.
+    elementwise operations are few. ``float8``: products of linear layers in float8. ``flash``: scores of attention never
+    reach memory. ``split_sequence``: norms work on a part of the sequence under tensor parallelism. ``fused_loss``: logits
+    are never whole. These three are otherwise for runs of other systems alone. ``offload``: what is in host memory, of
+    weights, gradients and optimizer state.
     """
 
     seq_len: int
@@ -49,7 +52,10 @@ class Job:
     fsdp: bool = True
     fused: bool = False
     float8: bool = False
-    offload: bool = False
+    offload: Literal["nothing", "optimizer", "all"] = "nothing"
+    fused_loss: bool = False
+    flash: bool = True
+    split_sequence: bool = True
     compute_dtype: str = "bfloat16"
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -117,7 +123,7 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         fsdp=world_size > 1 or compute != training.dtype or training.enable_cpu_offload,
         fused=config.compile.enable and "model" in config.compile.components,
         float8="float8" in converters,
-        offload=training.enable_cpu_offload,
+        offload="all" if training.enable_cpu_offload else "nothing",
         compute_dtype=compute,
         notes=tuple(notes),
     )

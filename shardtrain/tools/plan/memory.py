@@ -40,6 +40,8 @@ class RankMemory:
     kept: int
     in_flight: int
     when: str
+    on_host: int = 0
+    """Of weights, gradients and optimizer state, what is in host memory."""
 
     @property
     def states(self) -> int:
@@ -48,8 +50,8 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Sum of all."""
-        return self.states + self.activations + self.gathered
+        """Sum of all that is on the device."""
+        return self.states - self.on_host + self.activations + self.gathered
 
 
 @dataclass(frozen=True)
@@ -77,15 +79,15 @@ def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action], ker
     """Memory of the first rank of one place of the pipeline: no other of them holds more."""
     own = job.stages_of_rank(rank) if job.pp > 1 else [0]
     last = len(job.stages) - 1
-    owners = [_parameters(model, job, index, index == 0, index == last) for index in own]
+    owners = [parameters_of_stage(model, job, index) for index in own]
     ends = [(index == 0, index == last) for index in own]
     if model.tied and len({edge for pair in ends for edge in (0, 1) if pair[edge]}) == 2 and job.pp == 1:
         owners = [[p for p in parameters if p.word != "head"] for parameters in owners]
     held = [(one, sharded(one, job)) for parameters in owners for one in parameters]
     parameters = sum(size for _, size in held) * job.stored_width
-    trained = sum(size for one, size in held if one.trained)
+    learning = sum(size for one, size in held if one.trained)
     tensors = sum(one.trained for one, _ in held)
-    states = trained * job.states * job.state_width
+    states = learning * job.states * job.state_width
     if job.shard_states:
         states = math.ceil(states / job.dp_replicate)
     found = {index: _stage(model, job, index, kernels) for index in own}
@@ -96,17 +98,21 @@ def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action], ker
     else:
         kept, in_flight, activations, when = found[0].kept, 1, found[0].most, found[0].when
     gathered = sum(_gathered(model, job, index) for index in own) if job.fsdp else 0
+    optimizer = int(states) + 4 * tensors
+    gradients = learning * job.stored_width
+    on_host = {"nothing": 0, "optimizer": optimizer, "all": parameters + gradients + optimizer}[job.offload]
     return RankMemory(
         rank,
         sum(len(job.stages[index]) for index in own),
         parameters,
-        trained * job.stored_width,
-        int(states) + 4 * tensors,
+        gradients,
+        optimizer,
         activations,
         gathered,
         kept,
         in_flight,
         when,
+        on_host,
     )
 
 
@@ -136,9 +142,11 @@ def unsharded(parameters: tuple[Parameter, ...], tp: int, ep: int) -> int:
     return total
 
 
-def _parameters(model: ModelShape, job: Job, index: int, first: bool, last: bool) -> list[Parameter]:
+def parameters_of_stage(model: ModelShape, job: Job, index: int) -> list[Parameter]:
+    """All parameters of a pipeline stage, whole."""
     layers = [one for number in job.stages[index] for one in model.layers[number].parameters]
-    return [*(model.first if first else ()), *layers, *(model.last if last else ())]
+    ends = (model.first if index == 0 else (), model.last if index == len(job.stages) - 1 else ())
+    return [*ends[0], *layers, *ends[1]]
 
 
 def recomputes(job: Job, place: int) -> str:
@@ -150,10 +158,13 @@ def recomputes(job: Job, place: int) -> str:
 
 def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
     first, last = index == 0, index == len(job.stages) - 1
-    layers = [
-        _layer(model.layers[number], job, model.dim, recomputes(job, place), kernels)
-        for place, number in enumerate(job.stages[index])
-    ]
+    found: dict[tuple[int, str], _LayerBytes] = {}  # by identity: to hash a layer takes as long as to count it
+    layers = []
+    for place, number in enumerate(job.stages[index]):
+        layer, mode = model.layers[number], recomputes(job, place)
+        if (id(layer), mode) not in found:
+            found[id(layer), mode] = _layer(layer, job, model.dim, mode, kernels)
+        layers.append(found[id(layer), mode])
     c, tokens = job.compute_width, job.local_tokens
     split = tokens // job.tp
     stream = split * model.dim * c
@@ -168,6 +179,8 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
         copies = 1 + (c < 4) + (job.tp > 1 and job.loss_parallel) + (rows < tokens)  # the last: of the chunk before
         chunk = rows * columns * 4 * copies
         ends = norm_bytes(split * model.dim, split, c, kernels, model.layers[-1].layer_norm) + _input(job, stream)
+        if job.fused_loss:
+            logits = 0
         moments["loss"] = kept + ends + 2 * logits + chunk
         head = unsharded(tuple(p for p in model.last if p.trained), job.tp, job.ep) * c
         moments["backward of the head"] = kept + ends + logits + head + tokens * model.dim * c
