@@ -91,7 +91,7 @@ def score(row: dict[str, Any]) -> Score:
     replicas, shards = p.get("dp") or 1, p.get("fsdp") or 1
     if p.get("fsdp_group"):
         shards, replicas = p["fsdp_group"], h["count"] // p["fsdp_group"]
-    pure = "pure bf16" in precision or "bf16" == precision
+    pure = "pure bf16" in precision or precision == "bf16"
     pp = p.get("pp") or 1
     interleaved = (p.get("vpp") or 1) > 1
     name = "Interleaved1F1B" if interleaved else "1F1B"
@@ -157,11 +157,15 @@ def summary(scores: Sequence[Score]) -> list[tuple[str, int, float, float]]:
     for name in sorted({one.series for one in scores}):
         for held_back in (False, True):
             errors = sorted(
-                abs(one.error) for one in scores if one.series == name and one.held_back == held_back and one.error is not None
+                abs(one.error)
+                for one in scores
+                if one.series == name and one.held_back == held_back and one.error is not None
             )
             if errors:
                 worst = errors[min(len(errors) - 1, round(0.9 * (len(errors) - 1)))]
-                lines.append((f"{name}{', held back' if held_back else ''}", len(errors), statistics.median(errors), worst))
+                lines.append(
+                    (f"{name}{', held back' if held_back else ''}", len(errors), statistics.median(errors), worst)
+                )
     return lines
 
 
@@ -181,7 +185,9 @@ def main() -> None:
         for one in scores:
             if one.error is not None:
                 held = "yes" if one.held_back else ""
-                print(f"| {one.id} | {one.what} | {held} | {one.seconds:.3g} | {one.measured_seconds:.3g} | {one.error:+.1%} |")
+                print(
+                    f"| {one.id} | {one.what} | {held} | {one.seconds:.3g} | {one.measured_seconds:.3g} | {one.error:+.1%} |"
+                )
         print("\n| row | run | predicted GiB | measured GiB | error |\n|---|---|---|---|---|")
         for one in scores:
             if one.memory_error is not None:
@@ -191,7 +197,9 @@ def main() -> None:
             error = f"{one.error:+8.1%}" if one.error is not None else " " * 8
             gib = f"{one.gib:8.1f} GiB of {one.measured_gib}" if one.measured_gib else ""
             costs = ", ".join(f"{name} {s:.3g}" for name, s in one.costs) if asked.costs else ""
-            print(f"{one.id:22}{'*' if one.held_back else ' '} {one.seconds:9.3f} s {one.measured_seconds or 0:9.3f} {error} {gib} {costs}")
+            print(
+                f"{one.id:22}{'*' if one.held_back else ' '} {one.seconds:9.3f} s {one.measured_seconds or 0:9.3f} {error} {gib} {costs}"
+            )
         for name, count, median, worst in summary(scores):
             print(f"{name:34}{count:4} rows, median {median:6.1%}, 90th percentile {worst:6.1%}")
     right, pairs = order_right(scores)

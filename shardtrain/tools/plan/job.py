@@ -19,14 +19,14 @@ class Job:
     """One run on a mesh.
 
     ``rows`` are sequences of a micro-batch and ``num_microbatches`` the micro-batches of a step on each data-parallel
-    rank. ``sharding`` "full" is FSDP over dp_shard and cp. ``states``: tensors of the optimizer for each weight.
+    rank. ``fsdp``: weights are gathered from shards. ``states``: tensors of the optimizer for each weight.
     ``state_width``: bytes of their elements; ``stored_width`` those of weights and gradients; ``compute_width`` those
     of activations and gathered weights, ``reduce_width`` those of gradients on their way. ``recompute`` is "none",
     "full", "op" or, as digits, every how manieth layer is recomputed. ``fused``: the model is compiled, so that
-    elementwise operations are few. ``float8``: products of linear layers in float8. ``flash``: scores of attention never
-    reach memory. ``split_sequence``: norms work on a part of the sequence under tensor parallelism. ``fused_loss``: logits
-    are never whole. These three are otherwise for runs of other systems alone. ``offload``: what is in host memory, of
-    weights, gradients and optimizer state.
+    elementwise operations are few. ``float8``: products of linear layers in float8. ``flash``: scores of attention
+    never reach memory. ``split_sequence``: norms work on a part of the sequence under tensor parallelism.
+    ``fused_loss``: logits are never whole. These three are otherwise for runs of other systems alone. ``offload``: what
+    is in host memory, of weights, gradients and optimizer state.
     """
 
     seq_len: int

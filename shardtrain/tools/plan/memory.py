@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from shardtrain.tools.plan import schedule
 from shardtrain.tools.plan.job import Job
-from shardtrain.tools.plan.schedule import Action, most_kept
+from shardtrain.tools.plan.schedule import Action
 from shardtrain.tools.plan.shapes import Layer, ModelShape, Parameter
 
 Kernels = Literal["cpu", "cuda"]
@@ -75,8 +76,11 @@ def of_ranks(model: ModelShape, job: Job, orders: Sequence[Sequence[Action]], ke
     return [of_rank(model, job, rank, orders[rank] if orders else (), kernels) for rank in range(job.pp)]
 
 
-def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action], kernels: Kernels) -> RankMemory:
-    """Memory of the first rank of one place of the pipeline: no other of them holds more."""
+def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action] | None, kernels: Kernels) -> RankMemory:
+    """Memory of the first rank of one place of the pipeline: no other of them holds more.
+
+    Without an ``order`` what is in flight follows from a formula.
+    """
     own = job.stages_of_rank(rank) if job.pp > 1 else [0]
     last = len(job.stages) - 1
     owners = [parameters_of_stage(model, job, index) for index in own]
@@ -92,7 +96,11 @@ def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action], ker
         states = math.ceil(states / job.dp_replicate)
     found = {index: _stage(model, job, index, kernels) for index in own}
     if job.pp > 1:
-        kept, in_flight = most_kept({index: one.kept for index, one in found.items()}, order)
+        if order is None:
+            in_flight = schedule.in_flight(job.schedule, rank, job.pp, len(own), job.num_microbatches)
+            kept = in_flight * sum(one.kept for one in found.values()) // len(own)
+        else:
+            kept, in_flight = schedule.most_kept({index: one.kept for index, one in found.items()}, order)
         above = max(found.values(), key=lambda one: one.most - one.kept)
         activations, when = kept + above.most - above.kept, above.when
     else:

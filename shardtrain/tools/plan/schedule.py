@@ -84,6 +84,32 @@ def most_kept(kept_by_stage: Mapping[int, int], actions: Sequence[Action]) -> tu
     return most, most_flying
 
 
+def in_flight(schedule: str, rank: int, degree: int, per_rank: int, num_microbatches: int) -> int:
+    """Micro-batches, times stages of the rank, between forward and backward at most: what ``most_kept`` counts.
+
+    >>> in_flight("1F1B", 0, 4, 1, 8), in_flight("Interleaved1F1B", 0, 4, 2, 16), in_flight("DualPipeV", 1, 4, 2, 16)
+    (4, 11, 8)
+    """
+    every = num_microbatches * per_rank
+    if schedule in ("GPipe", "LoopedBFS"):
+        return every
+    if schedule in stages.V_SHAPED:
+        return min(every, 2 * degree)
+    if per_rank == 1:
+        return min(every, degree - rank)
+    return min(every, 2 * (degree - rank - 1) + (per_rank - 1) * degree + 1)
+
+
+def bubble(schedule: str, degree: int, per_rank: int, num_microbatches: int) -> float:
+    """Time that ranks wait over the time that they compute, by the formulas of Narayanan et al. 2021, Qi et al. 2024.
+
+    >>> bubble("1F1B", 4, 1, 8), bubble("Interleaved1F1B", 4, 2, 8)
+    (0.375, 0.1875)
+    """
+    share = (degree - 1) / (per_rank * num_microbatches)
+    return share / 3 if schedule in stages.V_SHAPED else share
+
+
 def simulate(
     order: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], send_seconds: float
 ) -> Timeline:

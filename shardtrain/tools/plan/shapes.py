@@ -15,7 +15,6 @@ from torch import nn
 from shardtrain import models, tasks
 from shardtrain.config.schema import Config
 from shardtrain.layout import Layout, matches, word_of
-from shardtrain.lora import spec
 from shardtrain.metrics.flops import count_model
 from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem
@@ -127,7 +126,10 @@ def read(config: Config) -> ModelShape:
     layout: Layout = module.LAYOUT
     with torch.device("meta"):
         model = task.adapt(models.build(module, shape), layout)
-    spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
+    if config.lora.enable:
+        from shardtrain.lora import spec  # brings DTensor, half a second
+
+        spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     num_params, flops = count_model(model, layout, shape, config.training.seq_len)
     layers: nn.ModuleDict = getattr(model, layout.layers)
     found: dict[tuple[object, ...], Layer] = {}

@@ -1,4 +1,4 @@
-"""Seconds of a training step: a roofline of each operator, collectives by message size and link, the pipeline played out.
+"""Seconds of a training step: a roofline of each operator, collectives by size and link, the pipeline played out.
 
 A kernel takes the longer of its FLOPs and its bytes (Williams et al. 2009, the roofline model). Large products reach a
 share of the peak that ``hardware.toml`` says, small ones less. A collective takes its bytes over the slowest link that
@@ -21,7 +21,7 @@ from shardtrain.tools.plan.shapes import Layer, Linear, ModelShape
 HALF_SIZE = 96
 """A dimension of a product at which half of the rate of a large one is reached."""
 STREAM_PASSES, HIDDEN_PASSES = 20.0, 5.0
-"""Reads and writes in forward, of a layer's residual stream and of what its feed-forward holds, one kernel at a time."""
+"""Reads and writes in forward, of a layer's residual stream and of its feed-forward's insides, one kernel at a time."""
 FUSED = 0.5
 """What the compiler leaves of them."""
 LAUNCHES, LAUNCH_SECONDS = 26, 5e-6
@@ -56,8 +56,8 @@ class _Pass:
     again: Mapping[str, float]
 
 
-def of_step(model: ModelShape, job: Job, device: Device, orders: Sequence[Sequence[Action]]) -> StepTime:
-    """How long a step takes; ``orders`` as for ``memory.of_ranks``."""
+def of_step(model: ModelShape, job: Job, device: Device, orders: Sequence[Sequence[Action]] | None) -> StepTime:
+    """How long a step takes; ``orders`` as for ``memory.of_ranks``, or None to take the bubble from a formula."""
     last = len(job.stages) - 1
     forward, backward = {}, {}
     for index, layers in enumerate(job.stages):
@@ -67,6 +67,13 @@ def of_step(model: ModelShape, job: Job, device: Device, orders: Sequence[Sequen
     if job.pp == 1:
         for one in (forward[0], backward[0]):
             _add(costs, one, job.num_microbatches)
+    elif orders is None:
+        slowest = max(range(job.pp), key=lambda rank: sum(sum(backward[index].values()) for index in _own(job, rank)))
+        for index in _own(job, slowest):
+            for one in (forward[index], backward[index]):
+                _add(costs, one, job.num_microbatches)
+        bubble = schedule.bubble(job.schedule, job.pp, len(_own(job, 0)), job.num_microbatches)
+        costs["pipeline bubble and sends"] = sum(costs.values()) * bubble + 2 * job.pp * _send(model, job, device)
     else:
         seconds = {}
         for index in forward:
@@ -120,7 +127,7 @@ def _stage(
 
 def _once_a_step(model: ModelShape, job: Job, device: Device, costs: Mapping[str, float]) -> dict[str, float]:
     """Seconds of what happens once a step: gradients are reduced, gathers without freeing, the optimizer."""
-    worst = max(range(job.pp), key=lambda rank: sum(_elements(model, job, index) for index in _own(job, rank)))
+    worst = max({0, job.pp - 1}, key=lambda rank: sum(_elements(model, job, index) for index in _own(job, rank)))
     own = _own(job, worst)
     once: dict[str, float] = {}
     gradients = _reduce_seconds(model, job, device, own)
@@ -201,7 +208,12 @@ def _layer(layer: Layer, job: Job, device: Device, dim: int) -> _Pass:
         "context parallel": 2 * context,
         "expert exchange": exchange,
     }
-    again = {"matmul": matmul - kept, "elementwise": elementwise, "kernel launches": host, "tensor parallel": tensor / 2}
+    again = {
+        "matmul": matmul - kept,
+        "elementwise": elementwise,
+        "kernel launches": host,
+        "tensor parallel": tensor / 2,
+    }
     return _Pass(forward, backward, again)
 
 
@@ -296,8 +308,7 @@ def _bandwidth(device: Device, ranks: int, stride: int) -> float:
     if per_node == ranks:
         return inside
     outside = device.network.bytes_per_second * device.network.efficiency * per_node
-    nodes = ranks / per_node
-    return min(inside, outside / (1 + 0.004 * nodes))
+    return min(inside, outside / (1 + 0.05 * math.log2(ranks / per_node)))  # more nodes, more switches on the way
 
 
 def _latency(device: Device, ranks: int, job: Job) -> float:
