@@ -25,8 +25,9 @@ class Job:
     "full", "op" or, as digits, every how manieth layer is recomputed. ``fused``: the model is compiled, so that
     elementwise operations are few. ``float8``: products of linear layers in float8. ``flash``: scores of attention
     never reach memory. ``split_sequence``: norms work on a part of the sequence under tensor parallelism.
-    ``fused_loss``: logits are never whole. These three are otherwise for runs of other systems alone. ``offload``: what
-    is in host memory, of weights, gradients and optimizer state.
+    ``loss``: "chunked" is ops/cross_entropy.py, "fused" never has all logits, "whole" has them in float32. These three
+    differ for runs of other systems alone. ``offload``: what is in host memory, of weights, gradients and optimizer
+    state.
     """
 
     seq_len: int
@@ -53,7 +54,7 @@ class Job:
     fused: bool = False
     float8: bool = False
     offload: Literal["nothing", "optimizer", "all"] = "nothing"
-    fused_loss: bool = False
+    loss: Literal["chunked", "fused", "whole"] = "chunked"
     flash: bool = True
     split_sequence: bool = True
     compute_dtype: str = "bfloat16"

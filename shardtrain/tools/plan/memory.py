@@ -187,8 +187,10 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
         copies = 1 + (c < 4) + (job.tp > 1 and job.loss_parallel) + (rows < tokens)  # the last: of the chunk before
         chunk = rows * columns * 4 * copies
         ends = norm_bytes(split * model.dim, split, c, kernels, model.layers[-1].layer_norm) + _input(job, stream)
-        if job.fused_loss:
+        if job.loss == "fused":
             logits = 0
+        elif job.loss == "whole":  # a float32 copy, its log-softmax and its gradient; the compiler needs one less
+            chunk = tokens * columns * 4 * (2 if job.fused else 3)
         moments["loss"] = kept + ends + 2 * logits + chunk
         head = unsharded(tuple(p for p in model.last if p.trained), job.tp, job.ep) * c
         moments["backward of the head"] = kept + ends + logits + head + tokens * model.dim * c
