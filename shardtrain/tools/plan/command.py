@@ -9,7 +9,8 @@ from pathlib import Path
 
 from shardtrain import config as configs
 from shardtrain.config import command_line
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils import atomic_io
+from shardtrain.utils.errors import ConfigError, Problem, StorageError
 from shardtrain.utils.units import parse_count
 
 HELP = """\
@@ -82,7 +83,7 @@ def main(words: Sequence[str]) -> int:
             print("\n".join(search.lines(found, asked.top)))
         if asked.output and found.ranked:
             text = search.as_toml(loaded, found.ranked[0])
-            Path(asked.output).write_text(text, encoding="utf-8")
+            _write(Path(asked.output), text)
             if not asked.json:
                 print(f"wrote {asked.output}: shardtrain train {asked.output}")
         return 0 if found.ranked else DOES_NOT_FIT
@@ -93,6 +94,14 @@ def main(words: Sequence[str]) -> int:
     else:
         print("\n".join(picture.lines(plan, asked.tokens, asked.price)))
     return 0 if plan.fits else DOES_NOT_FIT
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_io.write(path, text)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; name another file with -o") from error
 
 
 def _own(words: list[str]) -> tuple[Asked, list[str]]:
