@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ tokens per second, MFU, what limits it. Nothing is trained; no GPU and no proces
   --nodes N           nodes of the device's size, in place of --gpus
   --device NAME       {devices}, or a TOML file with a table
                       [devices.NAME] (docs/plan.md); default: h100
+  --calibrate RUN     scale the device's rates by how long the steps of a finished run took
   --tokens N          also days, device hours and energy for so many tokens, like 15T
   --price DOLLARS     per device and hour, for --tokens
   --search            rank every legal mesh, schedule, recompute mode and micro-batch for the same batch of tokens
@@ -42,6 +44,7 @@ class Asked:
     gpus: int | None = None
     nodes: int | None = None
     device: str = "h100"
+    calibrate: str | None = None
     tokens: float | None = None
     price: float | None = None
     search: bool = False
@@ -70,6 +73,12 @@ def main(words: Sequence[str]) -> int:
     loaded = configs.load(arguments.path, arguments.overrides)
     from shardtrain.tools.plan import picture, planning  # torch, once the words have been found to make sense
 
+    if asked.calibrate is not None:
+        from shardtrain.tools.plan import calibrate
+
+        learned = calibrate.learn(Path(asked.calibrate), device)
+        device = learned.device
+        print(learned.line(asked.calibrate), file=sys.stderr)
     if asked.nodes is not None:
         asked.gpus = asked.nodes * device.devices_per_node
     world_size = asked.gpus or planning.smallest_world(loaded.config, device)
@@ -112,7 +121,7 @@ def _own(words: list[str]) -> tuple[Asked, list[str]]:
         name, equals, value = word.partition("=")
         if name in ("--search", "--json") and not equals:
             setattr(asked, name[2:], True)
-        elif name in ("--gpus", "--nodes", "--device", "--tokens", "--price", "--top", "-o", "--output"):
+        elif name in ("--gpus", "--nodes", "--device", "--calibrate", "--tokens", "--price", "--top", "-o", "--output"):
             text = value if equals else (words.pop(0) if words else "")
             _set(asked, name, text)
         else:
@@ -140,5 +149,5 @@ def _set(asked: Asked, name: str, text: str) -> None:
         setattr(asked, name[2:], number)
     else:
         if not text:
-            raise ConfigError(Problem(name, None, "has no value", f"write {name} NAME", "command line"))
-        setattr(asked, "device" if name == "--device" else "output", text)
+            raise ConfigError(Problem(name, None, "has no value", f"write it like {name} NAME", "command line"))
+        setattr(asked, "output" if name == "-o" else name[2:], text)

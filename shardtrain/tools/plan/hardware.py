@@ -23,6 +23,7 @@ _LARGEST = {
     "bytes_per_second": 1e14,
     "latency_seconds": 1,
     "power_watts": 100_000,
+    "launch_seconds": 1,
     "devices_per_node": 10_000,
     "flops": 1e18,
 }
@@ -48,6 +49,7 @@ class Device:
     """One accelerator (or CPU rank), its memory, peaks by type, and the links in a node and between nodes.
 
     ``flops`` are dense peaks per second by dtype; the efficiencies are shares of a peak that large kernels reach.
+    ``launch_seconds`` is what the host takes to start a kernel.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Device:
     matmul_efficiency: float
     attention_efficiency: float
     memory_efficiency: float
+    launch_seconds: float
     source: str
 
     @property
@@ -79,6 +82,22 @@ class Device:
                 Problem("--device", self.name, rule, f"add {dtype} to its flops, or compute in another type")
             )
         return self.flops[dtype]
+
+    def slower(self, times: float) -> Device:
+        """The same device, all of whose rates are divided by ``times``."""
+
+        def of(link: Link) -> Link:
+            rate, latency = link.bytes_per_second / times, link.latency_seconds * times
+            return replace(link, bytes_per_second=rate, latency_seconds=latency)
+
+        return replace(
+            self,
+            flops={dtype: rate / times for dtype, rate in self.flops.items()},
+            memory_bytes_per_second=self.memory_bytes_per_second / times,
+            launch_seconds=self.launch_seconds * times,
+            link=of(self.link),
+            network=of(self.network),
+        )
 
     def with_nodes_of(self, devices: int) -> Device:
         """The same device in nodes of another size."""
@@ -129,7 +148,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: str) -> Device:
-    row = {"power_watts": 0, "matmul_efficiency": 0.65, "attention_efficiency": 0.45, "memory_efficiency": 0.75, **row}
+    row = {
+        "power_watts": 0,
+        "launch_seconds": 5e-6,
+        "matmul_efficiency": 0.65,
+        "attention_efficiency": 0.45,
+        "memory_efficiency": 0.75,
+        **row,
+    }
     path = f"devices.{name}"
     _check_keys(row, {f.name for f in fields(Device)} - {"name"}, path, where)
     flops = row["flops"]
@@ -139,8 +165,8 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
         _check_number(f"{path}.flops.{dtype}", value, _LARGEST["flops"], where)
         if value < 1e6:
             raise _wrong(f"{path}.flops.{dtype}", value, "is less than any device", "write FLOPs, not TFLOPs", where)
-    for key in ("memory_gib", "memory_bytes_per_second", "power_watts", "devices_per_node"):
-        _check_number(f"{path}.{key}", row[key], _LARGEST[key], where, zero=key == "power_watts")
+    for key in ("memory_gib", "memory_bytes_per_second", "power_watts", "devices_per_node", "launch_seconds"):
+        _check_number(f"{path}.{key}", row[key], _LARGEST[key], where, zero=key in ("power_watts", "launch_seconds"))
     _check_shares(row, ("matmul_efficiency", "attention_efficiency", "memory_efficiency"), path, where)
     if row["devices_per_node"] != int(row["devices_per_node"]):
         raise _wrong(f"{path}.devices_per_node", row["devices_per_node"], "is not whole", "write a whole number", where)

@@ -231,12 +231,11 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         qk_dim = int(shape.qk_nope_head_dim) + int(getattr(shape, "qk_rope_head_dim", 0))  # type: ignore[attr-defined]
     moe = next((m for n, m in layer.named_modules() if layout.expert and matches(f"{path}.{n}", layout.expert)), None)
     experts = None
-    if moe is not None:
-        weight = next(p for n, p in moe.named_parameters() if n.startswith("experts."))
-        sizes = [s for p in moe.experts.parameters() if p.ndim == 3 for s in p.shape[1:]]  # type: ignore[union-attr]
+    stacks = [p for n, p in moe.named_parameters() if n.startswith("experts.") and p.ndim == 3] if moe else []
+    if stacks:  # what has the path is a plain feed-forward in some layers of some models
         dim = int(getattr(shape, "dim", 0))
-        width = min((s for s in sizes if s != dim), default=dim)
-        experts = Experts(int(weight.shape[0]), int(getattr(shape, "top_k", 1)), width)
+        width = min((size for one in stacks for size in one.shape[1:] if size != dim), default=dim)
+        experts = Experts(int(stacks[0].shape[0]), int(getattr(shape, "top_k", 1)), int(width))
     names = [name for name, _ in layer.named_modules()]
     return Layer(
         tuple(_parameters(layer, None, layout, path)),
@@ -247,7 +246,7 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         int(getattr(shape, "v_head_dim", 0) or qk_dim),
         min((limit for limit in limits if limit), default=0),
         causal=not bool(getattr(core, "bidirectional", False)),
-        gated=sum(one.word == "colwise" and "attn" not in one.path for one in linears) > 1 or moe is not None,
+        gated=sum(one.word == "colwise" and "attn" not in one.path for one in linears) > 1 or bool(stacks),
         layer_norm=any(isinstance(module, nn.LayerNorm) for module in layer.modules()),
         head_norms=any(name.endswith(("q_norm", "k_norm")) for name in names),
         experts=experts,

@@ -24,8 +24,8 @@ STREAM_PASSES, HIDDEN_PASSES = 20.0, 5.0
 """Reads and writes in forward, of a layer's residual stream and of its feed-forward's insides, one kernel at a time."""
 FUSED = 0.5
 """What the compiler leaves of them."""
-LAUNCHES, LAUNCH_SECONDS = 26, 5e-6
-"""Kernels of a layer's forward, and what the host takes to start one."""
+LAUNCHES = 26
+"""Kernels of a layer's forward."""
 HIDDEN_SHARE = 0.85
 """Share of computation behind which a collective can hide."""
 CONTENTION = 0.06
@@ -194,7 +194,7 @@ def _layer(layer: Layer, job: Job, device: Device, dim: int) -> _Pass:
     if job.cp > 1:
         kv = 2 * tokens * layer.kv_heads * layer.qk_dim * c / job.tp
         context = kv * (job.cp - 1) / _bandwidth(device, job.cp, job.tp) + _latency(device, job.cp, job)
-    launches = LAUNCHES * LAUNCH_SECONDS * (0.5 if job.fused else 1.0)
+    launches = LAUNCHES * device.launch_seconds * (0.5 if job.fused else 1.0)
     work = matmul + attention + elementwise
     host = max(0.0, launches - work)
     links = {"tensor parallel": tensor, "context parallel": context, "expert exchange": exchange}
@@ -243,6 +243,8 @@ def _attention(layer: Layer, job: Job, device: Device) -> float:
         return flops / peak + 5 * scores * job.compute_width / rate
     small = min(1.0, (layer.qk_dim + 32) / 160)  # heads below 128 leave units of a GPU idle
     long = span / (span + 512)
+    if device.name == "cpu":
+        small = long = 1.0
     peak = device.peak("bfloat16" if job.compute_width == 2 else job.compute_dtype) * device.attention_efficiency
     moved = 4 * tokens * layer.heads / job.tp * layer.qk_dim * job.compute_width
     return max(flops * share / (peak * small * long), moved / rate)
