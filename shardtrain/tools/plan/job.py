@@ -99,6 +99,14 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         notes.append(
             "activation_checkpoint.memory_budget is what the compiler decides; planned as if nothing recomputes"
         )
+    if config.lora.enable and config.lora.base_dtype != "training":
+        notes.append(f"frozen weights are counted as {training.dtype}, not in lora.base_dtype={config.lora.base_dtype}")
+    if config.optimizer.name.endswith(".py"):
+        notes.append("the optimizer is a file: its state is counted as AdamW's")
+    if config.task.name in ("distillation", "preference"):
+        notes.append(f"the frozen model that task.name={config.task.name} may hold is not counted; a dry run counts it")
+    if recompute.cpu_offload:
+        notes.append("activation_checkpoint.cpu_offload: what would move to host memory is counted on the device")
     converters = " ".join(config.model.converters)
     return Job(
         seq_len=training.seq_len,

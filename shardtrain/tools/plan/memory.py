@@ -233,16 +233,20 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
     heads, kv_heads = -(-layer.heads // job.tp), -(-layer.kv_heads // job.tp)
     q, k = tokens * heads * layer.qk_dim * c, tokens * kv_heads * layer.qk_dim * c
     v, out = tokens * kv_heads * layer.v_dim * c, tokens * heads * layer.v_dim * c
+    cut = 0
+    if layer.v_dim < layer.qk_dim:  # kernels want values as wide as keys: they are padded, and the output is cut
+        v, out, cut = k, q, out
     scores = tokens * heads * 4
     projections, feed = layer.inside("attn"), layer.inside("ffn")
-    attention = norm + q + k + v + out + scores
+    attention = norm + q + k + v + out + cut + scores
     attention += gathered if any(one.trained for one in projections if one.word != "rowwise") else 0
     if layer.head_norms:
         for numel in (q // c, k // c):
             attention += norm_bytes(numel, numel // layer.qk_dim, c, kernels, False)
-    if len(projections) > 4:  # of low rank: what is between the two products, and its norm
-        inner = sum(one.out_features for one in projections if one.word != "rowwise" and one.out_features < dim)
-        attention += 2 * tokens * inner * c
+    for one in projections:
+        if one.word == "replicate":  # a latent: its norm, and what the next product saves
+            attention += norm_bytes(tokens * one.out_features, tokens, c, kernels, False)
+            attention += tokens * one.out_features * c
     # each product, what the activation function makes of it, and (a gated one has two products) what they multiply to
     into = [one for one in feed if one.word != "rowwise"]
     hidden = sum(tokens * -(-one.out_features // (job.tp if one.word == "colwise" else 1)) * c for one in into)
@@ -253,6 +257,8 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
     if layer.experts:
         rows = split * layer.experts.top_k
         ffn += stream + 2 * rows * dim * c + 4 * rows * layer.experts.ffn * c
+        if layer.experts.biased:  # sums with three biases, and a gate of several operations (models/gpt_oss.py)
+            ffn += rows * dim * c + 2 * rows * layer.experts.ffn * c
         ffn += split * layer.experts.count * 4 + rows * (8 * 3 + 4 * 3)
         hidden += 2 * rows * layer.experts.ffn * c
     whole = attention + ffn
@@ -268,7 +274,7 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
     # the feed-forward's backward is first: gradients of its products, of the stream, and of its own weights
     share = ffn / max(1, whole)
     start = whole + stream + (2 * gathered if job.tp > 1 else 0) + hidden + int(weights * share / 3)
-    end = whole - ffn + 2 * stream + gathered + 2 * (q + k + v) + weights
+    end = whole - ffn + 2 * stream + gathered + q + k + v + weights
     return _LayerBytes(whole, kept, (stream if mode != "none" else 0) + max(start, end))
 
 

@@ -61,11 +61,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: how many, how many of them a token uses, and their hidden features."""
+    """A mixture of experts: how many, how many of them a token uses, their hidden features, and whether with biases."""
 
     count: int
     top_k: int
     ffn: int
+    biased: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,11 +233,11 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
     moe = next((m for n, m in layer.named_modules() if layout.expert and matches(f"{path}.{n}", layout.expert)), None)
     experts = None
     stacks = [p for n, p in moe.named_parameters() if n.startswith("experts.") and p.ndim == 3] if moe else []
+    biased = any(p.ndim == 2 and n.startswith("experts.") for n, p in moe.named_parameters()) if moe else False
     if stacks:  # what has the path is a plain feed-forward in some layers of some models
         dim = int(getattr(shape, "dim", 0))
         width = min((size for one in stacks for size in one.shape[1:] if size != dim), default=dim)
-        experts = Experts(int(stacks[0].shape[0]), int(getattr(shape, "top_k", 1)), int(width))
-    names = [name for name, _ in layer.named_modules()]
+        experts = Experts(int(stacks[0].shape[0]), int(getattr(shape, "top_k", 1)), int(width), biased)
     return Layer(
         tuple(_parameters(layer, None, layout, path)),
         tuple(linears),
@@ -248,7 +249,7 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         causal=not bool(getattr(core, "bidirectional", False)),
         gated=sum(one.word == "colwise" and "attn" not in one.path for one in linears) > 1 or bool(stacks),
         layer_norm=any(isinstance(module, nn.LayerNorm) for module in layer.modules()),
-        head_norms=any(name.endswith(("q_norm", "k_norm")) for name in names),
+        head_norms=any(name.endswith("k_norm.weight") for name, _ in layer.named_parameters()),
         experts=experts,
     )
 

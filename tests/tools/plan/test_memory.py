@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from tiny import deep_config
+from tiny import deep_config, tiny_config
 
 from shardtrain.config import derived, load
+from shardtrain.config.schema import Model
 from shardtrain.distributed import fake_backend
 from shardtrain.tools.plan import job, memory, schedule, shapes
 from shardtrain.train import dry_run
@@ -56,6 +59,26 @@ def test_a_plan_agrees_with_the_dry_run_within_five_percent(sections):
     assert plan.optimizer == run.optimizer_bytes
     assert plan.total == pytest.approx(run.total_bytes, rel=0.05)
     assert plan.activations == pytest.approx(run.traced.activations_bytes, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "most"),
+    [
+        ("deepseek_v3", "debugmodel", 0.05),
+        ("gpt_oss", "debugmodel", 0.05),
+        ("llama4", "debugmodel", 0.08),
+        ("mixtral", "debugmodel", 0.05),
+        ("neox", "debugmodel", 0.05),
+        ("qwen3", "debugmodel", 0.05),
+    ],
+)
+def test_every_family_of_models_is_counted_as_it_is_traced(name, flavor, most):
+    options = {"name": name, "flavor": flavor, "overrides": {}}
+    training = {"seq_len": 256, "mixed_precision_param": "bfloat16"}
+    config = replace(tiny_config(training=training), model=Model(**options))
+    run, plan = traced(config, 0, 4), planned(config, 0, 4)
+    assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
+    assert plan.total == pytest.approx(run.total_bytes, rel=most)
 
 
 @pytest.mark.parametrize("name", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
