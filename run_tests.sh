@@ -21,7 +21,7 @@ cores="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # a test, and each process that it starts, would compile every module again: a second, and ten for all tests
 unset PYTHONDONTWRITEBYTECODE
-workers=$((cores + (cores + 1) / 2)) # a third of the tests' time goes to waiting: for Slurm, ssh, limits that pass
+workers=$((2 * cores)) # a third of the tests' time goes to waiting: for Slurm, ssh, limits that pass
 ((workers <= 16)) || workers=16 # each holds PyTorch and starts ranks of its own
 # worksteal: what tests of a file share is made by one worker, and the last tests are dealt again to one that is idle
 exec "$python" -m pytest -n "$workers" --dist worksteal "$@"

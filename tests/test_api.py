@@ -151,6 +151,10 @@ def test_a_type_checker_knows_the_names(tmp_path: Path) -> None:
     ], done.stdout  # fmt: skip
 
 
+@pytest.mark.nightly(
+    "from Python",
+    by="tests/tools/verify/test_verify.py::test_clean_runs_give_no_alarm",
+)
 def test_verify_gives_a_result_per_mesh(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')
@@ -186,6 +190,7 @@ def cells() -> list[str]:
 
 
 @pytest.mark.parametrize("source", ["notebook", "page"])
+@pytest.mark.nightly("both from top to bottom")
 def test_the_notebook_and_the_page_run_from_top_to_bottom(source: str, tmp_path: Path) -> None:
     parts = cells() if source == "notebook" else blocks((ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
     assert len(parts) >= 4

@@ -160,6 +160,10 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("where", ["", "-later"])
+@pytest.mark.nightly(
+    "with dropout",
+    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+)
 def test_a_run_with_dropout_goes_on_to_the_bit(ended: list[dict[str, Ended]], mesh: str, where: str) -> None:
     for rank in ended:
         straight, resumed = rank[f"{mesh} straight"], rank[f"{mesh}{where}"]

@@ -178,6 +178,10 @@ def joined(ranks: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("kind", cases(["ddp", "float16"], ["fsdp", "ep", "muon"]))
+@pytest.mark.nightly(
+    "of each precision and mesh",
+    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+)
 def test_ten_steps_and_another_ten_are_twenty(straight: Any, resumed: Any, kind: str) -> None:
     for (whole, *_), (half, *_) in zip(straight[kind], resumed[kind], strict=True):
         assert whole.error is None and half.error is None

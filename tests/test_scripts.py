@@ -232,7 +232,7 @@ def test_as_many_tests_run_at_once_as_there_are_cores_whatever_threads_are_allow
         _, calls, _, _ = run(repository, "run_tests.sh", **({"OMP_NUM_THREADS": threads} if threads else {}))
         asked.append(int(calls[calls.index("-n") + 1]))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert asked == [min(16, cores + (cores + 1) // 2)] * 3
+    assert asked == [min(16, 2 * cores)] * 3
 
 
 @pytest.mark.parametrize(

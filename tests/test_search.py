@@ -156,11 +156,19 @@ SPLIT = Case(
 )
 
 
-@pytest.mark.timeout(600)
-def test_a_silent_difference_is_found_and_shrunk(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_difference_is_found(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp, "gather", lambda model: None)  # what the schedule needs of a resharded stage
     assert pipeline_parallel.fsdp is fsdp
     assert searcher.judge([SPLIT])[0].kind == "differs"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.nightly(
+    "shrinking takes some thirty runs",
+    by="tests/test_search.py::test_a_silent_difference_is_found",
+)
+def test_a_silent_difference_is_found_and_shrunk(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp, "gather", lambda model: None)
     small = shrink(SPLIT, lambda case: searcher.judge([case])[0].kind == "differs")
     assert set(small.options) <= {*SPLIT.options} - {"debug.seed"}
     assert {PP, SCHEDULE, f"{P}fsdp_reshard_after_forward"} <= set(small.options)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.checkpoint import files
-from shardtrain.checkpoint.collectives import all_gather_json
+from shardtrain.checkpoint.collectives import any_ranks
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.checkpoint.storage import Place
@@ -96,13 +96,15 @@ def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
         # in short turns: no rank waits in a collective for as long as another writes
         writing.wait(1.0 if deadline is None else min(1.0, deadline - time.monotonic()))
         late = deadline is not None and time.monotonic() >= deadline
-        said = all_gather_json([writing.ended, writing.failed, late])
-        if all(ended for ended, _, _ in said):
+        # failed before ended: it may end between the two
+        failed = writing.failed
+        goes_on, has_failed, is_late = any_ranks([not writing.ended, failed, late])
+        if not goes_on:
             return True
-        if any(failed for _, failed, _ in said):
+        if has_failed:
             writing.give_up()
             deadline = None
-        elif any(late for _, _, late in said):
+        elif is_late:
             return False
 
 

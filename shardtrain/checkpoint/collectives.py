@@ -1,10 +1,16 @@
-"""All ranks come to the same end: what one could not do, none has done. Ranks tell each other JSON, never pickles."""
+"""All ranks come to the same end: what one could not do, none has done. Ranks tell each other JSON, never pickles.
+
+What costs grow with: a flag, a word of one rank and what the first rank knows are one reduction and at most one
+broadcast, whose bytes do not grow with the number of ranks. ``all_gather_json`` alone holds what every rank says on
+every rank, so what is said there is short.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,41 +32,126 @@ _KINDS: dict[str, type[ShardtrainError]] = {
 
 def all_gather_json(value: Any) -> list[Any]:
     """What every rank says, by rank (a collective); values are JSON. A process without peers needs no process group."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if _is_alone():
         return [json.loads(json.dumps(value))]
     data = bytearray(json.dumps(value).encode())
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)]))
-    longest = int(max(int(size) for size in sizes))
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    dist.all_gather(list(sizes.view(-1, 1)), torch.tensor([len(data)]))
+    longest = int(sizes.max())
     own = torch.zeros(longest, dtype=torch.uint8)
     own[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    texts = [torch.empty_like(own) for _ in sizes]
-    dist.all_gather(texts, own)
-    return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(texts, sizes, strict=True)]
+    texts = torch.empty(len(sizes), longest, dtype=torch.uint8)
+    dist.all_gather(list(texts), own)
+    return [json.loads(bytes(text[:size].numpy())) for text, size in zip(texts, sizes.tolist(), strict=True)]
 
 
-def all_ranks(action: Callable[[], Any], only_first: bool = False) -> list[Any]:
-    """Do something on every rank (or the first alone) and give what each got, as JSON (a collective).
+def gather_distinct_json(value: Any) -> list[Any]:
+    """What ranks say, once where several say the same, in the order of the first who says it (a collective).
+
+    Ranks of one pipeline stage say the same of their tensors: what is held grows with the stages.
+    """
+    if _is_alone():
+        return [json.loads(json.dumps(value))]
+    own = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(value).encode()).digest()), dtype=torch.uint8)
+    digests = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8)
+    dist.all_gather(list(digests), own)
+    firsts: dict[bytes, int] = {}
+    for rank, digest in enumerate(digests.numpy()):
+        firsts.setdefault(digest.tobytes(), rank)
+    return [_said(value, rank if dist.get_rank() == rank else _NOBODY) for rank in firsts.values()]
+
+
+def broadcast_json(value: Any) -> Any:
+    """What the first rank says, as JSON (a collective); that of others is not asked."""
+    return _said(value, 0 if _is_alone() or dist.get_rank() == 0 else _NOBODY)
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether it holds on some rank (a collective)."""
+    return any_ranks([flag])[0]
+
+
+def any_ranks(flags: Sequence[bool]) -> list[bool]:
+    """Of each flag, whether it holds on some rank (a collective)."""
+    if _is_alone():
+        return list(flags)
+    found = torch.tensor(list(map(int, flags)))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [bool(one) for one in found]
+
+
+def first_word(word: str) -> str:
+    """What the first of those ranks says that say something; empty where none does (a collective)."""
+    return _said(word, _own_rank() if word else _NOBODY) or ""
+
+
+def all_ranks(action: Callable[[], Any]) -> Any:
+    """Do something on every rank and give, as JSON, what the first one got (a collective).
 
     Raises:
         ShardtrainError: on all ranks the same, when any rank met one; an OSError becomes a StorageError that names the
             path, the reason and the rank.
     """
     answer, failure, told = None, None, None
-    if not only_first or dist.get_rank() == 0:
-        try:
-            answer = action()
-        except Exception as error:
-            failure, told = error, _tell(error)
-    said = all_gather_json([answer, told])
-    failed = [error for _, error in said if error]
-    if failed:
-        # an error with a name of ours explains more than a bug that followed from it
-        kind, text = next((e for e in failed if e[0] != "PeerError"), failed[0])
-        if failure and told and told[0] == "PeerError":
-            raise failure  # a fault of the program: whoever met it shows it whole
-        raise _KINDS[kind](text) from failure
-    return [value for value, _ in said]
+    try:
+        answer = action()
+    except Exception as error:
+        failure, told = error, _tell(error)
+    _raise_alike(failure, told)
+    return broadcast_json(answer)
+
+
+def first_rank(action: Callable[[], Any]) -> Any:
+    """Do something on the first rank alone and give, as JSON, what it got (a collective); raises as ``all_ranks``."""
+    return all_ranks(action if _own_rank() == 0 else lambda: None)
+
+
+def all_ranks_gather(action: Callable[[], Any]) -> list[Any]:
+    """Do something on every rank and give what each got, as JSON (a collective); raises as ``all_ranks``."""
+    answers: list[Any] = []
+    all_ranks(lambda: answers.append(action()))
+    return all_gather_json(answers[0])
+
+
+_NOBODY = 2**62
+
+
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _own_rank() -> int:
+    return 0 if _is_alone() else dist.get_rank()
+
+
+def _said(value: Any, urgency: int) -> Any:
+    """The value of the rank whose ``urgency`` is least, modulo the number of ranks its number; None where all pass."""
+    if _is_alone():
+        return json.loads(json.dumps(value)) if urgency < _NOBODY else None
+    first = torch.tensor([urgency])
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    if int(first) == _NOBODY:
+        return None
+    source = int(first) % dist.get_world_size()
+    data = bytearray(json.dumps(value).encode()) if dist.get_rank() == source else bytearray()
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, source)
+    text = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(text, source)
+    return json.loads(bytes(text.numpy()))
+
+
+def _raise_alike(failure: Exception | None, told: list[str] | None) -> None:
+    # an error with a name of ours explains more than a bug that followed from it
+    is_bug = told is not None and told[0] == "PeerError"
+    size = 1 if _is_alone() else dist.get_world_size()
+    chosen = _said(told, _own_rank() + (size if is_bug else 0) if told else _NOBODY)
+    if chosen is None:
+        return
+    if failure and is_bug:
+        raise failure  # a fault of the program: whoever met it shows it whole
+    kind, text = chosen
+    raise _KINDS[kind](text) from failure
 
 
 def _tell(error: Exception) -> list[str]:

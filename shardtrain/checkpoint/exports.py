@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardtrain.checkpoint import async_save, files, retention
 from shardtrain.checkpoint.async_save import Writing
-from shardtrain.checkpoint.collectives import all_ranks
+from shardtrain.checkpoint.collectives import first_rank
 from shardtrain.checkpoint.lease import Lease
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.storage import Place
@@ -45,7 +45,7 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
         return [lease.nonce, secrets.token_hex(4)]
 
     rank = dist.get_rank()
-    nonce, token = all_ranks(prepare, only_first=True)[0]
+    nonce, token = first_rank(prepare)
     draft = _draft(checkpoint, nonce)
 
     def write(go_on: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint import manifest, rank0_storage, retention
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.collectives import all_gather_json, all_ranks
+from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank, first_word
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.save import Saver
 from shardtrain.checkpoint.storage import Place
@@ -47,7 +47,7 @@ class Checkpoints(Saver):
                 self._lease.acquire()
                 self._storage.sweep()
 
-            all_ranks(take_folder, only_first=True)
+            first_rank(take_folder)
             if not self._relays:
                 rank0_storage.check_seen_by_all(self._folder, self._lease.nonce)
         self._check_writers(self._folder)
@@ -55,7 +55,7 @@ class Checkpoints(Saver):
         found, without = self.steps(), list[int]()
         if isinstance(self._folder, Path):  # an object store has no folders: without a manifest there is no checkpoint
             without = sorted({*retention.step_folders(self._folder)} - {*found})
-        found, without = all_gather_json([found, without])[0]
+        found, without = broadcast_json([found, without])
         if self._options.load_step != -1:
             return self._chosen(found)
         ways = [manifest.way_from_dcp(self._folder / f"step-{step}") for step in without]
@@ -120,7 +120,7 @@ class Checkpoints(Saver):
         Own is what this process has saved, and what it found up to the step at which it started.
         """
         self.finish()
-        for step in [step for step in reversed(all_gather_json(self.steps())[0]) if step <= last]:
+        for step in [step for step in reversed(broadcast_json(self.steps())) if step <= last]:
             path = self._folder / f"step-{step}"
             damage = self._verify(path)
             if damage:
@@ -128,7 +128,7 @@ class Checkpoints(Saver):
                 continue
             assert self._verified is not None
             stored = self._verified[1]
-            own = step <= started_at or stored.run == all_gather_json(self._lease.nonce)[0]
+            own = step <= started_at or stored.run == broadcast_json(self._lease.nonce)
             if own and not stored.facts.get("weights_only"):
                 return path
         return None
@@ -142,12 +142,12 @@ class Checkpoints(Saver):
                 if step in steps and (step <= started_at or manifest.read(path).run == self._lease.nonce):
                     retention.discard(path)
 
-        all_ranks(discard, only_first=True)
+        first_rank(discard)
 
     def _check_writers(self, folder: Place) -> None:
         """Refuse what anybody may have put there: hashes find damage, and not whose checkpoint it is."""
         looks = self._is_first and isinstance(folder, Path)  # who may write a store, the store decides
-        found = all_gather_json(retention.open_to_all(Path(str(folder))) if looks else "")[0]
+        found = broadcast_json(retention.open_to_all(Path(str(folder))) if looks else "")
         if found and not self._options.allow_shared_writable:
             raise ConfigError(
                 f"checkpoint.folder: {found} can be written by every user, who could put weights of his there; run "
@@ -178,7 +178,7 @@ class Checkpoints(Saver):
             text = manifest.read_bytes(path).decode("latin-1") if self._is_first else None
         except CheckpointError as error:
             problem = str(error)
-        problem, text = all_gather_json([problem, text])[0]
+        problem, text = broadcast_json([problem, text])
         if problem:
             return str(problem)
         try:
@@ -187,8 +187,8 @@ class Checkpoints(Saver):
             return str(error)  # the same bytes on every rank: the same refusal
         if retention.step_of(path) not in (None, stored.step):
             return f"checkpoint {path}: {MANIFEST} is of step {stored.step}"
-        damages = all_gather_json((rank0_storage if self._relays else tensor_files).find_damaged_file(stored, path))
-        damage = next((f"checkpoint {path}: {found}" for found in damages if found), "")
+        found = first_word((rank0_storage if self._relays else tensor_files).find_damaged_file(stored, path))
+        damage = f"checkpoint {path}: {found}" if found else ""
         if not damage:
             self._verified = path, stored
         return damage

@@ -94,7 +94,7 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
     def to_bytes(self) -> bytes:
-        """The bytes of ``manifest.json``."""
+        """The bytes of ``manifest.json``; raises CheckpointError where no start would read them."""
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -110,7 +110,23 @@ class Manifest:
             "facts": dict(self.facts),
         }
         rest = ("\n" + json.dumps(body, allow_nan=False)[1:] + "\n").encode()
+        if len(rest) > MAX_BYTES - 100:
+            raise CheckpointError(too_large(len(rest)))
         return b'{"sha256": "%s",' % hashlib.sha256(rest).hexdigest().encode() + rest
+
+
+def least_bytes(tensors: Mapping[str, StoredTensor]) -> int:
+    """Bytes that a manifest of these tensors has at least: brackets, commas and a digit for each number."""
+    return sum(len(name) + sum(10 + 6 * len(chunk.sizes) for chunk in t.chunks) for name, t in tensors.items())
+
+
+def too_large(num_bytes: int) -> str:
+    """Why a checkpoint with a manifest of so many bytes is not written."""
+    return (
+        f"a checkpoint of this run would have a {MANIFEST} of {num_bytes / 2**30:.1f} GiB, and no start reads one of "
+        f"more than {MAX_BYTES / 2**30:g} GiB; cut the tensors into fewer pieces: a larger "
+        "parallelism.data_parallel_replicate_degree writes each piece once"
+    )
 
 
 def read(path: Path | ObjectPath) -> Manifest:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.collectives import all_gather_json
+from shardtrain.checkpoint.collectives import all_gather_json, broadcast_json, gather_distinct_json
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, StoredFile
 from shardtrain.checkpoint.resharding import Box, overlap
 from shardtrain.checkpoint.storage import Place
@@ -36,14 +36,14 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
     """
     if dist.get_world_size() == 1 or not isinstance(folder, Path):
         return  # an object store has one address for all
-    sign = folder / f"probe-{all_gather_json(nonce)[0]}"
+    sign = folder / f"probe-{broadcast_json(nonce)}"
     problem = ""
     if dist.get_rank() == 0:
         try:
             files.write_whole(sign, b"")
         except OSError as error:
             problem = f"cannot write {error.filename}: {error.strerror}; fix job.dump_folder, then start again"
-    problem = all_gather_json(problem)[0]
+    problem = broadcast_json(problem)
     if problem:
         raise StorageError(problem)
     seen = os.environ.get("LOCAL_RANK", "0") != "0" or _appears(sign)
@@ -102,7 +102,7 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[Sto
 
 def _received(shares: Plan, rank: int) -> Iterator[memoryview]:
     """What a rank sends, in its order."""
-    number, sizes = shares.file_number(rank), []
+    number, sizes = shares.file_numbers[rank], []
     for stored in shares.tensors.values():
         sizes += [(c.begin, c.numel * ITEM_BYTES[stored.dtype]) for c in stored.chunks if c.file == number]
     for _, size in sorted(sizes):
@@ -126,7 +126,7 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
         OSError: on the first rank, when all have taken part to the end.
     """
     failure: Exception | None = None
-    for name in sorted({name for names in all_gather_json(list(tensors)) for name in names}):
+    for name in sorted({name for names in gather_distinct_json(sorted(tensors)) for name in names}):
         stored = manifest.tensors[name]
         for chunk in stored.chunks:
             reader = None

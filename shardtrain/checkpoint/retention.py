@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from shardtrain.checkpoint import files
-from shardtrain.checkpoint.manifest import MANIFEST, Manifest, read
+from shardtrain.checkpoint.manifest import MANIFEST, read
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.log import logger
@@ -25,6 +25,9 @@ _SMALL = re.compile(r"(?:lease|best)\.json\.([0-9a-f]+)(?:\.old)?")
 _TRASH = re.compile(r"step-\d+(?:-hf)?\.trash-[0-9a-f]+")
 LEFTOVER_SECONDS = 3600.0
 """A save cut short is swept away when nothing in it changed for an hour."""
+_sizes: dict[tuple[str, int, int], list[tuple[str, int]]] = {}
+"""Files and their bytes by manifest, its size and time: each save asks for the same ones again."""
+_MOST_REMEMBERED = 64
 
 
 def step_of(path: Path | ObjectPath) -> int | None:
@@ -66,8 +69,13 @@ def unusable(path: Path | ObjectPath, damage: str) -> CheckpointError:
 def is_whole(path: Path | ObjectPath) -> bool:
     """Whether a checkpoint has a good manifest and every file at its size; contents are not read."""
     try:
-        manifest: Manifest = read(path)
-        return all((path / file.name).stat().st_size == file.bytes for file in manifest.files)
+        status = (path / MANIFEST).stat()
+        key = (str(path), status.st_size, getattr(status, "st_mtime_ns", 0))  # a store of objects does not tell
+        if key not in _sizes:
+            _sizes[key] = [(file.name, file.bytes) for file in read(path).files]
+            for old in list(_sizes)[:-_MOST_REMEMBERED]:
+                del _sizes[old]
+        return all((path / name).stat().st_size == size for name, size in _sizes[key])
     except (CheckpointError, OSError):
         return False
 

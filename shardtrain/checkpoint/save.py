@@ -22,7 +22,7 @@ from shardtrain.checkpoint import async_save, exports, manifest, rank0_storage, 
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.async_save import Saving, Staging, Writing
 from shardtrain.checkpoint.best import Best
-from shardtrain.checkpoint.collectives import all_gather_json, all_ranks
+from shardtrain.checkpoint.collectives import all_ranks, all_ranks_gather, any_rank, broadcast_json, first_rank
 from shardtrain.checkpoint.exports import Exporter
 from shardtrain.checkpoint.interval import Interval
 from shardtrain.checkpoint.manifest import Manifest, StoredFile
@@ -192,7 +192,7 @@ class Saver:
                 self.on_written(writing.seconds)
                 self.interval.note_write(writing.seconds)
                 self._export_if_due(writing.step, wait=False, must=False)
-            elif any(all_gather_json(writing.given_up)):
+            elif any_rank(writing.given_up):
                 self._abandon(writing.step)
                 logger.warning(f"{self._name(writing)} was cancelled: there was no time for it")
             else:
@@ -243,15 +243,15 @@ class Saver:
     def _save_now(
         self, step: int, tensors: Mapping[str, Tensor], shares: tensor_files.Plan, facts: Mapping[str, Any]
     ) -> None:
-        nonce, _ = all_ranks(lambda: self._prepare(step, sum(shares.bytes_of)), only_first=True)[0]
+        nonce, _ = first_rank(lambda: self._prepare(step, sum(shares.bytes_of)))
         draft = self._draft(step, nonce)
         if self._relays:
-            written = all_ranks(lambda: [*map(_fields, rank0_storage.write(tensors, shares, draft))])[0]
+            written = all_ranks(lambda: [*map(_fields, rank0_storage.write(tensors, shares, draft))])
         else:
-            written = all_ranks(lambda: _fields(tensor_files.write(tensors, shares, draft)))
+            written = all_ranks_gather(lambda: _fields(tensor_files.write(tensors, shares, draft)))
         found = [StoredFile(*fields) for fields in written if fields]
-        all_ranks(lambda: self._commit(draft, self._manifest(step, found, shares, facts)), only_first=True)
-        all_ranks(lambda: self._tidy(step, facts), only_first=True)
+        first_rank(lambda: self._commit(draft, self._manifest(step, found, shares, facts)))
+        first_rank(lambda: self._tidy(step, facts))
 
     def _begin(
         self, step: int, tensors: Mapping[str, Tensor], shares: tensor_files.Plan, facts: Mapping[str, Any]
@@ -265,7 +265,7 @@ class Saver:
             staged.append(self._staging.copy(own, shares.bytes_of[rank]))
             return self._prepare(step, sum(shares.bytes_of)) if self._is_first else None
 
-        nonce, token = all_ranks(ready)[0]
+        nonce, token = all_ranks(ready)
         draft = self._draft(step, nonce)
         others = [rank for rank in range(1, size) if shares.bytes_of[rank]]
 
@@ -291,7 +291,7 @@ class Saver:
         """
         with contextlib.suppress(StorageError):
             self.finish()
-        known = all_gather_json(self._newest_compared() if self._is_first and self._saves else None)[0]
+        known = broadcast_json(self._newest_compared() if self._is_first and self._saves else None)
         advice = "no checkpoint is known to be without it: start from scratch"
         if known is not None:
             path = self._folder / f"step-{known}"

@@ -7,8 +7,10 @@ the overlap of two boxes. A piece that several ranks hold is written once, by th
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,8 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.checkpoint import files
-from shardtrain.checkpoint.collectives import all_gather_json
-from shardtrain.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, StoredFile, StoredTensor
+from shardtrain.checkpoint.collectives import all_gather_json, any_rank, gather_distinct_json
+from shardtrain.checkpoint.manifest import (
+    ITEM_BYTES,
+    MAX_BYTES,
+    Chunk,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    least_bytes,
+    too_large,
+)
 from shardtrain.checkpoint.resharding import Box, overlap
 from shardtrain.checkpoint.storage import Place
 from shardtrain.ops.dtensor import local_slices, local_tensor
@@ -38,13 +49,15 @@ class Plan:
 
     def names_of(self, rank: int) -> list[str]:
         """Tensors of which a rank writes a piece, in the order of its file."""
-        number = self.file_number(rank)
+        number = self.file_numbers[rank]
         begins = [(c.begin, name) for name, t in self.tensors.items() for c in t.chunks if c.file == number]
         return [name for _, name in sorted(begins)]
 
-    def file_number(self, rank: int) -> int:
-        """Place of a rank's file in the manifest: ranks with nothing to write have none."""
-        return sum(size > 0 for size in self.bytes_of[:rank]) if self.bytes_of[rank] else -1
+    @cached_property
+    def file_numbers(self) -> list[int]:
+        """Place of each rank's file in the manifest; -1 for a rank that has nothing to write."""
+        ends = itertools.accumulate(size > 0 for size in self.bytes_of)
+        return [end - 1 if size else -1 for end, size in zip(ends, self.bytes_of, strict=True)]
 
 
 def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
@@ -53,7 +66,7 @@ def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *map(list, box_of(tensor))]
         for name, tensor in tensors.items()
     }
-    if all(all_gather_json(earlier is not None and earlier.own == own)):
+    if not any_rank(earlier is None or earlier.own != own):
         assert earlier is not None
         return earlier
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -72,11 +85,13 @@ def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
         writer = min(ranks, key=lambda rank: (load[rank], rank))
         places.append((name, box, writer, load[writer]))
         load[writer] += torch.Size(box[1]).numel() * ITEM_BYTES[kinds[name][0]]
-    empty = Plan({}, load)
+    numbers = Plan({}, load).file_numbers
     chunks: dict[str, list[Chunk]] = {name: [] for name in kinds}
     for name, (offsets, sizes), writer, begin in places:
-        chunks[name].append(Chunk(offsets, sizes, empty.file_number(writer), begin))
+        chunks[name].append(Chunk(offsets, sizes, numbers[writer], begin))
     stored = {name: StoredTensor(*kinds[name], tuple(chunks[name])) for name in sorted(kinds)}
+    if (num_bytes := least_bytes(stored)) > MAX_BYTES:
+        raise CheckpointError(too_large(num_bytes))
     return Plan(stored, load, own=own, holders=holders)
 
 
@@ -113,7 +128,7 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
     """
     asked = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     everyone: dict[str, list[Any]] = {}
-    for said in all_gather_json(asked):  # a pipeline stage holds some of the names only
+    for said in gather_distinct_json(asked):  # a pipeline stage holds some of the names only
         everyone.update(said)
     for name, (dtype, shape) in sorted(everyone.items()):
         stored = manifest.tensors.get(name)
@@ -140,16 +155,16 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
     readers: dict[int, files.Reader] = {}
     try:
         for name, tensor in tensors.items():
-            stored, (offsets, _) = manifest.tensors[name], box_of(tensor)
+            stored, own = manifest.tensors[name], box_of(tensor)
             into = local_tensor(tensor).detach()
             for chunk in stored.chunks:
-                shared = overlap((chunk.offsets, chunk.sizes), box_of(tensor))
+                shared = overlap((chunk.offsets, chunk.sizes), own)
                 if shared is None:
                     continue
                 if chunk.file not in readers:
                     readers[chunk.file] = files.open_stored(folder / manifest.files[chunk.file].name)
                 found = read_box(readers[chunk.file], chunk, stored.dtype, shared)
-                part(into, shared, offsets).copy_(found)
+                part(into, shared, own[0]).copy_(found)
                 progress.tick()
     finally:
         for reader in readers.values():

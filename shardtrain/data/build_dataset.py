@@ -134,7 +134,7 @@ def packing_of(config: Config, section: Training | Validation, tokenizer: Tokeni
 def _format(config: Config, named: NamedDataset) -> str:
     """What a row is; prepared shards remember what theirs were."""
     if named.source.dataset == "tokens" and named.source.dataset_path is not None:
-        return read_index(Path(named.source.dataset_path), named.path_option).format
+        return read_index(Path(named.source.dataset_path), named.path_option, checks_files=False).format
     return named.source.format or config.data.format
 
 

@@ -32,6 +32,8 @@ UNFINISHED = "unfinished"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
 MAX_INDEX_BYTES = 2**28
 """A larger index is refused unread: one of 100,000 shards has 64 MiB."""
+MOST_CHECKED = 1000
+"""Of more files than these each is checked when it is first read: all ranks opening all files would stop a storage."""
 _ENDS_BYTES = 4096
 _START_BYTES = 8
 
@@ -126,8 +128,11 @@ def ends_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_index(folder: Path, option: str = "training.dataset_path") -> Index:
+def read_index(folder: Path, option: str = "training.dataset_path", checks_files: bool = True) -> Index:
     """Read ``index.json`` of a folder and check it against itself and against the sizes and ends of the files.
+
+    Of more than MOST_CHECKED files, or without ``checks_files``, only that of the starts is looked at; who reads one
+    of the others calls ``check_file``.
 
     Raises:
         ConfigError: naming the file that is missing, torn, swapped, of another version, or of another size.
@@ -144,8 +149,9 @@ def read_index(folder: Path, option: str = "training.dataset_path") -> Index:
     except (KeyError, TypeError, ValueError) as error:
         raise _broken(path, option, f"is damaged ({str(error) or type(error).__name__})") from error
     _check_sums(index, path, option)
-    for stored in index.files():
-        _check_file(folder / stored.name, stored, option)
+    files = index.files()
+    for stored in files if checks_files and len(files) <= MOST_CHECKED else [index.starts]:
+        check_file(folder, stored, option)
     return index
 
 
@@ -227,7 +233,9 @@ def _check_sums(index: Index, path: Path, option: str) -> None:
         raise _broken(path, option, f"has id {index.max_id} beyond its vocabulary of {index.vocab_size}")
 
 
-def _check_file(path: Path, stored: StoredFile, option: str) -> None:
+def check_file(folder: Path, stored: StoredFile, option: str) -> None:
+    """Compare a file's size and ends with the index; raises ConfigError."""
+    path = folder / stored.name
     try:
         size = path.stat().st_size
         ends = ends_sha256(path) if size == stored.bytes else ""

@@ -1,7 +1,8 @@
 """Prepared shards as a line of tokens: any part of it at once from files, whatever their size.
 
-Opening reads the index and 8 KiB of each file, so 10^9 tokens open in milliseconds. Tokens are read by position and
-not mapped: a mapped file that shrinks kills the process without a word, and counts as its memory.
+Opening reads the index and 8 KiB of each file (of more than 1,000 files: when it is first read), so 10^9 tokens open in
+milliseconds. Tokens are read by position and not mapped: a mapped file that shrinks kills the process without a word,
+and counts as its memory.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data import shard_index
 from shardtrain.data.file_hashes import WholeFile
-from shardtrain.data.shard_index import DTYPES, INDEX, STARTS, Index, StoredFile, read_index
+from shardtrain.data.shard_index import DTYPES, INDEX, STARTS, Index, StoredFile, check_file, read_index
 from shardtrain.data.token_buffer import Mask, Tokens
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.utils.errors import ConfigError, Problem
@@ -41,8 +43,10 @@ class ShardTokenBuffer:
         self.has_mask = any(shard.learned is not None for shard in self.index.shards)
         self._dtype = DTYPES[self.index.dtype]
         self._ends = np.cumsum([shard.num_tokens for shard in self.index.shards], dtype=np.int64).tolist()
-        self._open = _OpenFiles(self.folder, option)
-        self._stamps = {file.name: _stamp(self.folder / file.name) for file in self.index.files()}
+        files = self.index.files()
+        checks_late = len(files) > shard_index.MOST_CHECKED
+        self._stamps = {file.name: _stamp(self.folder / file.name) for file in ([] if checks_late else files)}
+        self._open = _OpenFiles(self.folder, option, self._first_look if checks_late else None)
         self._starts: npt.NDArray[np.int64] = np.array([], dtype=np.int64)
         if self.num_documents:
             mapped = np.memmap(self.folder / STARTS, dtype="<i8", mode="r")
@@ -99,6 +103,12 @@ class ShardTokenBuffer:
             if _stamp(self.folder / name) != stamp:
                 raise _changed(self.folder / name, self.option)
 
+    def _first_look(self, stored: StoredFile) -> None:
+        """Compare with the index a file that is about to be read for the first time."""
+        if stored.name not in self._stamps:
+            check_file(self.folder, stored, self.option)
+            self._stamps[stored.name] = _stamp(self.folder / stored.name)
+
     def _check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self.num_tokens:
             raise ValueError(f"tokens {start}..{stop} of {self.num_tokens}")
@@ -123,8 +133,9 @@ class ShardTokenBuffer:
 class _OpenFiles:
     """File descriptors of the files read last; reading by position leaves them in one state for all processes."""
 
-    def __init__(self, folder: Path, option: str) -> None:
-        self._folder, self._option = folder, option
+    def __init__(self, folder: Path, option: str, look: Callable[[StoredFile], None] | None = None) -> None:
+        """``look`` is called with a file before it is opened."""
+        self._folder, self._option, self._look = folder, option, look
         self._descriptors: OrderedDict[str, int] = OrderedDict()
 
     def read(self, stored: StoredFile, start: int, stop: int) -> bytearray:
@@ -132,7 +143,7 @@ class _OpenFiles:
         buffer = bytearray(stop - start)
         view, at = memoryview(buffer), 0
         try:
-            descriptor = self._descriptor(stored.name)
+            descriptor = self._descriptor(stored)
             while at < len(buffer):
                 count = os.preadv(descriptor, [view[at:]], start + at)
                 if count == 0:
@@ -142,12 +153,15 @@ class _OpenFiles:
             raise _changed(self._folder / stored.name, self._option, error.strerror) from error
         return buffer
 
-    def _descriptor(self, name: str) -> int:
+    def _descriptor(self, stored: StoredFile) -> int:
+        name = stored.name
         if name in self._descriptors:
             self._descriptors.move_to_end(name)
             return self._descriptors[name]
         while len(self._descriptors) >= _MAX_OPEN_FILES:
             os.close(self._descriptors.popitem(last=False)[1])
+        if self._look is not None:
+            self._look(stored)
         descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
         self._descriptors[name] = descriptor
         return descriptor

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import models, tasks
-from shardtrain.checkpoint.collectives import all_gather_json, all_ranks
+from shardtrain.checkpoint.collectives import all_ranks, all_ranks_gather, broadcast_json
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
@@ -102,7 +102,7 @@ def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if tensors:
         resize = config.checkpoint.initial_load_resize_embeddings
         all_ranks(lambda: importing.fill(tensors, folder, module, shape, quantized, resize))
-    shares = all_ranks(lambda: fingerprint(folder, True, *_place()))
+    shares = all_ranks_gather(lambda: fingerprint(folder, True, *_place()))
     return {"path": str(folder), "in_hf": True, "fingerprint": joined({k: v for s in shares for k, v in s.items()})}
 
 
@@ -112,7 +112,7 @@ def _load_checkpoint(path: Place, checkpoints: Checkpoints, tensors: Mapping[str
         raise ConfigError(Problem(PATH, str(path), rule, "merge them first (shardtrain merge), or name a whole model"))
     if tensors:
         checkpoints.load(path, tensors, {})
-    mark = all_gather_json(joined(fingerprint(path, False)))[0]
+    mark = broadcast_json(joined(fingerprint(path, False)))
     return {"path": str(path), "in_hf": False, "fingerprint": mark}
 
 

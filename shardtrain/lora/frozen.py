@@ -187,8 +187,7 @@ def fingerprint_of(path: Path) -> str:
 def _refuse_damage(path: Path, stored: manifest.Manifest) -> None:
     rank, size = _place()
     damages = (files.find_damage(path, file) for file in stored.files[rank::size])
-    said = collectives.all_gather_json(next((damage for damage in damages if damage), ""))
-    if damage := next((text for text in said if text), ""):
+    if damage := collectives.first_word(next((damage for damage in damages if damage), "")):
         raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import models, optim, tasks
-from shardtrain.checkpoint.collectives import all_gather_json, all_ranks
+from shardtrain.checkpoint.collectives import all_ranks, broadcast_json
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
@@ -191,7 +191,7 @@ def optimizer_state(run: Run) -> dict[str, Tensor]:
 
 def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     """How the data differ from those of the checkpoint; empty when they are the same."""
-    differing = all_gather_json(run.contents.expect(facts.get("data_contents")))[0]
+    differing = broadcast_json(run.contents.expect(facts.get("data_contents")))
     if facts.get("data_fingerprint") == run.dataloader.fingerprint:
         return f"{_some(differing)} differ at equal size" if differing else ""
     old, new = facts.get("data_files", {}), run.dataloader.files

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain import data
-from shardtrain.checkpoint.collectives import all_gather_json
+from shardtrain.checkpoint.collectives import any_rank, broadcast_json, first_word
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import folder_of
 from shardtrain.data.data_budget import check_enough
@@ -102,7 +102,7 @@ def note_validation(run: Run, checkpoints: Checkpoints, values: Mapping[str, flo
     config = run.config
     if config.checkpoint.keep_best or config.validation.patience:
         # sums over different groups of ranks may differ in the last bit, and all ranks must agree on what is better
-        checkpoints.best.observe(run.state.step, all_gather_json(dict(values))[0])
+        checkpoints.best.observe(run.state.step, broadcast_json(dict(values)))
         if checkpoints.best.exhausted:
             _no_patience(run, checkpoints)
 
@@ -125,8 +125,8 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
         NotSaved: there was no time for it.
     """
     # the request may reach a rank through the others before its own signal has come: all name the same one
-    reasons = [reason for reason in all_gather_json(run.stop.reason) if reason]
-    step, reason = run.state.step, run.stop.reason or (reasons or ["another rank's request"])[0]
+    heard = first_word(run.stop.reason)
+    step, reason = run.state.step, run.stop.reason or heard or "another rank's request"
     folder = folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)
     with run.phases.within("checkpoint"):
         checkpoints.give_up_export()
@@ -135,7 +135,7 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
         if step > checkpoints.saved_step:
             # waiting for the save in the background has taken some of the time
             late = (run.stop.saves.p95() or 0.0) > run.stop.remaining_seconds()
-            if any(all_gather_json(late)) or not in_time:
+            if any_rank(late) or not in_time:
                 newest = signals.newest_checkpoint(folder)
                 raise NotSaved(
                     f"stopped by {reason} after step {step}; a save would have taken longer than the time left of "

@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 from shardtrain import config as configs
 from shardtrain import data, models, optim
-from shardtrain.checkpoint.collectives import all_ranks
+from shardtrain.checkpoint.collectives import first_rank
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
@@ -113,7 +113,7 @@ def opened(loaded: Loaded, here: World, phases: Phases) -> Iterator[tuple[Run, C
         run.phases = phases
         if here.rank == 0:
             contents = run.contents = Contents(getattr(run.dataloader, "whole_files", ()), folder)
-        all_ranks(contents.look, only_first=True)
+        first_rank(contents.look)
         resume(run, checkpoints)
         contents.start(run.state.step)
         if here.rank == 0:
@@ -136,7 +136,7 @@ def _choose_cpu_kernels(config: Config) -> None:
     if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
         cpu_kernels.use(cpu_kernels.PYTORCH)
         return
-    found, *_ = all_ranks(lambda: asdict(cpu_kernels.remembered_or_measured()), only_first=True)
+    found = first_rank(lambda: asdict(cpu_kernels.remembered_or_measured()))
     kernels = cpu_kernels.Kernels(**found)
     cpu_kernels.use(kernels)
     logger.info(cpu_kernels.describe(kernels))
@@ -156,7 +156,7 @@ def run_to_end(loaded: Loaded, here: World, run: Run, checkpoints: Checkpoints) 
                 facts = run_facts(run, here)
                 with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
                     _steps(run, here, checkpoints, validator, metrics)
-                run.stop.close()  # the last step is done and saved
+                    run.stop.close()  # the last step is done and saved
                 return run.state
             except loss_spikes.RollbackRequested as why:
                 loss_spikes.rollback(run, checkpoints, why, started_at)

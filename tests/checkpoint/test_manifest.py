@@ -229,3 +229,11 @@ def test_reading_a_manifest_needs_no_more_than_the_standard_library() -> None:
     assert check("shardtrain.checkpoint.manifest")
     source = Path(manifest.__file__).read_text()
     assert "import torch" not in source and "numpy" not in source
+
+
+def test_a_manifest_that_no_start_would_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = manifest.parse(signed(json.dumps(BODY)), PATH)
+    assert 0 < manifest.least_bytes(found.tensors) <= len(found.to_bytes())
+    monkeypatch.setattr(manifest, "MAX_BYTES", len(found.to_bytes()) - 1)
+    with pytest.raises(CheckpointError, match="GiB; cut the tensors into fewer pieces: a larger parallelism.data_par"):
+        found.to_bytes()

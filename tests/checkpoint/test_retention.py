@@ -287,3 +287,20 @@ def test_what_a_dead_writer_left_goes_at_once_and_what_a_living_one_may_still_wr
     assert sorted(path.name for path in tmp_path.iterdir()) == left
     retention.sweep(tmp_path, "0123ab", time.time() + 3700, ())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "lease.json", "notes", "step-2.tmp-0123ab"]
+
+
+def test_a_manifest_is_read_once_however_many_saves_come_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[Path] = []
+    monkeypatch.setattr(retention, "read", lambda path: parsed.append(path) or manifest.read(path))
+    kept = checkpoints(tmp_path, keep_latest_k=3)
+    for step in range(1, 9):
+        save(kept, step)
+    kept.close()
+    assert kept.steps() == [6, 7, 8]
+    assert len(parsed) == len(set(parsed)) <= 8
+    (tmp_path / "checkpoint/step-8/rank-00000.bin").write_bytes(b"")
+    assert not is_whole(tmp_path / "checkpoint/step-8"), (
+        "what is remembered are sizes, and files are looked at each time"
+    )

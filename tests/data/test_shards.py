@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardtrain.data import shard_index, shards
 from shardtrain.data.document import Document
 from shardtrain.data.shard_index import INDEX
 from shardtrain.data.shard_writer import ShardWriter, default_shard_tokens
@@ -200,3 +201,31 @@ def test_the_index_says_where_the_tokens_come_from(tmp_path: Path) -> None:
     assert index.created_by.startswith("shardtrain ") and index.tokenizer_name == "bytes"
     assert sorted(p.name for p in (tmp_path / "x").iterdir() if p.name.endswith(".tmp")) == []
     assert (tmp_path / "x" / INDEX).stat().st_size > 100
+
+
+def test_of_many_files_each_is_checked_when_it_is_first_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 15T tokens there are 117,000 files, and each rank reads a few of them."""
+    tokens_of = [Document(np.arange(50, dtype=np.int32) + 7 * number) for number in range(4)]
+    write(tmp_path / "shards", tokens_of)
+    whole = ShardTokenBuffer(tmp_path / "shards")
+    monkeypatch.setattr(shard_index, "MOST_CHECKED", 3)
+    looked: list[str] = []
+    check = shard_index.check_file
+    for module in (shard_index, shards):
+        monkeypatch.setattr(module, "check_file", lambda *a: (looked.append(a[1].name), check(*a)))
+    late = ShardTokenBuffer(tmp_path / "shards")
+    assert looked == ["starts.bin"] and late.fingerprint == whole.fingerprint
+    assert (late.tokens(0, 200) == whole.tokens(0, 200)).all()
+    assert sorted(looked[1:]) == sorted(file.name for file in late.index.files() if file.name != "starts.bin")
+    late.tokens(0, 200)
+    assert len(looked) == len(set(looked)), "once"
+    late.check_unchanged()
+
+    damaged = ShardTokenBuffer(tmp_path / "shards")
+    path = tmp_path / "shards" / damaged.index.shards[2].tokens.name
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    damaged.tokens(0, 14)
+    with pytest.raises(ConfigError, match=r"tokens-00002.bin.* is not the file that index.json describes"):
+        damaged.tokens(14, 21)
+    with pytest.raises(ConfigError, match="was changed, moved or removed since the run opened it"):
+        late.check_unchanged()

@@ -113,6 +113,10 @@ def test_no_mesh_changes_a_number(family: str, mesh: str) -> None:
         assert_same_numbers(result, one_process(family))
 
 
+@pytest.mark.nightly(
+    "more steps",
+    by="tests/distributed/test_expert_parallel.py::test_biases_and_measures_are_those_of_one_process",
+)
 def test_ten_steps_of_biases_that_move_choose_the_same_experts() -> None:
     for result in run_tiny(2, family_config("deepseek_v3", parallelism=degrees(ep=2)), 10):
         assert_same_numbers(result, one_process("deepseek_v3", 10))

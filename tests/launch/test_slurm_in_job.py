@@ -110,6 +110,10 @@ def test_a_port_that_is_taken_is_passed_over(cluster, tmp_path):
     assert found and int(found[1]) > port, done
 
 
+@pytest.mark.nightly(
+    "whole tasks",
+    by="tests/launch/test_slurm_in_job.py::test_a_task_of_a_sweep_that_is_queued_again_goes_on_in_its_folder_and_is_stopped_alone",
+)
 def test_each_task_of_a_sweep_has_its_folder_and_one_that_fails_leaves_the_others(cluster, tmp_path):
     folder = tmp_path / "run"
     wrong = "--checkpoint.enable --checkpoint.initial_load_path /nowhere"

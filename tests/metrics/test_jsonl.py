@@ -2,7 +2,10 @@ import json
 import os
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from shardtrain.metrics.sinks import jsonl
 from shardtrain.metrics.sinks.jsonl import JsonlFile, read_records
 
 
@@ -107,3 +110,52 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
     file.write({"step": 1})
     file.close()
     assert "training goes on" in caplog.text and file.num_lost == 1
+
+
+TORN = ["", '{"step": 9', "[1]\n", "\x00\x00", '{"step": 3}\n', '{"step": 100000}\n', "\n"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(
+    gaps=st.lists(st.integers(1, 5), min_size=1, max_size=60),
+    start=st.integers(1, 150),
+    tail=st.lists(st.sampled_from(TORN), max_size=3),
+    tail_bytes=st.sampled_from([8, 40, 200, 5000]),
+)
+def test_of_a_large_file_the_end_alone_is_read_and_it_becomes_what_a_small_one_does(
+    tmp_path, monkeypatch, gaps, start, tail, tail_bytes
+):
+    """The reference reads the whole file; a run leaves it straight, and a crash leaves what is torn behind the end."""
+    steps_written, step = [], 0
+    for gap in gaps:
+        step += gap
+        steps_written.append(step)
+    content = "".join(f'{{"step": {s}, "loss": {s / 7}}}\n' for s in steps_written) + "".join(tail)
+    small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
+    small.write_text(content)
+    large.write_text(content)
+    monkeypatch.setattr(jsonl, "_LARGE_BYTES", 2**40)
+    JsonlFile(small, start)
+    monkeypatch.setattr(jsonl, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(jsonl, "_TAIL_BYTES", tail_bytes)
+    found = [record["step"] for record in JsonlFile(large, start).history]
+    kept = steps(small)
+    assert read_records(large) == read_records(small)
+    assert all(json.loads(line) for line in large.read_text().splitlines() if line), "no line is torn"
+    assert found == sorted(set(found)) and set(found) <= set(kept)
+    if kept:
+        assert found[-1] == kept[-1]
+
+
+def test_the_history_of_a_large_file_is_thinned_and_its_end_is_cut_in_place(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 20_001)))
+    monkeypatch.setattr(jsonl, "_LARGE_BYTES", 1000)
+    monkeypatch.setattr(jsonl, "_TAIL_BYTES", 1000)
+    inode = path.stat().st_ino
+    history = [record["step"] for record in JsonlFile(path, 15_000).history]
+    assert path.stat().st_ino == inode
+    assert steps(path) == list(range(1, 15_001))
+    assert (history[0], history[-1]) == (1, 15_000) and 2000 < len(history) <= 2502
+    JsonlFile(path, 0)
+    assert not path.exists() and len(list(tmp_path.iterdir())) == 1, "an earlier run is kept aside"

@@ -1,4 +1,5 @@
 import importlib.util
+import itertools
 import math
 import time
 
@@ -9,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.memory import CudaMemory
 from shardtrain.metrics.record import Record
+from shardtrain.metrics.sinks import tensorboard
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink
 from shardtrain.utils.errors import ConfigError
 
@@ -118,7 +120,7 @@ def test_a_failing_writer_is_one_warning_and_no_end_of_training(tmp_path, monkey
     def fail(*_):
         raise RuntimeError("disk is gone")
 
-    monkeypatch.setattr(sink._writer, "add_scalar", fail)
+    monkeypatch.setattr(sink._writer.file_writer, "add_summary", fail)
     sink.scalars(1, {"a": 1.0, "b": 2.0})
     sink.scalars(2, {"a": 1.0})
     sink.close()
@@ -132,3 +134,14 @@ def test_a_missing_package_is_an_error_and_not_an_empty_folder(tmp_path, monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"metrics\.enable_tensorboard=true needs the package tensorboard"):
         TensorBoardSink(tmp_path)
+
+
+@pytest.mark.parametrize("count", [0, 1, tensorboard.REPLAYED, tensorboard.REPLAYED + 1, 123_457])
+def test_a_long_history_is_thinned_evenly_and_keeps_its_ends(count):
+    records = [{"step": step} for step in range(count)]
+    found = [record["step"] for record in tensorboard.thinned(records)]
+    assert len(found) == min(count, tensorboard.REPLAYED) and found == sorted(set(found))
+    if count:
+        assert (found[0], found[-1]) == (0, count - 1)
+        gaps = {after - before for before, after in itertools.pairwise(found)}
+        assert not gaps or max(gaps) - min(gaps) <= 1

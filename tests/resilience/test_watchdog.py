@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import os
+import statistics
 import sys
 import threading
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from hangs import config, run
+from hypothesis import given
+from hypothesis import strategies as st
 from launched import end
 from ranks import run_ranks
 from tiny import tiny_config
@@ -24,7 +27,7 @@ from shardtrain.resilience.progress import Mark
 from shardtrain.resilience.watchdog import heartbeat, stack
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, from_json, to_json
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
-from shardtrain.resilience.watchdog.stragglers import WINDOWS, Stragglers, common, find_odd
+from shardtrain.resilience.watchdog.stragglers import WINDOWS, Stragglers, common, find_odd, median_without
 from shardtrain.resilience.watchdog.watchdog import beat_seconds, monitors
 from shardtrain.utils.errors import ConfigError, PeerError
 
@@ -322,3 +325,10 @@ def test_equal_ranks_are_not_called_slow(tmp_path):
     for number in range(CLEAN_RUNS):
         assert end(run(steps_alone(tmp_path / str(number)))) == 0
         assert slow_lines(tmp_path / str(number)) == []
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=12), st.data())
+def test_the_usual_work_of_the_peers_is_the_median_of_all_others(works: list[float], data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(works) - 1))
+    others = works[:place] + works[place + 1 :]
+    assert median_without(sorted(works), works[place]) == statistics.median(others)

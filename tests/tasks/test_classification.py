@@ -157,6 +157,10 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path)
         Classification(one).read_rows("train")
 
 
+@pytest.mark.nightly(
+    "three epochs",
+    by="tests/tasks/test_custom_task.py::test_two_epochs_of_the_template_learn",
+)
 def test_three_epochs_learn_what_one_word_decides_and_keep_the_best(tmp_path: Path) -> None:
     one = config(
         job={"dump_folder": str(tmp_path)},

@@ -110,6 +110,10 @@ def test_another_number_of_ranks_is_compared_to_rounding(root: Path) -> None:
     assert "the run had 2 ranks" in output and "step 6: " in output and ": record: equal" in output
 
 
+@pytest.mark.nightly(
+    "after a rewind",
+    by="tests/tools/test_replay.py::test_a_run_is_made_again_to_the_bit_and_nothing_is_written_into_it",
+)
 def test_a_rewound_run_is_made_again_without_the_rows_that_it_left_out(root: Path) -> None:
     records = [json.loads(line) for line in (root / "rewound/metrics.jsonl").read_text().splitlines()]
     assert [record["rewinds"] for record in records] == [0] * 3 + [1] * 3 + [2] * 5

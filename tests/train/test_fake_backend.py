@@ -44,6 +44,10 @@ def test_the_shards_of_all_ranks_are_the_model_once():
     assert [run.gradient_bytes for run in runs] == [run.parameter_bytes for run in runs]
 
 
+@pytest.mark.nightly(
+    "one axis alone",
+    by="tests/train/test_fake_backend.py::test_the_shards_of_all_ranks_are_the_model_once",
+)
 def test_tensor_parallelism_repeats_the_norms_and_splits_all_else():
     config = deep_config(parallelism={"tensor_parallel_degree": 2})
     runs = [dry(config, rank, 8) for rank in range(8)]

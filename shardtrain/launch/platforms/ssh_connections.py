@@ -25,13 +25,15 @@ from shardtrain.launch.failure import NOT_SAVED
 from shardtrain.launch.platforms import pdsh
 from shardtrain.launch.platforms.ssh import ENDPOINT, LOCAL_ADDRESS, Plan
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
-from shardtrain.utils.process import SECRET
+from shardtrain.utils.process import SECRET, allow_open_files
 from shardtrain.utils.redact import visible
 
 START_SECONDS = 20
 """Added to the time of a connection: Python's own start on a cold file system."""
 END_SECONDS = 5.0
 """What the hosts have to end what they run when they are told to kill it, before their connections are cut."""
+FILES_PER_HOST, OTHER_FILES = 5, 100
+"""What a connection takes: two pipes, the host's log, and both ends of a pipe while ssh starts; and all the rest."""
 LOST = 255
 """Exit status of ssh where the connection could not be made, or was lost."""
 HINTS = (
@@ -105,6 +107,11 @@ class Run:
 
     def _connect(self) -> None:
         """Open all connections; no host gets its command before all have answered."""
+        needed, allowed = FILES_PER_HOST * len(self._plans) + OTHER_FILES, allow_open_files()
+        if needed > allowed:
+            rule = f"reaches {len(self._plans)} hosts, which takes {needed} open files, and {allowed:g} are allowed"
+            fix = "raise the hard limit (limits.conf; `ulimit -Hn` shows it), or start from another machine"
+            raise ConfigError(Problem("launch ssh", None, rule, fix))
         for plan, process in zip(self._plans, self._start(), strict=True):
             one = _Connection(plan, process, log=(self._folder / f"{plan.host.label}.log").open("ab"))
             self._open.append(one)

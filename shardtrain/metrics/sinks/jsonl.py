@@ -5,12 +5,13 @@ After a resume the file continues as one straight history: what was written afte
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shardtrain.metrics.record import Record, finite_or_none
 from shardtrain.utils import atomic_io
@@ -137,14 +138,23 @@ def _is_value(value: Any) -> bool:
 
 
 def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
-    """Make the file on disk a rising history up to ``start_step``; returns it."""
+    """Make the file on disk a rising history up to ``start_step``; returns it, thinned where the file is large."""
     if not path.exists():
         return []
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
-        content = file.read()
+        size = os.fstat(file.fileno()).st_size
+        if start_step and size > _LARGE_BYTES and (end := _end_of_history(file, size, start_step)) is not None:
+            history = _thinned(file, end)
+            if all(one["step"] < other["step"] for one, other in itertools.pairwise(history)):
+                if end < size:
+                    _cut(path, end)
+                    logger.info(f"{path}: continuing after step {start_step}; {size - end} bytes after it removed")
+                return history
+        file.seek(0)
+        content = b"" if not start_step and size > _LARGE_BYTES else file.read()
     records, bad = _parse(content)
     if start_step == 0:
-        if records:
+        if records or size > _LARGE_BYTES:
             aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
             os.replace(path, aside)
             logger.info(f"{path} holds an earlier run, and this one starts at step 0; the earlier one is now {aside}")
@@ -164,3 +174,56 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
         atomic_io.write(path, content, durable=True)
         logger.info(f"{path}: continuing after step {start_step}; {removed} later records and {bad} torn lines removed")
     return kept
+
+
+# Each start of a run leaves a file that is straight, and a run appends in order: so all that a start has to look at of
+# a large file is its end. Reading 10^7 records would take minutes.
+_LARGE_BYTES, _TAIL_BYTES, _THINNED = 16 * 2**20, 2**20, 2500
+
+
+def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
+    """Where the last record up to ``start_step`` ends; None where what is before it has to be put in order first."""
+    window = _TAIL_BYTES
+    while window < size:
+        file.seek(size - window)
+        _, newline, content = file.read(window).partition(b"\n")
+        at = size - len(content)
+        end, last, num_kept, is_past = 0, -1, 0, False
+        for line in content.split(b"\n")[:-1]:  # what stands after the last line feed is torn
+            records, _ = _parse(line)
+            at += len(line) + 1
+            step = records[0]["step"] if records else None
+            if step is None or step > start_step:
+                is_past = True
+            elif is_past or step <= last:
+                return None
+            else:
+                end, last, num_kept = at, step, num_kept + 1
+        if newline and num_kept > 1:  # one alone may be a step written twice
+            return end
+        window *= 2
+    return None
+
+
+def _cut(path: Path, size: int) -> None:
+    descriptor = atomic_io.not_through_a_link(str(path), os.O_WRONLY, 0o644)
+    try:
+        os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _thinned(file: BinaryIO, end: int) -> list[dict[str, Any]]:
+    """Records before ``end`` at even distances, the first and the last among them."""
+    lines: list[bytes] = []
+    for place in range(0, end, -(-end // _THINNED)):
+        file.seek(place)
+        if place:
+            file.readline()
+        if file.tell() < end:
+            lines.append(file.readline())
+    file.seek(max(0, end - _TAIL_BYTES))
+    lines.append(file.read(end - file.tell()).rpartition(b"\n")[0].rpartition(b"\n")[2])
+    records, _ = _parse(b"\n".join(lines))
+    return [record for number, record in enumerate(records) if not number or record != records[number - 1]]

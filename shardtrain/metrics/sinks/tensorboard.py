@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from shardtrain.metrics.record import Record, tags_of
 from shardtrain.metrics.sinks import Request, validation_tags
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
+
+REPLAYED = 5000
+"""Points of the time before a resume that the new event file gets: five times what TensorBoard draws of a curve."""
 
 
 def problem(config: Config) -> Problem | None:
@@ -27,12 +30,19 @@ def open_sink(request: Request) -> TensorBoardSink | None:
     folder = request.folder / options.save_tb_folder
     sink = TensorBoardSink(folder, request.rank, request.tags)
     sink.summary = f"curves: tensorboard --logdir {folder}"
-    for fields in request.records:
+    for fields in thinned(request.records):
         sink.scalars(fields["step"], tags_of(fields, device_type, options.legacy_tags))
-    for fields in request.validations:
+    for fields in thinned(request.validations):
         known = {key: value for key, value in fields.items() if key != "step" and value is not None}
         sink.validation(fields["step"], known)
     return sink
+
+
+def thinned(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """At most REPLAYED of the records, at even distances, the first and the last among them."""
+    if len(records) <= REPLAYED:
+        return records
+    return [records[index * (len(records) - 1) // (REPLAYED - 1)] for index in range(REPLAYED)]
 
 
 class TensorBoardSink:
@@ -72,9 +82,12 @@ class TensorBoardSink:
         """Add one point per tag."""
         if self._writer is None:
             return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         try:
-            for tag, value in tags.items():
-                self._writer.add_scalar(tag, value, step)
+            # one event for all of a step: a tenth of the time of one for each
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
+            self._writer.file_writer.add_summary(Summary(value=values), step)
         except Exception as error:
             self._fail(error)
 

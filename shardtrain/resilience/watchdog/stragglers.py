@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Mapping
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardtrain.resilience.progress import Mark
@@ -87,14 +87,29 @@ class Stragglers:
         return [straggler for rank, straggler in slow.items() if self._strikes[rank] >= WINDOWS]
 
     def _slow(self, windows: Mapping[int, _Window], signs: Mapping[int, Heartbeat]) -> Iterator[Straggler]:
+        stages: dict[int, list[float]] = {}
         for rank, window in windows.items():
-            first = rank // self._per_stage * self._per_stage
-            peers = [windows[r].work for r in range(first, first + self._per_stage) if r != rank and r in windows]
-            if not peers:
+            stages.setdefault(rank // self._per_stage, []).append(window.work)
+        for works in stages.values():
+            works.sort()
+        for rank, window in windows.items():
+            works = stages[rank // self._per_stage]
+            if len(works) == 1:
                 continue
-            usual = statistics.median(peers)
+            usual = median_without(works, window.work)
             if window.work > RATIO * usual and window.work - usual > SHARE_OF_STEP * window.step_seconds:
                 yield Straggler(rank, signs[rank].host, window.work, usual, window.phase)
+
+
+def median_without(ordered: Sequence[float], one: float) -> float:
+    """The median of ascending numbers without ``one`` of them; a look at two of them, however many there are.
+
+    >>> median_without([1.0, 2.0, 4.0, 9.0], 9.0), median_without([1.0, 2.0, 4.0], 1.0)
+    (2.0, 3.0)
+    """
+    gap, count = bisect.bisect_left(ordered, one), len(ordered) - 1
+    low, high = (ordered[i] if i < gap else ordered[i + 1] for i in ((count - 1) // 2, count // 2))
+    return (low + high) / 2
 
 
 class _Window:

@@ -74,7 +74,7 @@ def find_checkpoint(path: Path, config: Config) -> tuple[Path, Manifest]:
         raise CheckpointError(f"--from {path} holds no checkpoint: no folder named step-N in it or in its checkpoint/")
     damages: list[str] = []
     # the first rank decides: where a shared folder lags, ranks would open different steps
-    for step in reversed(collectives.all_gather_json(retention.step_folders(folder))[0]):
+    for step in reversed(collectives.broadcast_json(retention.step_folders(folder))):
         stored, damage = _verify(folder / f"step-{step}")
         if stored is not None:
             for passed in damages:
@@ -91,12 +91,11 @@ def _verify(path: Path) -> tuple[Manifest | None, str]:
         stored = manifest.read(path)
     except CheckpointError as error:
         damage = str(error)
-    said = collectives.all_gather_json(damage)
-    if stored is not None and not any(said):
+    damage = collectives.first_word(damage)
+    if stored is not None and not damage:
         rank, size = _place()
         found = (files.find_damage(path, file) for file in stored.files[rank::size])
-        said = collectives.all_gather_json(next((f"checkpoint {path}: {text}" for text in found if text), ""))
-    damage = next((text for text in said if text), "")
+        damage = collectives.first_word(next((f"checkpoint {path}: {text}" for text in found if text), ""))
     return (None, damage) if damage else (stored, "")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint import manifest, retention
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.collectives import all_gather_json
+from shardtrain.checkpoint.collectives import all_gather_json, any_rank, first_word
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.distributed import LOSS_AXES, process_group
@@ -72,7 +72,7 @@ def _compare_steps(run: Run, plan: Plan, here: process_group.World) -> None:
         found = "; ".join(wrong) if wrong else "equal" if parts else "nothing recorded"
         numbers = f"loss {mine['loss']:.6f} grad_norm {mine['grad_norm']:.6f}"
         _say(here, f"step {step}: {numbers}: {f'{chr(32).join(parts)}: ' if parts else ''}{found}")
-        if any(all_gather_json(bool(wrong))):
+        if any_rank(bool(wrong)):
             raise NumericalError(f"step {step} differs from the run: {found}")
     if not compared:
         raise CheckpointError(f"{plan.run_folder} has neither a record nor a checkpoint of these steps to compare with")
@@ -108,7 +108,7 @@ def _differences(mine: Mapping[str, Any], record: Mapping[str, Any], tolerance: 
 def _compare_checkpoint(run: Run, path: Path) -> list[str]:
     """The first tensor and the first counter that differ from a checkpoint of this step, in bits (a collective)."""
     stored = manifest.read(path)
-    damage = next(filter(None, all_gather_json(tensor_files.find_damaged_file(stored, path))), "")
+    damage = first_word(tensor_files.find_damaged_file(stored, path))
     if damage:
         raise CheckpointError(f"checkpoint {path}: {damage}; nothing to compare with")
     tensors = {**weights(run), **optimizer_state(run)}

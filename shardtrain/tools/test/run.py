@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardtrain import distributed, tasks
 from shardtrain.checkpoint import best, retention
-from shardtrain.checkpoint.collectives import all_gather_json, all_ranks
+from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, folder_of, place
 from shardtrain.config.schema import Config
@@ -42,7 +42,7 @@ def main(asked: Request) -> None:
             files |= files_of(name, built.task, found, labelled)
             values = {"rows": found.rows, **(found.values if labelled else {})}
             logger.info(f"{name}: " + "  ".join(f"{key}: {value:.6g}" for key, value in values.items()))
-        all_ranks(lambda: _write(asked.output, files), only_first=True)
+        first_rank(lambda: _write(asked.output, files))
         logger.info(f"written to {asked.output}: {', '.join(key for key, text in files.items() if text is not None)}")
 
 
@@ -71,8 +71,8 @@ def load(built: Built, config: Config, wanted: str | None) -> Place:
 
 def _choose(checkpoints: Checkpoints, folder: Place, wanted: str | None) -> Place:
     # the first rank decides: where a shared folder lags, ranks would open different steps
-    step = all_gather_json(best.read_pointer(folder).get("step", -1))[0]
-    if wanted in (None, "best") and step >= 0 and all_gather_json(retention.is_whole(folder / f"step-{step}"))[0]:
+    step = broadcast_json(best.read_pointer(folder).get("step", -1))
+    if wanted in (None, "best") and step >= 0 and first_rank(lambda: retention.is_whole(folder / f"step-{step}")):
         return folder / f"step-{step}"
     if wanted == "best":
         raise CheckpointError(

@@ -192,6 +192,10 @@ def test_a_rewound_run_that_ends_and_goes_on_is_the_one_that_never_ended(
     assert mine == theirs
 
 
+@pytest.mark.nightly(
+    "on two ranks",
+    by="tests/resilience/guards/test_loss_spikes.py::test_a_spike_is_logged_and_counted_and_changes_no_number",
+)
 def test_every_number_of_ranks_decides_alike(root: Path, one: dict[str, Ended], two: list[dict[str, Ended]]) -> None:
     for rank in two:
         assert rank["rewind"].state == rank["resumed"].state == one["rewind"].state

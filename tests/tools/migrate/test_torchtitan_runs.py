@@ -287,6 +287,10 @@ TRAIN = (
 )
 
 
+@pytest.mark.nightly(
+    "in a pod",
+    by="tests/tools/migrate/test_torchtitan_runs.py::test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags",
+)
 def test_a_pod_of_runai_submit_has_no_variables_of_a_job_and_trains(runai):
     """C9 of the tutorial, where the original died of an empty PET_NNODES."""
     names = {**POD, "CONFIG_FILE": "./train_configs/debug_model.toml", "NGPU": "2", "PET_NNODES": ""}

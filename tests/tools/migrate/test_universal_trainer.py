@@ -210,12 +210,20 @@ SHARDING = {
 
 
 @pytest.mark.parametrize("name", SHARDING)
+@pytest.mark.nightly(
+    "each flag",
+    by="tests/tools/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
+)
 def test_sharding_flags_change_no_loss(tmp_path: Path, name: str) -> None:
     plain = run_ranks(2, body, configured(made(tmp_path / "plain"), 2), 4)[0]
     sharded = run_ranks(2, body, configured(made(tmp_path / "sharded", **SHARDING[name]), 2), 4)[0]
     assert sharded["losses"] == pytest.approx(plain["losses"], abs=1e-6)
 
 
+@pytest.mark.nightly(
+    "on other numbers of devices",
+    by="tests/tools/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
+)
 def test_a_batch_of_all_devices_is_dealt_to_as_many_as_divide_it(tmp_path: Path) -> None:
     file = made(tmp_path / "folder", is_distributed=False, batch_size=9)
     for devices, used in ((1, 1), (2, 1), (3, 3), (4, 3), (8, 3), (9, 9)):
@@ -435,6 +443,10 @@ def test_a_folder_of_the_program_trains_and_tests_as_it_is(tmp_path: Path, epoch
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.nightly(
+    "by name",
+    by="tests/tools/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
+)
 def test_an_old_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
     """And a set without labels gets predictions alone: those of the program's own network."""
     folder = tmp_path / "folder"

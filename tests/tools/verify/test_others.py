@@ -30,6 +30,10 @@ def test_a_correct_file_is_not_accused(name, found):
 @pytest.mark.parametrize(
     "name", [name if name == "dropout" else pytest.param(name, marks=pytest.mark.nightly) for name in FILES]
 )
+@pytest.mark.nightly(
+    "on every mesh",
+    by="tests/tools/verify/test_others.py::test_a_correct_file_is_not_accused",
+)
 def test_a_correct_file_has_the_same_numbers_on_every_mesh_that_is_possible(name, tmp_path):
     loaded = verify.load(request.Request(str(FOLDER / f"{name}.py")))
     plans = []

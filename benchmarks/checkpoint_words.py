@@ -1,0 +1,48 @@
+"""Memory that a rank needs to hear a manifest from the first one, by the number of ranks.
+
+    python benchmarks/checkpoint_words.py [--mebibytes 36] [--ranks 2 4 8]
+
+Forks real ranks joined by gloo; each prints by how much its largest resident memory grew (MiB). Before, each rank
+gathered as many texts as there are ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import tempfile
+
+import torch.distributed as dist
+import torch.multiprocessing
+
+from shardtrain.checkpoint import collectives
+
+
+def rank_main(rank: int, size: int, folder: str, mebibytes: int) -> None:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(os.path.join(folder, "store"), size), rank=rank, world_size=size
+    )
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    text = collectives.broadcast_json("m" * (mebibytes * 2**20) if rank == 0 else None)
+    assert len(text) == mebibytes * 2**20
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    if rank in (0, size - 1):
+        print(f"{size} ranks, rank {rank}: a text of {mebibytes} MiB, +{grown:.0f} MiB", flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mebibytes", type=int, default=36)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    options = parser.parse_args()
+    for size in options.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.start_processes(
+                rank_main, (size, folder, options.mebibytes), nprocs=size, start_method="fork"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What holds for a process of ours as a whole."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardtrain.config.schema.launch import LaunchSSH
+from shardtrain.launch.platforms import ssh_connections
+from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.process import allow_open_files
+
+resource = pytest.importorskip("resource", reason="limits are those of a Unix")
+
+
+def raised_from_few(sender: Any) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+    sender.send((most, allow_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_as_many_files_may_be_open_as_the_system_allows() -> None:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=raised_from_few, args=(sender,))
+    child.start()
+    child.join()
+    most, told, limits = receiver.recv()
+    assert told == most and limits == (most, most)
+
+
+def test_more_hosts_than_files_may_be_open_are_refused_before_one_is_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_connections, "allow_open_files", lambda: 1024.0)
+    monkeypatch.setattr(ssh_connections.Run, "_start", lambda self: pytest.fail("a host was reached"))
+    plans: list[Any] = [None] * 1024
+    with pytest.raises(ConfigError, match=r"launch ssh reaches 1024 hosts, which takes 5220 open files, and 1024 are"):
+        ssh_connections.Run(plans, LaunchSSH(), tmp_path)()
