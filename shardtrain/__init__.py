@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from shardtrain.api import StepResult, Trainer, evaluate, generate, load_config, load_model, report, verify
+    from shardtrain.api import StepResult, Trainer, evaluate, generate, load_config, load_model, plan, report, verify
 
 __version__ = "0.1.0"
-__all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "report", "verify"]
+__all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "plan", "report", "verify"]
 
 if _sys.argv[:1] == ["-m"]:  # Python is looking for the module of `python -m`
     from shardtrain.utils import as_module as _as_module

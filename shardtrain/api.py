@@ -31,6 +31,8 @@ from shardtrain.tools.generate.answer import Answers
 from shardtrain.tools.generate.opening import OpenedModel, open_model
 from shardtrain.tools.generate.prompts import Row
 from shardtrain.tools.generate.request import Request, check
+from shardtrain.tools.plan import hardware, planning
+from shardtrain.tools.plan.planning import Plan
 from shardtrain.tools.report import page, reading
 from shardtrain.tools.verify.report import Row as MeshResult
 from shardtrain.train import preflight, shutdown, trainer
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from shardtrain.train.run import Run
     from shardtrain.train.state import TrainState
 
-__all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "verify"]
+__all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "plan", "report", "verify"]
 
 
 def load_config(path: str | Path | None = None, options: Mapping[str, Any] | None = None) -> Loaded:
@@ -274,6 +276,33 @@ def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report
     path = Path(output)
     atomic_io.write(path, page.build([reading.read(Path(folder)) for folder in folders]))
     return path
+
+
+def plan(
+    config: Loaded | str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    gpus: int | None = None,
+    device: str = "h100",
+) -> Plan:
+    """Memory, time and what limits a configuration on ``gpus`` devices that need not be here, as ``shardtrain plan``.
+
+    ``device`` is a name that ``shardtrain plan --help`` lists, or a TOML file with a row of yours (docs/plan.md).
+    Without ``gpus`` it is as many as the configuration's mesh asks for.
+
+    Raises:
+        ConfigError: for what ``shardtrain train`` would refuse on such ranks, or an unknown device.
+    """
+    loaded = config if isinstance(config, Loaded) and not options else None
+    if loaded is None:
+        if isinstance(config, Loaded):
+            rule, fix = "cannot be given beside a configuration that is loaded", "give them to load_config"
+            raise ConfigError(Problem("options", dict(options or {}), rule, fix))
+        loaded = load_config(config, options)
+    row = hardware.find(device)
+    world_size = gpus or planning.smallest_world(loaded.config, row)
+    configs.require_to_build(loaded, world_size)
+    return planning.make(loaded.config, world_size, row)
 
 
 def verify(

@@ -29,6 +29,7 @@ usage: shardtrain VERB ...
   train [CONFIG.toml] [--nproc N] [--max_restarts N] [--section.key VALUE ...]
                                                               train on the devices of this machine, or as one of several
                                                               nodes [--nnodes N --node_rank K --rdzv_endpoint HOST:PORT]
+  plan [CONFIG.toml] [--gpus N] [--device h100] [--search]    memory and time on devices that need not be here
   verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...]    prove that meshes change no number (--help: all options)
   config show  [CONFIG.toml] [--section.key VALUE ...]        print every option with its origin
   config check [CONFIG.toml] [--for-machine none|here|NAME]   tell what train would refuse; starts nothing
@@ -280,6 +281,7 @@ def _version(_words: list[str]) -> int:
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "plan": _module("shardtrain.tools.plan.command"),
     "verify": _module("shardtrain.tools.verify"),
     "config": _config,
     "data": _module("shardtrain.tools.data.command"),

@@ -1,0 +1,153 @@
+"""The verb ``plan``: read the words, plan or search, print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtrain import config as configs
+from shardtrain.config import command_line
+from shardtrain.utils import atomic_io
+from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils.units import parse_count
+
+HELP = """\
+usage: shardtrain plan [CONFIG.toml] [--gpus N | --nodes N] [--device NAME|FILE.toml] [--section.key VALUE ...]
+
+Say what a configuration needs and gives on machines that need not be there: memory of each rank, seconds of a step,
+tokens per second, MFU, what limits it. Nothing is trained; no GPU and no process group is used.
+
+  --gpus N            devices (default: what the configuration's mesh asks for, in whole nodes)
+  --nodes N           nodes of the device's size, in place of --gpus
+  --device NAME       {devices}, or a TOML file with a table
+                      [devices.NAME] (docs/plan.md); default: h100
+  --calibrate RUN     scale the device's rates by how long the steps of a finished run took
+  --tokens N          also days, device hours and energy for so many tokens, like 15T
+  --price DOLLARS     per device and hour, for --tokens
+  --search            rank every legal mesh, schedule, recompute mode and micro-batch for the same batch of tokens
+  --top N             how many of them to show (default: 10)
+  -o FILE.toml        with --search: write the best one as a configuration for train
+  --json              print one JSON object
+
+exit status: 0; 2 where the configuration does not fit, or with --search none does
+"""
+DOES_NOT_FIT = 2
+
+
+@dataclass
+class Asked:
+    """The verb's own options."""
+
+    gpus: int | None = None
+    nodes: int | None = None
+    device: str = "h100"
+    calibrate: str | None = None
+    tokens: float | None = None
+    price: float | None = None
+    search: bool = False
+    top: int = 10
+    output: str | None = None
+    json: bool = False
+
+
+def main(words: Sequence[str]) -> int:
+    """Plan what the words ask for; gives the exit status.
+
+    Raises ConfigError for wrong words, a configuration that train would refuse, or an unknown device.
+    """
+    from shardtrain.tools.plan import hardware
+
+    asked, rest = _own(list(words))
+    arguments = command_line.split(rest)
+    if arguments.help:
+        print(HELP.format(devices=", ".join(hardware.names())), end="")
+        return 0
+    for name in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"):
+        if getattr(arguments, name) is not None:
+            rule, fix = "starts processes, and a plan starts none", "use --gpus or --nodes"
+            raise ConfigError(Problem(f"--{name}", getattr(arguments, name), rule, fix, "command line"))
+    device = hardware.find(asked.device)
+    loaded = configs.load(arguments.path, arguments.overrides)
+    from shardtrain.tools.plan import picture, planning  # torch, once the words have been found to make sense
+
+    if asked.calibrate is not None:
+        from shardtrain.tools.plan import calibrate
+
+        learned = calibrate.learn(Path(asked.calibrate), device)
+        device = learned.device
+        print(learned.line(asked.calibrate), file=sys.stderr)
+    if asked.nodes is not None:
+        asked.gpus = asked.nodes * device.devices_per_node
+    world_size = asked.gpus or planning.smallest_world(loaded.config, device)
+    if asked.search:
+        from shardtrain.tools.plan import search
+
+        found = search.run(loaded, world_size, device)
+        if asked.json:
+            print(json.dumps(found.as_dict(asked.top)))
+        else:
+            print("\n".join(search.lines(found, asked.top)))
+        if asked.output and found.ranked:
+            text = search.as_toml(loaded, found.ranked[0])
+            _write(Path(asked.output), text)
+            if not asked.json:
+                print(f"wrote {asked.output}: shardtrain train {asked.output}")
+        return 0 if found.ranked else DOES_NOT_FIT
+    configs.require_to_build(loaded, world_size)
+    plan = planning.make(loaded.config, world_size, device)
+    if asked.json:
+        print(json.dumps(plan.as_dict()))
+    else:
+        print("\n".join(picture.lines(plan, asked.tokens, asked.price)))
+    return 0 if plan.fits else DOES_NOT_FIT
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_io.write(path, text)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; name another file with -o") from error
+
+
+def _own(words: list[str]) -> tuple[Asked, list[str]]:
+    """Take the verb's own options out of the words."""
+    asked, rest = Asked(), []
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if name in ("--search", "--json") and not equals:
+            setattr(asked, name[2:], True)
+        elif name in ("--gpus", "--nodes", "--device", "--calibrate", "--tokens", "--price", "--top", "-o", "--output"):
+            text = value if equals else (words.pop(0) if words else "")
+            _set(asked, name, text)
+        else:
+            rest.append(word)
+    if asked.gpus is not None and asked.nodes is not None:
+        raise ConfigError(Problem("--nodes", asked.nodes, "is given beside --gpus", "give one of them", "command line"))
+    return asked, rest
+
+
+def _set(asked: Asked, name: str, text: str) -> None:
+    if name in ("--gpus", "--nodes", "--top"):
+        if not text.isdecimal() or not 0 < int(text) <= 1_000_000:
+            rule, fix = "must be a whole number from 1 to 1000000", f"write it like {name} 64"
+            raise ConfigError(Problem(name, text, rule, fix, "command line"))
+        setattr(asked, name[2:], int(text))
+    elif name in ("--tokens", "--price"):
+        try:
+            number = parse_count(text) if name == "--tokens" else float(text)
+        except ValueError:
+            number = -1
+        if not 0 < number < 1e18:
+            raise ConfigError(
+                Problem(name, text, "must be a number above 0", f"write it like {name} 2", "command line")
+            )
+        setattr(asked, name[2:], number)
+    else:
+        if not text:
+            raise ConfigError(Problem(name, None, "has no value", f"write it like {name} NAME", "command line"))
+        setattr(asked, "output" if name == "-o" else name[2:], text)

@@ -1,0 +1,214 @@
+"""Devices and links as data: ``hardware.toml`` beside this file, and a user's own row in a file of the same form.
+
+Nothing is measured here and no device is asked: a plan is for machines that need not be there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.units import GIB
+
+ALIASES = {"a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb"}
+_LARGEST = {
+    "memory_gib": 100_000,
+    "memory_bytes_per_second": 1e15,
+    "bytes_per_second": 1e14,
+    "latency_seconds": 1,
+    "power_watts": 100_000,
+    "launch_seconds": 1,
+    "devices_per_node": 10_000,
+    "flops": 1e18,
+}
+"""More than this is a wrong unit, not a device."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects devices: bytes per second per device and direction, and the seconds that a message takes at least.
+
+    ``efficiency`` is the share of the bandwidth that large collectives reach; ``source`` says where the row is from.
+    """
+
+    name: str
+    bytes_per_second: float
+    latency_seconds: float
+    efficiency: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator (or CPU rank), its memory, peaks by type, and the links in a node and between nodes.
+
+    ``flops`` are dense peaks per second by dtype; the efficiencies are shares of a peak that large kernels reach.
+    ``launch_seconds`` is what the host takes to start a kernel.
+    """
+
+    name: str
+    memory_gib: float
+    memory_bytes_per_second: float
+    flops: Mapping[str, float] = field(hash=False)
+    power_watts: float
+    devices_per_node: int
+    link: Link
+    network: Link
+    matmul_efficiency: float
+    attention_efficiency: float
+    memory_efficiency: float
+    launch_seconds: float
+    source: str
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the device in bytes."""
+        return int(self.memory_gib * GIB)
+
+    def peak(self, dtype: str) -> float:
+        """Dense FLOPs per second of a dtype.
+
+        Raises ConfigError where the row does not say.
+        """
+        if dtype not in self.flops:
+            rule = f"has no peak of {dtype} in its row, which knows {', '.join(sorted(self.flops))}"
+            raise ConfigError(
+                Problem("--device", self.name, rule, f"add {dtype} to its flops, or compute in another type")
+            )
+        return self.flops[dtype]
+
+    def slower(self, times: float) -> Device:
+        """The same device, all of whose rates are divided by ``times``."""
+
+        def of(link: Link) -> Link:
+            rate, latency = link.bytes_per_second / times, link.latency_seconds * times
+            return replace(link, bytes_per_second=rate, latency_seconds=latency)
+
+        return replace(
+            self,
+            flops={dtype: rate / times for dtype, rate in self.flops.items()},
+            memory_bytes_per_second=self.memory_bytes_per_second / times,
+            launch_seconds=self.launch_seconds * times,
+            link=of(self.link),
+            network=of(self.network),
+        )
+
+    def with_nodes_of(self, devices: int) -> Device:
+        """The same device in nodes of another size."""
+        return replace(self, devices_per_node=devices)
+
+
+def names() -> list[str]:
+    """Names of the devices that come with the package."""
+    return sorted(_table()["devices"])
+
+
+def find(name: str) -> Device:
+    """The device of a name, or the only one of a file with such a table.
+
+    Raises ConfigError for an unknown name, with those that are known and how to add one, and for impossible numbers.
+    """
+    table = _table()
+    if name.endswith(".toml"):
+        own = _read(Path(name))
+        devices = own.get("devices", {})
+        if len(devices) != 1:
+            rule = f"has {len(devices)} tables [devices.NAME]"
+            raise ConfigError(Problem("--device", name, rule, "write exactly one, as in docs/plan.md"))
+        ((own_name, row),) = devices.items()
+        return _device(own_name, row, {**table["links"], **own.get("links", {})}, name)
+    known = ALIASES.get(name.lower(), name.lower())
+    if known not in table["devices"]:
+        near = difflib.get_close_matches(known, [*table["devices"], *ALIASES], 1)
+        fix = f"use one of {', '.join(names())}, or a file of your own with a table [devices.NAME] (docs/plan.md)"
+        if near:
+            fix = f"did you mean {near[0]}? {fix}"
+        raise ConfigError(Problem("--device", name, "is not a known device", fix))
+    return _device(known, table["devices"][known], table["links"], "hardware.toml")
+
+
+def _table() -> dict[str, Any]:
+    return _read(Path(__file__).with_name("hardware.toml"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror}"
+        raise ConfigError(Problem("--device", str(path), rule, "give a file that is there")) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem("--device", str(path), f"is not TOML: {error}", "correct the file")) from error
+
+
+def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: str) -> Device:
+    row = {
+        "power_watts": 0,
+        "launch_seconds": 5e-6,
+        "matmul_efficiency": 0.65,
+        "attention_efficiency": 0.45,
+        "memory_efficiency": 0.75,
+        **row,
+    }
+    path = f"devices.{name}"
+    _check_keys(row, {f.name for f in fields(Device)} - {"name"}, path, where)
+    flops = row["flops"]
+    if not isinstance(flops, Mapping) or not flops:
+        raise _wrong(f"{path}.flops", flops, "is not a table of peaks by type", "write bfloat16 = 989e12", where)
+    for dtype, value in flops.items():
+        _check_number(f"{path}.flops.{dtype}", value, _LARGEST["flops"], where)
+        if value < 1e6:
+            raise _wrong(f"{path}.flops.{dtype}", value, "is less than any device", "write FLOPs, not TFLOPs", where)
+    for key in ("memory_gib", "memory_bytes_per_second", "power_watts", "devices_per_node", "launch_seconds"):
+        _check_number(f"{path}.{key}", row[key], _LARGEST[key], where, zero=key in ("power_watts", "launch_seconds"))
+    _check_shares(row, ("matmul_efficiency", "attention_efficiency", "memory_efficiency"), path, where)
+    if row["devices_per_node"] != int(row["devices_per_node"]):
+        raise _wrong(f"{path}.devices_per_node", row["devices_per_node"], "is not whole", "write a whole number", where)
+    return Device(
+        **{
+            **row,
+            "name": name,
+            "link": _link(row["link"], links, f"{path}.link", where),
+            "network": _link(row["network"], links, f"{path}.network", where),
+        }
+    )
+
+
+def _link(name: Any, links: Mapping[str, Any], path: str, where: str) -> Link:
+    if name not in links:
+        raise _wrong(path, name, "is not a known link", f"use one of {', '.join(sorted(links))}, or add it", where)
+    row = {"efficiency": 0.75, **links[name]}
+    _check_keys(row, {f.name for f in fields(Link)} - {"name"}, f"links.{name}", where)
+    for key in ("bytes_per_second", "latency_seconds"):
+        _check_number(f"links.{name}.{key}", row[key], _LARGEST[key], where, zero=key == "latency_seconds")
+    _check_shares(row, ("efficiency",), f"links.{name}", where)
+    return Link(name, **row)
+
+
+def _check_keys(row: Mapping[str, Any], wanted: set[str], path: str, where: str) -> None:
+    for key in sorted(wanted - set(row)):
+        raise _wrong(f"{path}.{key}", None, "is missing", "add it, as in docs/plan.md", where)
+    for key in sorted(set(row) - wanted):
+        raise _wrong(f"{path}.{key}", row[key], "is not a known key", f"use {', '.join(sorted(wanted))}", where)
+
+
+def _check_number(path: str, value: Any, largest: float, where: str, zero: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < 0 or (value == 0 and not zero) or value > largest:
+        raise _wrong(path, value, f"is not between 0 and {largest:g}", "write the number of a real device", where)
+
+
+def _check_shares(row: Mapping[str, Any], keys: tuple[str, ...], path: str, where: str) -> None:
+    for key in keys:
+        if isinstance(row[key], bool) or not isinstance(row[key], int | float) or not 0 < row[key] <= 1:
+            raise _wrong(f"{path}.{key}", row[key], "is not a share above 0 and up to 1", "write such a share", where)
+
+
+def _wrong(path: str, value: Any, rule: str, fix: str, where: str) -> ConfigError:
+    return ConfigError(Problem(path, value, rule, fix, where))

@@ -1,0 +1,152 @@
+"""What a plan needs of a configuration: sizes of the mesh, batch, types and modes, as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardtrain.config import derived, stages
+from shardtrain.config.schema import Config, Parallelism
+
+WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+STATES = {"AdamW": 2, "Adam": 2, "Muon": 1}
+"""Tensors of the size of a parameter that an optimizer keeps of it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run on a mesh.
+
+    ``rows`` are sequences of a micro-batch and ``num_microbatches`` the micro-batches of a step on each data-parallel
+    rank. ``fsdp``: weights are gathered from shards. ``states``: tensors of the optimizer for each weight.
+    ``state_width``: bytes of their elements; ``stored_width`` those of weights and gradients; ``compute_width`` those
+    of activations and gathered weights, ``reduce_width`` those of gradients on their way. ``recompute`` is "none",
+    "full", "op" or, as digits, every how manieth layer is recomputed. ``fused``: the model is compiled, so that
+    elementwise operations are few. ``float8``: products of linear layers in float8. ``flash``: scores of attention
+    never reach memory. ``split_sequence``: norms work on a part of the sequence under tensor parallelism.
+    ``loss``: "chunked" is ops/cross_entropy.py, "fused" never has all logits, "whole" has them in float32. These three
+    differ for runs of other systems alone. ``offload``: what is in host memory, of weights, gradients and optimizer
+    state.
+    """
+
+    seq_len: int
+    rows: int
+    num_microbatches: int = 1
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    schedule: str = "1F1B"
+    stages: tuple[range, ...] = ()
+    recompute: str = "none"
+    reshard: Literal["default", "always", "never"] = "default"
+    shard_states: bool = False
+    loss_parallel: bool = True
+    stored_width: int = 4
+    compute_width: int = 2
+    reduce_width: int = 4
+    states: float = 2
+    state_width: int = 4
+    fsdp: bool = True
+    fused: bool = False
+    float8: bool = False
+    offload: Literal["nothing", "optimizer", "all"] = "nothing"
+    loss: Literal["chunked", "fused", "whole"] = "chunked"
+    flash: bool = True
+    split_sequence: bool = True
+    compute_dtype: str = "bfloat16"
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step over all ranks."""
+        return self.seq_len * self.rows * self.num_microbatches * self.dp_replicate * self.dp_shard
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a micro-batch on one rank, before tensor parallelism splits the sequence."""
+        return self.rows * self.seq_len // self.cp
+
+    @property
+    def frees_gathered(self) -> bool:
+        """Whether FSDP frees gathered weights after forward."""
+        if self.reshard == "default":
+            return self.dp_shard * self.cp > 1 and self.pp == 1
+        return self.reshard == "always"
+
+    def stages_of_rank(self, rank: int) -> Sequence[int]:
+        """Indices of the stages of a pipeline rank, in the order of forward."""
+        return stages.stages_of_rank(self.schedule, rank, self.pp, len(self.stages))
+
+
+def of_config(config: Config, world_size: int, num_layers: int, sequences_per_row: int = 1) -> Job:
+    """The job of a configuration on so many ranks; ``num_layers`` is the model's."""
+    p, training, recompute = config.parallelism, config.training, config.activation_checkpoint
+    accumulation = max(1, derived.accumulation_steps(config, world_size))
+    rows = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
+    compute = derived.compute_dtype(config)
+    mode = {"selective": recompute.selective_ac_option, "full": "full"}.get(recompute.mode, "none")
+    notes = []
+    if recompute.mode == "memory_budget":
+        notes.append(
+            "activation_checkpoint.memory_budget is what the compiler decides; planned as if nothing recomputes"
+        )
+    if config.lora.enable and config.lora.base_dtype != "training":
+        notes.append(f"frozen weights are counted as {training.dtype}, not in lora.base_dtype={config.lora.base_dtype}")
+    if config.optimizer.name.endswith(".py"):
+        notes.append("the optimizer is a file: its state is counted as AdamW's")
+    if config.task.name in ("distillation", "preference"):
+        notes.append(f"the frozen model that task.name={config.task.name} may hold is not counted; a dry run counts it")
+    if recompute.cpu_offload:
+        notes.append("activation_checkpoint.cpu_offload: what would move to host memory is counted on the device")
+    converters = " ".join(config.model.converters)
+    return Job(
+        seq_len=training.seq_len,
+        rows=rows * sequences_per_row,
+        num_microbatches=training.local_batch_size * accumulation // rows,
+        pp=p.pipeline_parallel_degree,
+        dp_replicate=p.data_parallel_replicate_degree,
+        dp_shard=derived.shard_degree(config, world_size),
+        cp=p.context_parallel_degree,
+        tp=p.tensor_parallel_degree,
+        ep=p.expert_parallel_degree,
+        schedule=stages.schedule_name(p.pipeline_parallel_schedule) or p.pipeline_parallel_schedule,
+        stages=layers_of_stages(p, num_layers),
+        recompute=mode,
+        reshard=p.fsdp_reshard_after_forward,
+        shard_states=p.shard_optimizer_states and p.data_parallel_replicate_degree > 1,
+        loss_parallel=not p.disable_loss_parallel,
+        stored_width=WIDTH[training.dtype],
+        compute_width=WIDTH[compute],
+        reduce_width=WIDTH[training.mixed_precision_reduce],
+        states=STATES.get(config.optimizer.name, 2),
+        state_width=WIDTH[training.dtype],
+        fsdp=world_size > 1 or compute != training.dtype or training.enable_cpu_offload,
+        fused=config.compile.enable and "model" in config.compile.components,
+        float8="float8" in converters,
+        offload="all" if training.enable_cpu_offload else "nothing",
+        compute_dtype=compute,
+        notes=tuple(notes),
+    )
+
+
+def layers_of_stages(p: Parallelism, num_layers: int) -> tuple[range, ...]:
+    """Layers of each pipeline stage; one stage with all of them where there is no pipeline."""
+    if p.pipeline_parallel_degree < 2:
+        return (range(num_layers),)
+    if p.module_fqns_per_model_part is None:
+        return tuple(stages.layers_per_stage(p, num_layers))
+    found, start = [], 0
+    for part in p.module_fqns_per_model_part:
+        count = sum(name.startswith("layers.") for name in part)
+        found.append(range(start, start + count))
+        start += count
+    return tuple(found)

@@ -1,0 +1,123 @@
+"""A plan as text of at most 80 columns: memory of each pipeline rank as bars, time as shares."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from shardtrain.tools.plan.memory import RankMemory
+from shardtrain.tools.plan.planning import CUTS, Plan
+from shardtrain.utils.units import format_bytes, format_count, format_seconds
+
+WIDTH = 80
+BAR = 36
+_MARKS = "PGOAB+"
+"""Parameters, gradients, optimizer state, activations, buffers, overhead."""
+_MOST_RANKS = 16
+
+
+def lines(plan: Plan, tokens: float | None = None, dollars_per_hour: float | None = None) -> list[str]:
+    """The whole answer; ``tokens`` is a budget to say days, energy and (with a price per device) cost of."""
+    return [
+        *_head(plan),
+        "",
+        *_memory(plan),
+        "",
+        *_time(plan),
+        *_budget(plan, tokens, dollars_per_hour),
+        *_verdict(plan),
+    ]
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.sizes.items() if size > 1) or "one device"
+    yield f"{plan.model}: {format_count(plan.num_params)} parameters on {plan.world_size} x {plan.device.name}"
+    job = plan.job
+    piped = f", {job.schedule} of {len(job.stages)} stages" if job.pp > 1 else ""
+    yield f"mesh: {mesh}{piped}; recompute {job.recompute}"
+    yield (
+        f"batch: {job.rows} x {job.seq_len} tokens, {job.num_microbatches} micro-batches, "
+        f"{format_count(job.tokens_per_step)} tokens per step"
+    )
+    for note in job.notes:
+        yield f"note: {note}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    capacity = plan.device.memory_bytes
+    scale = max(plan.peak_bytes, capacity)
+    rank = plan.fullest
+    rows = (
+        ("P parameters", rank.parameters),
+        ("G gradients", rank.gradients),
+        ("O optimizer state", rank.optimizer),
+        (f"A activations, most in: {rank.when}", rank.activations),
+        ("B FSDP buffers", rank.gathered),
+        ("+ driver and allocator", plan.overhead_bytes),
+    )
+    yield f"memory of pipeline rank {rank.pp_rank}, the fullest ({rank.layers} layers, {rank.in_flight} in flight)"
+    for name, size in rows:
+        yield f"  {name:<48}{format_bytes(size):>12}"
+    if rank.on_host:
+        yield f"  {'of these in host memory':<48}{format_bytes(rank.on_host):>12}"
+    share = plan.peak_bytes / capacity
+    yield f"  {'sum':<48}{format_bytes(plan.peak_bytes):>12}  {share:.0%} of {format_bytes(capacity)}"
+    shown = plan.ranks
+    if len(shown) > _MOST_RANKS:
+        half = _MOST_RANKS // 2
+        shown = (*shown[:half], *shown[-half:])
+    for one in shown:
+        total = one.total + plan.overhead_bytes
+        over = " !" if total > capacity else ""
+        yield f"  pp {one.pp_rank:<4}|{_bar(one, plan, scale)}|{format_bytes(total):>11}{over}"
+    if len(plan.ranks) > _MOST_RANKS:
+        yield f"  ({len(plan.ranks) - _MOST_RANKS} ranks between them left out)"
+
+
+def _bar(rank: RankMemory, plan: Plan, scale: int) -> str:
+    on_device = (rank.parameters, rank.gradients, rank.optimizer) if not rank.on_host else (0, 0, 0)
+    sizes = (*on_device, rank.activations, rank.gathered, plan.overhead_bytes)
+    bar, total = "", 0
+    for mark, size in zip(_MARKS, sizes, strict=True):
+        total += size
+        bar += mark * (round(BAR * total / scale) - len(bar))
+    limit = min(BAR - 1, round(BAR * plan.device.memory_bytes / scale))
+    bar = bar.ljust(BAR, ".")
+    return bar if limit >= BAR - 1 else bar[:limit] + "^" + bar[limit + 1 :]
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    yield (
+        f"step: {format_seconds(plan.time.seconds)}, {plan.tokens_per_second:,.0f} tokens/s, "
+        f"{plan.tps:,.0f} per device, MFU {plan.mfu:.1%}"
+    )
+    for name, seconds in plan.time.largest(len(plan.time.costs)):
+        share = seconds / plan.time.seconds
+        if share >= 0.005:
+            yield f"  {name:<28}{format_seconds(seconds):>10}{share:>7.1%} {'#' * round(30 * share)}"
+    yield "what would cut the largest:"
+    for name, _ in plan.time.largest(3):
+        yield from textwrap.wrap(f"{name}: {CUTS[name]}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _budget(plan: Plan, tokens: float | None, dollars_per_hour: float | None) -> Iterator[str]:
+    if tokens is None:
+        return
+    days = plan.days(tokens)
+    hours = days * 24 * plan.world_size
+    energy = hours * plan.device.power_watts / 1000
+    cost = f", ${hours * dollars_per_hour:,.0f}" if dollars_per_hour else ""
+    yield ""
+    yield f"{format_count(tokens)} tokens without failures: {days:,.1f} days, {hours:,.0f} device hours{cost}"
+    yield f"  at most {energy / 1000:,.1f} MWh (devices at {plan.device.power_watts:g} W each)"
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    yield ""
+    spare = plan.device.memory_bytes - plan.peak_bytes
+    if plan.fits:
+        yield f"fits: {format_bytes(spare)} to spare on each device"
+        return
+    yield f"does not fit: {format_bytes(-spare)} too much; what would help:"
+    for fix in plan.fixes:
+        yield f"  {fix}"

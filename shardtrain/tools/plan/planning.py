@@ -1,0 +1,207 @@
+"""The answer of ``shardtrain plan``: one configuration on so many devices, its memory, its time and what limits it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from shardtrain import tasks
+from shardtrain.config import derived
+from shardtrain.config.schema import Config
+from shardtrain.tools.plan import job as jobs
+from shardtrain.tools.plan import memory, schedule, shapes, timing
+from shardtrain.tools.plan.hardware import Device
+from shardtrain.tools.plan.job import Job
+from shardtrain.tools.plan.memory import RankMemory
+from shardtrain.tools.plan.shapes import ModelShape
+from shardtrain.tools.plan.timing import StepTime
+from shardtrain.utils.units import GIB, format_bytes
+
+CONTEXT_BYTES, FRAGMENTS = GIB, 0.03
+"""On a GPU: the driver's context with NCCL's buffers, and the share that PyTorch's allocator cannot hand out."""
+CUTS = {
+    "matmul": "float8 products (model.converters) where the device has them; less activation_checkpoint",
+    "attention": "a shorter training.seq_len, or a model with a window",
+    "elementwise": "compile.enable fuses them",
+    "kernel launches": "a larger training.local_batch_size, or compile.enable",
+    "head and loss": "compile.components with loss; a smaller vocabulary",
+    "tensor parallel": "a smaller parallelism.tensor_parallel_degree, within one node",
+    "context parallel": "a smaller parallelism.context_parallel_degree",
+    "expert exchange": "a smaller parallelism.expert_parallel_degree, within one node",
+    "FSDP gathers": "a larger micro-batch, fsdp_reshard_after_forward = never, or replicas of shards in a node",
+    "gradient reduction": "more tokens per step (training.global_batch_size), or reduction in bfloat16",
+    "pipeline bubble and sends": "more micro-batches (training.local_batch_size), or an interleaved schedule",
+    "optimizer": "more shards (data_parallel_shard_degree), or parallelism.shard_optimizer_states",
+}
+"""Cost -> what would cut it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a configuration needs and gives on ``world_size`` devices.
+
+    ``ranks`` is the memory at each place of the pipeline, in bytes; ``overhead_bytes`` come on top, for the driver and
+    the allocator. ``time`` is that of one step. ``fixes`` are changes of the configuration that would fit, the first
+    ones first; empty where it fits or none is known.
+    """
+
+    model: str
+    num_params: int
+    device: Device
+    sizes: Mapping[str, int]
+    job: Job
+    ranks: tuple[RankMemory, ...]
+    overhead_bytes: int
+    time: StepTime
+    flops_per_token: float
+    fixes: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Devices."""
+        return self.job.world_size
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank that needs most memory."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a device needs, with what driver and allocator take."""
+        return self.fullest.total + self.overhead_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has as much."""
+        return self.peak_bytes <= self.device.memory_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all devices."""
+        return self.job.tokens_per_step / self.time.seconds
+
+    @property
+    def tps(self) -> float:
+        """Tokens per second and device."""
+        return self.tokens_per_second / self.world_size
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over the dense peak of the compute type, 0..1; recomputation counts as none."""
+        return self.flops_per_token * self.tps / self.device.peak(self.job.compute_dtype)
+
+    def days(self, tokens: float) -> float:
+        """Days for so many tokens, without failures."""
+        return tokens / self.tokens_per_second / 86400
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        return {
+            "model": self.model,
+            "num_params": self.num_params,
+            "device": self.device.name,
+            "world_size": self.world_size,
+            "mesh": dict(self.sizes),
+            "fits": self.fits,
+            "peak_bytes": self.peak_bytes,
+            "memory_bytes": self.device.memory_bytes,
+            "overhead_bytes": self.overhead_bytes,
+            "ranks": [{**asdict(rank), "total": rank.total} for rank in self.ranks],
+            "step_seconds": self.time.seconds,
+            "costs_seconds": dict(self.time.costs),
+            "bubble": self.time.bubble,
+            "tokens_per_step": self.job.tokens_per_step,
+            "tokens_per_second": self.tokens_per_second,
+            "tps": self.tps,
+            "mfu": self.mfu,
+            "fixes": list(self.fixes),
+            "notes": list(self.job.notes),
+        }
+
+
+def make(config: Config, world_size: int, device: Device, model: ModelShape | None = None) -> Plan:
+    """Plan a configuration whose rules hold; ``model`` is its shape where that is known already.
+
+    Raises ConfigError where the model cannot be read, or the device has no peak of the compute type.
+    """
+    model = model or shapes.read(config)
+    sequences = tasks.open_task(config).sequences_per_row
+    found = jobs.of_config(config, world_size, len(model.layers), sequences)
+    plan = of_job(model, found, device)
+    return plan if plan.fits else replace(plan, fixes=tuple(_fixes(model, found, device, config)))
+
+
+def of_job(model: ModelShape, found: Job, device: Device) -> Plan:
+    """The same of a job, without fixes."""
+    orders = schedule.orders(found.schedule, found.pp, len(found.stages), found.num_microbatches)
+    ranks = tuple(memory.of_ranks(model, found, orders, kernels_of(device)))
+    sizes = {
+        "pp": found.pp,
+        "dp_replicate": found.dp_replicate,
+        "dp_shard": found.dp_shard,
+        "cp": found.cp,
+        "tp": found.tp,
+    }
+    if found.ep > 1:
+        sizes["ep"] = found.ep
+    time = timing.of_step(model, found, device, orders)
+    over = overhead(max(rank.total for rank in ranks), device)
+    return Plan(model.name, model.num_params, device, sizes, found, ranks, over, time, model.flops_per_token)
+
+
+def kernels_of(device: Device) -> memory.Kernels:
+    """Whose kernels run on a device."""
+    return "cpu" if device.name == "cpu" else "cuda"
+
+
+def overhead(used: int, device: Device) -> int:
+    """Bytes that driver and allocator take beside ``used``."""
+    return 0 if device.name == "cpu" else CONTEXT_BYTES + int(used * FRAGMENTS)
+
+
+def smallest_world(config: Config, device: Device) -> int:
+    """Devices that a configuration asks for: its mesh, and where that leaves the shards open, whole nodes of it."""
+    others = derived.other_degrees(config)
+    shard = config.parallelism.data_parallel_shard_degree
+    return others * shard if shard != -1 else math.lcm(others, device.devices_per_node)
+
+
+def _fixes(model: ModelShape, found: Job, device: Device, config: Config) -> list[str]:
+    """Up to three changes that would fit, the fastest first; where no single one does, the three that help most."""
+    changes: list[tuple[str, Job]] = []
+    if found.recompute != "full":
+        changes.append(('activation_checkpoint.mode="full"', replace(found, recompute="full")))
+    if found.rows > 1 and found.rows % 2 == 0:
+        option = "parallelism.pipeline_parallel_microbatch_size" if found.pp > 1 else "training.local_batch_size"
+        halved = replace(found, rows=found.rows // 2, num_microbatches=found.num_microbatches * 2)
+        changes.append((f"{option}={found.rows // 2} with the same global batch", halved))
+    heads, kv_heads = model.layers[0].heads, model.layers[0].kv_heads
+    for tp in (2, 4, 8):
+        if found.tp < tp <= device.devices_per_node and heads % tp == 0 and kv_heads % tp == 0:
+            shards, rest = divmod(found.dp_shard * found.tp, tp)
+            if not rest and shards:
+                split = replace(found, tp=tp, dp_shard=shards, num_microbatches=found.num_microbatches * tp // found.tp)
+                changes.append((f"parallelism.tensor_parallel_degree={tp}", split))
+    if found.stored_width == 4:
+        changes.append(('training.dtype="bfloat16"', replace(found, stored_width=2, state_width=2)))
+    if found.dp_replicate > 1:
+        whole = replace(found, dp_replicate=1, dp_shard=found.dp_shard * found.dp_replicate)
+        changes.append(("parallelism.data_parallel_replicate_degree=1 (shard over all)", whole))
+    if not config.training.enable_cpu_offload and device.name != "cpu":
+        changes.append(("training.enable_cpu_offload=true", replace(found, offload="all")))
+    plans = [(text, of_job(model, one, device)) for text, one in changes]
+    for times in (2, 4, 8, 16, 32):
+        more = of_job(model, replace(found, dp_shard=found.dp_shard * times), device)
+        if more.fits or times == 32:
+            plans.append((f"{times} times as many devices ({more.world_size})", more))
+            break
+    fitting = sorted((one for one in plans if one[1].fits), key=lambda one: (one[1].world_size, -one[1].tps))
+    if fitting:
+        return [
+            f"{text}: {format_bytes(plan.peak_bytes)}, {plan.tps:,.0f} tokens/s/device" for text, plan in fitting[:3]
+        ]
+    plans.sort(key=lambda one: one[1].peak_bytes)
+    return [f"{text}: {format_bytes(plan.peak_bytes)}, still too much alone" for text, plan in plans[:3]]

@@ -1,0 +1,265 @@
+"""What a plan reads of a model: shapes of its parameters, and of the products in each kind of layer.
+
+The model is built on the meta device, as a run builds it; its LAYOUT says what tensor and expert parallelism split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardtrain import models, tasks
+from shardtrain.config.schema import Config
+from shardtrain.layout import Layout, matches, word_of
+from shardtrain.metrics.flops import count_model
+from shardtrain.ops.tied import tied_names
+from shardtrain.utils.errors import ConfigError, Problem
+
+_SPLIT_ON_DIM_0 = ("embed", "colwise", "head", "per_head")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Name, shape and tensor word of a parameter, and whether it learns."""
+
+    name: str
+    shape: tuple[int, ...]
+    word: str
+    trained: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    def on_tensor_rank(self, tp: int) -> tuple[int, ...]:
+        """The shape that the first tensor-parallel rank holds; torch.chunk gives it the most."""
+        whole = {"lora_a": "colwise", "lora_b": "rowwise"}.get(self.name.rpartition(".")[2]) == self.word
+        if tp == 1 or not self.shape or whole:
+            return self.shape
+        if self.word in _SPLIT_ON_DIM_0 and self.shape[0] >= tp:
+            return (-(-self.shape[0] // tp), *self.shape[1:])
+        if self.word == "rowwise" and len(self.shape) == 2:
+            return (self.shape[0], -(-self.shape[1] // tp))
+        return self.shape
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer: features in and out of the whole weight, its tensor word, and whether any of it learns."""
+
+    path: str
+    in_features: int
+    out_features: int
+    word: str
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: how many, how many of them a token uses, their hidden features, and whether with biases."""
+
+    count: int
+    top_k: int
+    ffn: int
+    biased: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One kind of layer: its parameters, products in the order of forward, and its attention.
+
+    ``heads``, ``kv_heads``: of the whole model; ``qk_dim`` and ``v_dim`` are features of a head. ``limit`` is the
+    tokens that a token attends to at most (0: all before it). ``gated`` says that a feed-forward multiplies two
+    products. ``layer_norm``: its norms are LayerNorms, else RMSNorms. ``head_norms``: queries and keys have norms.
+    """
+
+    parameters: tuple[Parameter, ...]
+    linears: tuple[Linear, ...]
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    limit: int = 0
+    causal: bool = True
+    gated: bool = True
+    layer_norm: bool = False
+    head_norms: bool = False
+    experts: Experts | None = None
+
+    def inside(self, part: str) -> tuple[Linear, ...]:
+        """Linears of attention ("attn") or of the feed-forward ("ffn"), in the order of forward; not the router."""
+        of_attention = [one for one in self.linears if "attn" in one.path.split(".")[0]]
+        if part == "attn":
+            return tuple(of_attention)
+        return tuple(one for one in self.linears if one not in of_attention and one.word != "router")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model as a plan sees it: its layers in order, and the parameters of its ends.
+
+    ``tied`` says that the embedding is also the head. ``flops_per_token``: 6 N + 12 L H head_dim T.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    first: tuple[Parameter, ...]
+    last: tuple[Parameter, ...]
+    dim: int
+    vocab: int
+    tied: bool
+    num_params: int
+    flops_per_token: float
+
+
+def read(config: Config) -> ModelShape:
+    """The shape of a configuration's model; no memory is used.
+
+    Raises ConfigError where a model has no layers to plan with, which its LAYOUT must name.
+    """
+    task, module = tasks.open_task(config), models.find(config.model.name)
+    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    layout: Layout = module.LAYOUT
+    with torch.device("meta"):
+        model = task.adapt(models.build(module, shape), layout)
+    if config.lora.enable:
+        from shardtrain.lora import spec  # brings DTensor, half a second
+
+        spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
+    num_params, flops = count_model(model, layout, shape, config.training.seq_len)
+    layers: nn.ModuleDict = getattr(model, layout.layers)
+    found: dict[tuple[object, ...], Layer] = {}
+    kinds = []
+    for name, layer in layers.items():
+        key = (
+            tuple((path, tuple(p.shape), p.requires_grad) for path, p in layer.named_parameters()),
+            tuple((getattr(m, "window", 0), getattr(m, "chunk", 0)) for m in layer.modules()),
+        )
+        if key not in found:
+            found[key] = _layer(layer, f"{layout.layers}.{name}", layout, shape)
+        kinds.append(found[key])
+    if not kinds:
+        rule = f"has no modules in LAYOUT.layers={layout.layers!r}"
+        raise ConfigError(Problem("model.name", config.model.name, rule, "a plan needs at least one layer"))
+    tied = any({name.partition(".")[0] for name in names} & set(layout.last) for names in tied_names(model))
+    first, last = (tuple(_parameters(model, names, layout)) for names in (layout.first, layout.last))
+    dim = int(getattr(shape, "dim", 0)) or kinds[0].parameters[0].shape[-1]
+    label = f"{config.model.name} {config.model.flavor}"
+    return ModelShape(label, tuple(kinds), first, last, dim, task.num_outputs(shape), tied, num_params, flops)
+
+
+def decoder(
+    name: str,
+    layers: int,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    seq_len: int,
+    *,
+    gated: bool = True,
+    tied: bool = False,
+    head_dim: int | None = None,
+    layer_norm: bool = False,
+    experts: Experts | None = None,
+) -> ModelShape:
+    """The shape of a plain decoder from its sizes alone, for models without a file here."""
+    head_dim = head_dim or dim // heads
+    linears = [
+        Linear("attn.wq", dim, heads * head_dim, "colwise"),
+        Linear("attn.wk", dim, kv_heads * head_dim, "colwise"),
+        Linear("attn.wv", dim, kv_heads * head_dim, "colwise"),
+        Linear("attn.wo", heads * head_dim, dim, "rowwise"),
+    ]
+    if experts is None:
+        linears += [Linear(f"ffn.w{i}", dim, ffn, "colwise") for i in ((1, 3) if gated else (1,))]
+        linears += [Linear("ffn.w2", ffn, dim, "rowwise")]
+    parameters = [Parameter(f"{one.path}.weight", (one.out_features, one.in_features), one.word) for one in linears]
+    if experts is not None:
+        parameters += [
+            Parameter(f"moe.experts.w{i}", (experts.count, dim, experts.ffn), "expert")
+            for i in ((1, 2, 3) if gated else (1, 2))
+        ]
+        parameters += [Parameter("moe.router.gate.weight", (experts.count, dim), "router")]
+    parameters += [Parameter(f"{where}_norm.weight", (dim,), "sequence") for where in ("attn", "ffn")]
+    layer = Layer(
+        tuple(parameters), tuple(linears), heads, kv_heads, head_dim, head_dim,
+        gated=gated, layer_norm=layer_norm, experts=experts,
+    )  # fmt: skip
+    embed = Parameter("embed.weight", (vocab, dim), "embed")
+    head = Parameter("head.weight", (vocab, dim), "head")
+    per_layer = sum(p.numel for p in parameters)
+    idle = 0
+    if experts is not None:
+        in_experts = sum(p.numel for p in parameters if p.word == "expert")
+        idle = in_experts - in_experts * experts.top_k // experts.count
+    used = layers * (per_layer - idle) + vocab * dim + dim
+    total = layers * per_layer + vocab * dim * (1 if tied else 2) + dim
+    flops = 6 * used + 12 * layers * heads * head_dim * seq_len
+    last = (Parameter("norm.weight", (dim,), "sequence"), head)
+    return ModelShape(name, (layer,) * layers, (embed,), last, dim, vocab, tied, total, flops)
+
+
+def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
+    linears = [
+        Linear(
+            name,
+            module.in_features,
+            module.out_features,
+            word_of(layout, f"{path}.{name}") or "replicate",
+            any(p.requires_grad for p in module.parameters()),
+        )
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    # forward runs what it splits by columns before what it splits by rows, whatever the order of definition
+    order = list(dict.fromkeys(one.path.rpartition(".")[0] for one in linears))
+    linears.sort(key=lambda one: (order.index(one.path.rpartition(".")[0]), one.word == "rowwise"))
+    cores = [
+        core for name, core in layer.named_modules() if layout.context and matches(f"{path}.{name}", layout.context)
+    ]
+    core = cores[0] if cores else None
+    limits = [int(getattr(core, name, 0) or 0) for name in ("window", "chunk")]
+    heads = int(getattr(shape, "num_heads", 0) or 1)
+    qk_dim = int(getattr(shape, "head_dim", 0) or getattr(shape, "dim", heads) // heads)
+    if getattr(shape, "qk_nope_head_dim", 0):
+        qk_dim = int(shape.qk_nope_head_dim) + int(getattr(shape, "qk_rope_head_dim", 0))  # type: ignore[attr-defined]
+    moe = next((m for n, m in layer.named_modules() if layout.expert and matches(f"{path}.{n}", layout.expert)), None)
+    experts = None
+    stacks = [p for n, p in moe.named_parameters() if n.startswith("experts.") and p.ndim == 3] if moe else []
+    biased = any(p.ndim == 2 and n.startswith("experts.") for n, p in moe.named_parameters()) if moe else False
+    if stacks:  # what has the path is a plain feed-forward in some layers of some models
+        dim = int(getattr(shape, "dim", 0))
+        width = min((size for one in stacks for size in one.shape[1:] if size != dim), default=dim)
+        experts = Experts(int(stacks[0].shape[0]), int(getattr(shape, "top_k", 1)), int(width), biased)
+    return Layer(
+        tuple(_parameters(layer, None, layout, path)),
+        tuple(linears),
+        heads,
+        int(getattr(shape, "num_kv_heads", 0) or heads),
+        qk_dim,
+        int(getattr(shape, "v_head_dim", 0) or qk_dim),
+        min((limit for limit in limits if limit), default=0),
+        causal=not bool(getattr(core, "bidirectional", False)),
+        gated=sum(one.word == "colwise" and "attn" not in one.path for one in linears) > 1 or bool(stacks),
+        layer_norm=any(isinstance(module, nn.LayerNorm) for module in layer.modules()),
+        head_norms=any(name.endswith("k_norm.weight") for name, _ in layer.named_parameters()),
+        experts=experts,
+    )
+
+
+def _parameters(module: nn.Module, names: Iterable[str] | None, layout: Layout, path: str = "") -> Iterable[Parameter]:
+    """Parameters of a module, or of some children; one that is shared is listed once in each."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if names is not None and name.partition(".")[0] not in names:
+            continue
+        owner = f"{path}.{name}" if path else name
+        owner = owner.rpartition(".")[0]
+        word = word_of(layout, owner) or word_of(layout, owner.rpartition(".")[0]) or "replicate"
+        yield Parameter(name, tuple(parameter.shape), word, parameter.requires_grad)

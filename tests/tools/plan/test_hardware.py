@@ -1,0 +1,78 @@
+"""Laws of devices as data: each row says where it is from, and impossible numbers are refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardtrain.tools.plan import hardware
+from shardtrain.utils.errors import ConfigError
+
+ROW = """
+[devices.mine]
+memory_gib = 24
+memory_bytes_per_second = 1e12
+devices_per_node = 4
+link = "pcie4"
+network = "ethernet-100g"
+source = "its box"
+[devices.mine.flops]
+bfloat16 = 100e12
+"""
+
+
+@pytest.mark.parametrize("name", hardware.names())
+def test_each_device_of_the_package_is_possible_and_says_where_its_numbers_are_from(name):
+    device = hardware.find(name)
+    assert device.source and device.link.source and device.network.source
+    assert device.peak("bfloat16") >= device.peak("float32")
+    assert device.memory_bytes > 2**30
+
+
+def test_short_names_are_the_devices_that_people_mean():
+    assert hardware.find("A100").memory_gib > hardware.find("a100-40").memory_gib
+
+
+def test_an_unknown_device_lists_the_known_ones_and_how_to_add_one():
+    with pytest.raises(ConfigError, match=r"did you mean h100.*b200.*mi300x.*\[devices.NAME\]"):
+        hardware.find("h10")
+
+
+def test_a_users_own_row_is_a_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(ROW)
+    mine = hardware.find(str(path))
+    assert (mine.name, mine.devices_per_node, mine.link.name) == ("mine", 4, "pcie4")
+    assert mine.peak("bfloat16") == 100e12
+    with pytest.raises(ConfigError, match="float8"):
+        mine.peak("float8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("memory_gib = 24", "memory_gib = -24", "memory_gib"),
+        ("memory_gib = 24", "memory_gib = nan", "memory_gib"),
+        ("memory_gib = 24", 'memory_gib = "24"', "memory_gib"),
+        ("bfloat16 = 100e12", "bfloat16 = 100", "TFLOPs"),
+        ("bfloat16 = 100e12", "bfloat16 = 1e30", "flops.bfloat16"),
+        ("devices_per_node = 4", "devices_per_node = 0", "devices_per_node"),
+        ('link = "pcie4"', 'link = "string"', "known link"),
+        ('source = "its box"', "", "source"),
+        ('source = "its box"', 'source = "its box"\nmemory_efficiency = 2', "memory_efficiency"),
+        ('source = "its box"', 'source = "its box"\ncolour = "red"', "colour"),
+    ],
+)
+def test_impossible_numbers_are_refused_and_named(tmp_path, old, new, key):
+    path = tmp_path / "mine.toml"
+    path.write_text(ROW.replace(old, new))
+    with pytest.raises(ConfigError, match=key) as told:
+        hardware.find(str(path))
+    assert "\n" not in str(told.value)
+
+
+def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        hardware.find(str(tmp_path / "none.toml"))
+    (tmp_path / "bad.toml").write_text("[")
+    with pytest.raises(ConfigError, match="not TOML"):
+        hardware.find(str(tmp_path / "bad.toml"))

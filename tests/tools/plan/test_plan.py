@@ -1,0 +1,118 @@
+"""Laws of the verb plan: its answer fits a terminal, says what limits, and the best mesh is one that train takes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import shardtrain
+from shardtrain import cli, config
+from shardtrain.tools.plan import hardware, planning, search
+from shardtrain.utils.errors import ConfigError
+
+
+def answer(capsys, *words):
+    code = cli.main(("plan", *words))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_answer_is_one_screen_wide_and_says_memory_time_and_what_limits(capsys):
+    code, out, err = answer(capsys, "llama3_8b", "--gpus", "8", "--tokens", "1T", "--price", "2")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    for part in ("8.03B parameters on 8 x h100", "activations", "MFU", "what would cut", "device hours", "fits: "):
+        assert part in out
+
+
+def test_json_is_one_object_with_bytes_and_seconds(capsys):
+    code, out, _ = answer(capsys, "llama3_8b", "--nodes", "2", "--device", "h200", "--json")
+    plan = json.loads(out)
+    assert (code, plan["world_size"], plan["device"]) == (0, 16, "h200")
+    assert plan["peak_bytes"] == max(rank["total"] for rank in plan["ranks"]) + plan["overhead_bytes"]
+    assert sum(plan["costs_seconds"].values()) == pytest.approx(plan["step_seconds"])
+
+
+def test_what_cannot_fit_says_by_how_much_and_what_would(capsys):
+    code, out, _ = answer(capsys, "llama3_70b", "--gpus", "8", "--device", "a100-40")
+    assert code == 2
+    assert "does not fit" in out and "too much; what would help" in out
+    plan = shardtrain.plan("llama3_70b", gpus=8, device="a100-40")
+    assert not plan.fits and 1 <= len(plan.fixes) <= 3
+
+
+def test_the_python_face_gives_the_numbers_of_the_command(capsys):
+    plan = shardtrain.plan("llama3_8b", {"activation_checkpoint.mode": "full"}, gpus=8)
+    _, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--json", "--activation_checkpoint.mode", "full")
+    assert plan.as_dict() == json.loads(out)
+    assert plan.tokens_per_second == pytest.approx(8 * plan.tps)
+    assert 0 < plan.mfu < 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpus", "0"), "--gpus"),
+        (("--gpus", "many"), "--gpus"),
+        (("--gpus", "8", "--nodes", "1"), "--nodes"),
+        (("--device", "tpu"), "not a known device"),
+        (("--tokens", "lots"), "--tokens"),
+        (("--nproc", "2"), "use --gpus"),
+        (("--gpus", "8", "--parallelism.tensor_parallel_degree", "3"), "tensor_parallel_degree=3"),
+    ],
+)
+def test_wrong_words_are_refused_in_one_line_each(capsys, words, said):
+    code, out, err = answer(capsys, "llama3_8b", *words)
+    assert (code, out) == (2, "")
+    assert said in err and all(line.startswith("error[2]") for line in err.splitlines())
+
+
+def test_recomputing_costs_time_and_saves_memory():
+    none, op, full = (
+        shardtrain.plan("llama3_8b", {"activation_checkpoint.mode": mode}, gpus=8)
+        for mode in ("none", "selective", "full")
+    )
+    assert none.peak_bytes > op.peak_bytes > full.peak_bytes
+    assert none.time.seconds < op.time.seconds < full.time.seconds
+
+
+def test_tensor_parallelism_within_a_node_costs_less_than_across_nodes():
+    device = hardware.find("h100")
+    loaded = config.load("llama3_8b", ["--parallelism.tensor_parallel_degree", "8"]).config
+    inside = planning.make(loaded, 16, device)
+    across = planning.make(loaded, 16, device.with_nodes_of(4))
+    assert across.time.costs["tensor parallel"] > 2 * inside.time.costs["tensor parallel"]
+
+
+def test_the_best_of_a_search_is_no_slower_than_what_was_asked_and_a_configuration_that_train_takes(tmp_path):
+    loaded, device = config.load("llama3_8b", []), hardware.find("h100")
+    found = search.run(loaded, 16, device)
+    best = found.ranked[0]
+    asked = planning.make(loaded.config, 16, device)
+    assert best.plan.tps >= asked.tps and best.plan.fits
+    assert best.plan.job.tokens_per_step == asked.job.tokens_per_step
+    assert [one.plan.tps for one in found.ranked] == sorted((one.plan.tps for one in found.ranked), reverse=True)
+    path = tmp_path / "best.toml"
+    path.write_text(search.as_toml(loaded, best))
+    again = config.load(str(path), [])
+    config.require_to_build(again, 16)
+    assert planning.make(again.config, 16, device).as_dict() == best.plan.as_dict()
+    text = search.lines(found, 3)
+    assert max(map(len, text)) <= 80 and any("runner-up" in line for line in text)
+
+
+def test_a_search_on_devices_too_small_says_what_is_closest(capsys):
+    code, out, _ = answer(capsys, "llama3_405b", "--gpus", "8", "--search")
+    assert code == 2
+    assert "none fits; the closest needs" in out
+
+
+def test_an_unknown_peak_is_refused(tmp_path):
+    path = tmp_path / "old.toml"
+    path.write_text(
+        "[devices.old]\nmemory_gib = 16\nmemory_bytes_per_second = 9e11\ndevices_per_node = 8\n"
+        'link = "pcie4"\nnetwork = "ethernet-10g"\nsource = "a box"\n[devices.old.flops]\nfloat16 = 1e14\n'
+    )
+    with pytest.raises(ConfigError, match="bfloat16"):
+        shardtrain.plan("llama3_8b", gpus=8, device=str(path))
