@@ -1,4 +1,4 @@
-"""How well ``shardtrain plan`` predicts published runs: python benchmarks/plan_accuracy.py [ROWS.jsonl] [--markdown].
+"""How well ``shardtrain plan`` predicts published runs: plan_accuracy.py [ROWS.jsonl] [--markdown] [--svg FILE].
 
 A row states shape, hardware, layout and what was measured. Nothing is fitted here; the constants of
 shardtrain/tools/plan were chosen with the rows that are not held back. About a third is held back, by a hash of the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -188,15 +189,64 @@ def summary(scores: Sequence[Score]) -> list[tuple[str, int, float, float]]:
     return lines
 
 
+def scatter(scores: Sequence[Score]) -> str:
+    """Planned over measured step time as SVG, both axes logarithmic.
+
+    Hollow circles are held-back rows; the lines are equality, and 25 % to either side.
+    """
+    shown = [one for one in scores if one.measured_seconds]
+    low, high, size, margin = 0.2, 250.0, 480, 50
+
+    def place(seconds: float) -> float:
+        return (math.log10(seconds) - math.log10(low)) / (math.log10(high) - math.log10(low)) * size
+
+    def line(factor: float, style: str) -> str:
+        x1, x2 = (place(max(low, low / factor)), place(min(high, high / factor)))
+        y1, y2 = (size - place(factor * max(low, low / factor)), size - place(factor * min(high, high / factor)))
+        return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {style}/>'
+
+    colours = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
+    names = sorted({one.series for one in shown})
+    total = size + 2 * margin
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {total}" font-family="sans-serif" ',
+        'font-size="12">',
+        f'<rect width="{total}" height="{total}" fill="white"/><g transform="translate({margin},{margin})">',
+        f'<rect width="{size}" height="{size}" fill="none" stroke="black"/>',
+        line(1.0, 'stroke="black"'),
+        line(1.25, 'stroke="grey" stroke-dasharray="4"'),
+        line(0.8, 'stroke="grey" stroke-dasharray="4"'),
+    ]
+    for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 200):
+        at = place(tick)
+        parts.append(f'<text x="{at:.1f}" y="{size + 16}" text-anchor="middle">{tick:g}</text>')
+        parts.append(f'<text x="-6" y="{size - at + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    for one in shown:
+        colour = colours[names.index(one.series) % len(colours)]
+        fill = "none" if one.held_back else colour
+        x, y = place(one.measured_seconds or low), size - place(one.seconds)
+        where = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="{colour}"'
+        parts.append(f"{where}><title>{one.id} {one.error:+.1%}</title></circle>")
+    for number, name in enumerate(names):
+        y = 18 + 16 * number
+        parts.append(f'<circle cx="14" cy="{y - 4}" r="4" fill="{colours[number]}"/><text x="24" y="{y}">{name}</text>')
+    parts.append(f'<text x="{size / 2}" y="{size + 36}" text-anchor="middle">measured step time, seconds</text>')
+    parts.append(f'<text transform="rotate(-90)" x="{-size / 2}" y="-34" text-anchor="middle">planned</text></g></svg>')
+    return "\n".join(parts) + "\n"
+
+
 def main() -> None:
     """Print every row, or with --markdown the tables of docs/plan.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path, nargs="?", default=Path(__file__).with_name("plan_published.jsonl"))
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--costs", action="store_true", help="also print what the time goes to")
+    parser.add_argument("--svg", type=Path, help="also draw them into this file")
     asked = parser.parse_args()
     scores = [score(row) for row in read(asked.rows)]
     scores += [score_torchtitan(json.loads(line)) for line in TORCHTITAN.read_text(encoding="utf-8").splitlines()]
+    if asked.svg:
+        asked.svg.write_text(scatter(scores), encoding="utf-8")
     if asked.markdown:
         print("| series | rows | median error | 90th percentile |\n|---|---|---|---|")
         for name, count, median, worst in summary(scores):

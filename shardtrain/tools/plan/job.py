@@ -107,6 +107,10 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         notes.append(f"the frozen model that task.name={config.task.name} may hold is not counted; a dry run counts it")
     if recompute.cpu_offload:
         notes.append("activation_checkpoint.cpu_offload: what would move to host memory is counted on the device")
+    name = stages.schedule_name(p.pipeline_parallel_schedule) or p.pipeline_parallel_schedule
+    if name in stages.FROM_CSV and p.pipeline_parallel_degree > 1:
+        name = "1F1B" if name in stages.SINGLE else "Interleaved1F1B"
+        notes.append(f"pipeline_parallel_schedule_csv is not read here; planned as {name}")
     converters = " ".join(config.model.converters)
     return Job(
         seq_len=training.seq_len,
@@ -118,7 +122,7 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         cp=p.context_parallel_degree,
         tp=p.tensor_parallel_degree,
         ep=p.expert_parallel_degree,
-        schedule=stages.schedule_name(p.pipeline_parallel_schedule) or p.pipeline_parallel_schedule,
+        schedule=name,
         stages=layers_of_stages(p, num_layers),
         recompute=mode,
         reshard=p.fsdp_reshard_after_forward,

@@ -116,3 +116,16 @@ def test_an_unknown_peak_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match="bfloat16"):
         shardtrain.plan("llama3_8b", gpus=8, device=str(path))
+
+
+@pytest.mark.parametrize("name", ["GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_every_schedule_is_planned(name):
+    options = {
+        "compile.enable": False,
+        "parallelism.pipeline_parallel_degree": 4,
+        "training.local_batch_size": 16,
+        "parallelism.pipeline_parallel_schedule": name,
+    }
+    plan = shardtrain.plan("llama3_8b", options, gpus=16)
+    assert len(plan.ranks) == 4 and 0 < plan.time.bubble < 0.5
+    assert plan.time.costs["pipeline bubble and sends"] > 0
