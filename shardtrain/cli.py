@@ -22,6 +22,7 @@ from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 if TYPE_CHECKING:
     from shardtrain.config import Loaded
+    from shardtrain.train.preflight.machine import Machine
 
 USAGE = """\
 usage: shardtrain VERB ...
@@ -237,11 +238,30 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
     if choice.count == 1 and not restarts:
         local.prepare(Path(loaded.config.job.dump_folder))
-        return _go_on(local.run_rank(loaded, _trainer()))
-    if forks:
-        return _go_on(local.launch(loaded, choice.count, main=_trainer(), max_restarts=restarts))
-    command = (sys.executable, "-m", "shardtrain", "train", *words)
-    return _go_on(local.launch(loaded, choice.count, command=command, max_restarts=restarts))
+        code = local.run_rank(loaded, _trainer())
+    elif forks:
+        code = local.launch(loaded, choice.count, main=_trainer(), max_restarts=restarts)
+    else:
+        command = (sys.executable, "-m", "shardtrain", "train", *words)
+        code = local.launch(loaded, choice.count, command=command, max_restarts=restarts)
+    for line in _planned(code, loaded, choice.count, machine):
+        print(line, file=sys.stderr)
+    return _go_on(code)
+
+
+def _planned(code: int, loaded: Loaded, world_size: int, machine: Machine) -> list[str]:
+    """What the plan has to say now that the run has ended; of a CPU it knows too little to be held against it."""
+    from shardtrain.launch import failure
+
+    if code == failure.OUT_OF_MEMORY:
+        from shardtrain.tools.plan import after_run
+
+        return after_run.after_out_of_memory(loaded.config, world_size, machine.device == "cpu")
+    if code == 0 and machine.device not in ("cpu", None):
+        from shardtrain.tools.plan import after_run
+
+        return after_run.beside_measured(Path(loaded.config.job.dump_folder), world_size, machine.name)
+    return []
 
 
 def _go_on(code: int) -> int:

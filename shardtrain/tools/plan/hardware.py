@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -131,6 +132,17 @@ def find(name: str) -> Device:
             fix = f"did you mean {near[0]}? {fix}"
         raise ConfigError(Problem("--device", name, "is not a known device", fix))
     return _device(known, table["devices"][known], table["links"], "hardware.toml")
+
+
+def of_name(name: str) -> str | None:
+    """The row of a device by the name that PyTorch gives it; None where there is none.
+
+    >>> of_name("NVIDIA A100-SXM4-40GB"), of_name("NVIDIA H100 80GB HBM3"), of_name("NVIDIA H200"), of_name("AMD EPYC")
+    ('a100-40gb', 'h100', 'h200', None)
+    """
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    fitting = [known for known in names() if set(known.split("-")) <= words]
+    return max(fitting, key=len, default=None)
 
 
 def _table() -> dict[str, Any]:

@@ -169,8 +169,31 @@ def smallest_world(config: Config, device: Device) -> int:
     return others * shard if shard != -1 else math.lcm(others, device.devices_per_node)
 
 
+def lighter(config: Config, world_size: int, device: Device) -> list[str]:
+    """Up to three changes that take at least a tenth less memory than a configuration does, the fastest first."""
+    model = shapes.read(config)
+    found = jobs.of_config(config, world_size, len(model.layers), tasks.open_task(config).sequences_per_row)
+    now = of_job(model, found, device)
+    plans = [one for one in _changed(model, found, device, config) if one[1].peak_bytes < 0.9 * now.peak_bytes]
+    plans.sort(key=lambda one: (one[1].world_size, -one[1].tps))
+    own = format_bytes(now.peak_bytes)
+    return [f"{text}: {format_bytes(plan.peak_bytes)} planned, in place of {own}" for text, plan in plans[:3]]
+
+
 def _fixes(model: ModelShape, found: Job, device: Device, config: Config) -> list[str]:
     """Up to three changes that would fit, the fastest first; where no single one does, the three that help most."""
+    plans = _changed(model, found, device, config)
+    fitting = sorted((one for one in plans if one[1].fits), key=lambda one: (one[1].world_size, -one[1].tps))
+    if fitting:
+        return [
+            f"{text}: {format_bytes(plan.peak_bytes)}, {plan.tps:,.0f} tokens/s/device" for text, plan in fitting[:3]
+        ]
+    plans.sort(key=lambda one: one[1].peak_bytes)
+    return [f"{text}: {format_bytes(plan.peak_bytes)}, still too much alone" for text, plan in plans[:3]]
+
+
+def _changed(model: ModelShape, found: Job, device: Device, config: Config) -> list[tuple[str, Plan]]:
+    """What may be changed for less memory, each alone, and what it would give."""
     changes: list[tuple[str, Job]] = []
     if found.recompute != "full":
         changes.append(('activation_checkpoint.mode="full"', replace(found, recompute="full")))
@@ -198,10 +221,4 @@ def _fixes(model: ModelShape, found: Job, device: Device, config: Config) -> lis
         if more.fits or times == 32:
             plans.append((f"{times} times as many devices ({more.world_size})", more))
             break
-    fitting = sorted((one for one in plans if one[1].fits), key=lambda one: (one[1].world_size, -one[1].tps))
-    if fitting:
-        return [
-            f"{text}: {format_bytes(plan.peak_bytes)}, {plan.tps:,.0f} tokens/s/device" for text, plan in fitting[:3]
-        ]
-    plans.sort(key=lambda one: one[1].peak_bytes)
-    return [f"{text}: {format_bytes(plan.peak_bytes)}, still too much alone" for text, plan in plans[:3]]
+    return plans

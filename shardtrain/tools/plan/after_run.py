@@ -1,0 +1,58 @@
+"""What a plan says when a run of this machine has ended: what to change without memory, and whether it was right."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from pathlib import Path
+
+from shardtrain import config as configs
+from shardtrain.config.schema import Config
+from shardtrain.tools.plan import hardware, planning
+from shardtrain.tools.report import reading
+from shardtrain.utils.units import GIB
+
+OFF = 0.15
+"""A measurement that is off by more than this share of the plan is worth a warning."""
+_FEWEST_STEPS = 5
+
+
+def after_out_of_memory(config: Config, world_size: int, is_cpu: bool) -> list[str]:
+    """Lines for people: the changes that would take less; none where nothing can be planned.
+
+    The plan is of a CPU or of an H100: what a change saves hardly depends on the device.
+    """
+    with contextlib.suppress(Exception):  # the run's own error is what counts, and it was told
+        found = planning.lighter(config, world_size, hardware.find("cpu" if is_cpu else "h100"))
+        if found:
+            return ["less memory would be taken with one of these (docs/plan.md):", *(f"  {line}" for line in found)]
+    return []
+
+
+def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str]:
+    """Lines for people: planned and measured peak memory and speed of a run that has ended.
+
+    ``device_name`` is PyTorch's. None where the device has no row, or too few steps were logged to tell.
+    """
+    with contextlib.suppress(Exception):  # a run that has succeeded does not fail by what is said of it
+        known = hardware.of_name(device_name)
+        if known is None:
+            return []
+        metrics = {name: list(series.values) for name, series in reading.read(folder).metrics.items()}
+        if len(metrics.get("tps", [])) < _FEWEST_STEPS:
+            return []
+        plan = planning.make(
+            configs.load(str(folder / "config.resolved.toml"), []).config, world_size, hardware.find(known)
+        )
+        later = metrics["tps"][len(metrics["tps"]) // 2 :]  # the first steps compile and warm up
+        pairs = {"tokens per second and device": (plan.tps, statistics.median(later), ",.0f")}
+        if "memory_gib" in metrics:
+            # PyTorch counts what it holds, and not the driver's own
+            pairs["peak memory in GiB"] = (plan.fullest.total / GIB, max(metrics["memory_gib"]), ".1f")
+        lines = []
+        for name, (planned, measured, form) in pairs.items():
+            off = measured / planned - 1
+            text = f"{name}: planned {planned:{form}}, measured {measured:{form}} ({off:+.0%})"
+            lines.append(f"warning: {text}: more than {OFF:.0%} off" if abs(off) > OFF else text)
+        return lines
+    return []

@@ -1,0 +1,81 @@
+"""A run that has ended hears of its plan: what would take less memory, and how far the plan was off."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import forked
+import patience
+import pytest
+
+from shardtrain import config
+from shardtrain.tools.plan import after_run, hardware, planning
+from shardtrain.train import trainer
+
+
+def shares(lines: list[str]) -> list[float]:
+    """Of each change its planned memory over that of the configuration."""
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    told = [re.search(r": ([\d.]+) (\w+) planned, in place of ([\d.]+) (\w+)$", line) for line in lines]
+    return [float(m[1]) * units[m[2]] / (float(m[3]) * units[m[4]]) for m in told if m]
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("llama3_8b", 8), ("llama3_405b", 512), ("debug_moe", 8)])
+def test_each_change_takes_a_tenth_less_at_least(name: str, world_size: int) -> None:
+    title, *lines = after_run.after_out_of_memory(config.load(name).config, world_size, is_cpu=False)
+    assert "docs/plan.md" in title and 1 <= len(lines) == len(shares(lines)) <= 3
+    assert all(share < 0.91 for share in shares(lines)), "with the rounding of what is printed"
+
+
+def test_where_nothing_can_be_planned_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "lighter", lambda *_: 1 / 0)
+    assert after_run.after_out_of_memory(config.load("debug").config, 1, is_cpu=True) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_without_memory_ends_with_7_and_what_would_take_less(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError("can't allocate memory")
+
+    monkeypatch.setattr(trainer, "_steps", no_memory)
+    command = [sys.executable, "-m", "shardtrain", "train", "debug", f"--nproc={ranks}", "--training.seq_len=64"]
+    command += ["--training.local_batch_size=4", f"--job.dump_folder={tmp_path}"]
+    done = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(120))
+    assert done.returncode == 7, done.stderr
+    told = done.stderr.splitlines()
+    title = next(number for number, line in enumerate(told) if line.startswith("less memory would be taken"))
+    assert any(line.startswith("error[7]: ") for line in told[:title])
+    assert 1 <= len(shares(told[title + 1 :])) <= 3
+
+
+def finished(folder: Path, tps: float, memory_gib: float, steps: int = 10) -> Path:
+    """The files of a run of 8B on 8 devices; its first half was slow."""
+    rows = [
+        {"step": step, "loss": 3.0, "tps": tps / 9 if step <= steps // 2 else tps, "memory_gib": memory_gib}
+        for step in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.resolved.toml").write_text((Path(__file__).parents[3] / "configs/llama3_8b.toml").read_text())
+    return folder
+
+
+def test_planned_and_measured_stand_beside_each_other_and_a_large_difference_is_a_warning(tmp_path: Path) -> None:
+    plan = planning.make(config.load("llama3_8b").config, 8, hardware.find("h100"))
+    gib = plan.fullest.total / 2**30
+    run = finished(tmp_path, 1.1 * plan.tps, 0.5 * gib)
+    speed, memory = after_run.beside_measured(run, 8, "NVIDIA H100 80GB HBM3")
+    assert speed.endswith("(+10%)") and not speed.startswith("warning")
+    assert memory == (
+        f"warning: peak memory in GiB: planned {gib:.1f}, measured {0.5 * gib:.1f} (-50%): more than 15% off"
+    )
+
+
+def test_of_an_unknown_device_or_few_steps_nothing_is_said(tmp_path: Path) -> None:
+    assert after_run.beside_measured(finished(tmp_path, 1.0, 1.0), 8, "Some New Accelerator") == []
+    assert after_run.beside_measured(finished(tmp_path, 1.0, 1.0, steps=4), 8, "NVIDIA H100 80GB HBM3") == []
+    assert after_run.beside_measured(tmp_path / "gone", 8, "NVIDIA H100 80GB HBM3") == []
