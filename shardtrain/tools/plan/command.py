@@ -27,6 +27,7 @@ tokens per second, MFU, what limits it. Nothing is trained; no GPU and no proces
   --calibrate RUN     scale the device's rates by how long the steps of a finished run took
   --tokens N          also days, device hours and energy for so many tokens, like 15T
   --price DOLLARS     per device and hour, for --tokens
+  --largest           also how long a sequence, how many rows and how many layers fit on this layout, each alone
   --search            rank every legal mesh, schedule, recompute mode and micro-batch for the same batch of tokens
   --top N             how many of them to show (default: 10)
   -o FILE.toml        with --search: write the best one as a configuration for train
@@ -51,6 +52,7 @@ class Asked:
     top: int = 10
     output: str | None = None
     json: bool = False
+    largest: bool = False
 
 
 def main(words: Sequence[str]) -> int:
@@ -98,10 +100,14 @@ def main(words: Sequence[str]) -> int:
         return 0 if found.ranked else DOES_NOT_FIT
     configs.require_to_build(loaded, world_size)
     plan = planning.make(loaded.config, world_size, device)
+    largest = planning.largest(loaded.config, world_size, device) if asked.largest else None
     if asked.json:
-        print(json.dumps(plan.as_dict()))
+        print(json.dumps(plan.as_dict() | ({"largest": largest} if largest else {})))
     else:
         print("\n".join(picture.lines(plan, asked.tokens, asked.price)))
+        if largest:
+            print("the largest that fit on this layout, each alone:")
+            print("\n".join(f"  {option}={number}" for option, number in largest.items()))
     return 0 if plan.fits else DOES_NOT_FIT
 
 
@@ -119,7 +125,7 @@ def _own(words: list[str]) -> tuple[Asked, list[str]]:
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
-        if name in ("--search", "--json") and not equals:
+        if name in ("--search", "--json", "--largest") and not equals:
             setattr(asked, name[2:], True)
         elif name in ("--gpus", "--nodes", "--device", "--calibrate", "--tokens", "--price", "--top", "-o", "--output"):
             text = value if equals else (words.pop(0) if words else "")

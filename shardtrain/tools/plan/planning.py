@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -150,6 +150,48 @@ def of_job(model: ModelShape, found: Job, device: Device) -> Plan:
     time = timing.of_step(model, found, device, orders)
     over = overhead(max(rank.total for rank in ranks), device)
     return Plan(model.name, model.num_params, device, sizes, found, ranks, over, time, model.flops_per_token)
+
+
+def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
+    """How far each may be raised alone until the device is full: sequence, rows of a micro-batch, layers; 0 where not.
+
+    Sequences in multiples of 128 per rank that shares one, to 1 %; layers by one like the last, in whole pipelines.
+    """
+    model = shapes.read(config)
+    found = jobs.of_config(config, world_size, len(model.layers), tasks.open_task(config).sequences_per_row)
+
+    def fits(one: Job, shape: ModelShape = model) -> bool:
+        orders = schedule.orders(one.schedule, one.pp, len(one.stages), one.num_microbatches)
+        used = max(rank.total for rank in memory.of_ranks(shape, one, orders, kernels_of(device)))
+        return used + overhead(used, device) <= device.memory_bytes
+
+    unit = 128 * found.cp * found.tp
+    answer = {
+        "training.seq_len": unit * _most(lambda n: fits(replace(found, seq_len=n * unit))),
+        "training.local_batch_size": _most(lambda n: fits(replace(found, rows=n))),
+    }
+    if found.pp == 1:
+
+        def deeper(count: int) -> bool:
+            layers = (*model.layers, *model.layers[-1:] * count)[:count]
+            return fits(replace(found, stages=(range(count),)), replace(model, layers=layers))
+
+        answer["model.overrides.num_layers"] = _most(deeper)
+    return answer
+
+
+def _most(holds: Callable[[int], bool]) -> int:
+    """The largest number for which it holds, to 1 %; 0 where it holds for none, and no more than 2^30."""
+    if not holds(1):
+        return 0
+    low = 1
+    while low < 2**30 and holds(2 * low):
+        low *= 2
+    high = 2 * low
+    while high - low > max(1, low // 100):
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def kernels_of(device: Device) -> memory.Kernels:

@@ -129,3 +129,31 @@ def test_every_schedule_is_planned(name):
     plan = shardtrain.plan("llama3_8b", options, gpus=16)
     assert len(plan.ranks) == 4 and 0 < plan.time.bubble < 0.5
     assert plan.time.costs["pipeline bubble and sends"] > 0
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("llama3_8b", 8), ("llama3_70b", 8)])
+def test_the_largest_fits_and_a_little_more_does_not(name, world_size):
+    device, loaded = hardware.find("h100"), config.load(name)
+    largest = planning.largest(loaded.config, world_size, device)
+    now = planning.make(loaded.config, world_size, device)
+    if not now.fits:  # even one row of it: nothing that is raised makes it fit
+        assert largest["training.local_batch_size"] == 0
+    for option, number in largest.items():
+        for times, fits in ((1, True), (1.05, False)):
+            asked = max(number + (times > 1), int(number * times))
+            section, key = option.rsplit(".", 1)
+            if section == "training" and number:
+                if key == "seq_len":
+                    asked += -asked % 128
+                plan = planning.make(config.load(name, [f"--{option}={asked}"]).config, world_size, device)
+                assert plan.fits == fits, (option, asked)
+
+
+def test_how_far_a_layout_reaches_is_told_on_request(capsys):
+    code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest")
+    assert code == 0
+    told = dict(line.strip().split("=") for line in out.partition("each alone:\n")[2].splitlines())
+    assert set(told) == {"training.seq_len", "training.local_batch_size", "model.overrides.num_layers"}
+    assert int(told["training.seq_len"]) > 8192 and int(told["model.overrides.num_layers"]) > 32
+    code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest", "--json")
+    assert json.loads(out)["largest"] == {option: int(number) for option, number in told.items()}
