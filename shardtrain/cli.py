@@ -35,6 +35,7 @@ usage: shardtrain VERB ...
   config show  [CONFIG.toml] [--section.key VALUE ...]        print every option with its origin
   config check [CONFIG.toml] [--for-machine none|here|NAME]   tell what train would refuse; starts nothing
   config help  [SECTION[.KEY]]                                explain the options
+  config schema                                               a JSON Schema of all options, for editors of TOML
   config migrate FILE... -o NEW.toml                          write a configuration of another system as TOML
   data VERB ...                                               prepare, check, show and probe data (data --help: all)
   checkpoint VERB ...                                         list, verify and compare checkpoints
@@ -50,6 +51,7 @@ usage: shardtrain VERB ...
   doctor [CONFIG.toml] [--nproc N] ...                        find what would end or slow a run on this machine or job
   launch PLATFORM [CONFIG.toml] [--dry-run] ...               the same run on hosts or a cluster (--help: all options)
   replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
+  completion bash|zsh|fish                                    a script with which a shell completes all of this
   help, --help                                                this text
   --version                                                   print the version
 
@@ -289,6 +291,20 @@ def _checkpoint_of_others(words: list[str]) -> int:
     return _module(f"shardtrain.{room}.command")(words)
 
 
+def _completion(words: list[str]) -> int:
+    """Print what a shell reads to complete the command."""
+    from shardtrain.config import completion
+
+    if words[:1] in (["--help"], ["-h"]):
+        return _help(words)
+    if len(words) != 1 or words[0] not in completion.SHELLS:
+        told = "is not a shell that is known" if len(words) == 1 else "takes the name of one shell"
+        fix = 'write eval "$(shardtrain completion bash)" into ~/.bashrc; zsh alike; for fish pipe it to source'
+        raise ConfigError(Problem("shardtrain completion", " ".join(words) or None, told, fix, "command line"))
+    print(completion.script(words[0], [name for name in VERBS if not name.startswith("-")]))
+    return 0
+
+
 def _help(_words: list[str]) -> int:
     print(USAGE, end="")
     return 0
@@ -318,6 +334,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "doctor": _module("shardtrain.tools.doctor"),
     "launch": _module("shardtrain.launch.command"),
     "replay": _module("shardtrain.tools.replay"),
+    "completion": _completion,
     "help": _help,
     "--help": _help,
     "-h": _help,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 from shardtrain import config
@@ -42,6 +43,16 @@ def _help(words: list[str], _open: Opener) -> int:
     return 0
 
 
-ACTIONS: dict[str, Callable[[list[str], Opener], int]] = {"show": _show, "help": _help}
+def _schema(words: list[str], _open: Opener) -> int:
+    from shardtrain.config.json_schema import json_schema
+
+    if words:
+        rule, fix = "takes no argument", "shardtrain config schema > shardtrain.schema.json"
+        raise ConfigError(Problem("shardtrain config schema", words[0], rule, fix, "command line"))
+    print(json.dumps(json_schema(), indent=1))
+    return 0
+
+
+ACTIONS: dict[str, Callable[[list[str], Opener], int]] = {"show": _show, "help": _help, "schema": _schema}
 _ELSEWHERE = ("check", "migrate")
 """Actions that need more than the configuration, and have homes of their own."""

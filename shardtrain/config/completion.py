@@ -1,0 +1,77 @@
+"""Scripts that let a shell complete the command: verbs, presets, options and their values."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args, get_origin
+
+from shardtrain.config import presets
+from shardtrain.config.options import options
+
+
+def _values(kind: object) -> list[str]:
+    if kind is bool:
+        return ["true", "false"]
+    inner = next((arg for arg in get_args(kind) if get_origin(arg) is Literal), kind)
+    return [str(value) for value in get_args(inner)] if get_origin(inner) is Literal else []
+
+
+def _bash(verbs: Sequence[str]) -> str:
+    cases = [
+        f"        --{name}) words={shlex.quote(' '.join(values))} ;;"
+        for name, option in options().items()
+        if (values := _values(option.kind))
+    ]
+    flags = " ".join(f"--{name}" for name in options())
+    return "\n".join(
+        [
+            "_shardtrain() {",
+            '    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD - 1]}" words=""',
+            "    COMPREPLY=()",
+            "    if ((COMP_CWORD == 1)); then",
+            f'        COMPREPLY=($(compgen -W {shlex.quote(" ".join(verbs))} -- "$word"))',
+            "        return",
+            "    fi",
+            # bash takes --a.b=c apart at "="
+            '    [[ "$before" == "=" ]] && before="${COMP_WORDS[COMP_CWORD - 2]}"',
+            '    [[ "$word" == "=" ]] && before="${COMP_WORDS[COMP_CWORD - 1]}" word=""',
+            '    case "$before" in',
+            *cases,
+            "    esac",
+            '    if [[ -n "$words" ]]; then',
+            '        COMPREPLY=($(compgen -W "$words" -- "$word"))',
+            '    elif [[ "$word" == -* ]]; then',
+            f'        COMPREPLY=($(compgen -W {shlex.quote(flags)} -- "$word"))',
+            "    else",
+            '        COMPREPLY=($(compgen -f -- "$word"))',
+            "        if ((COMP_CWORD == 2)); then",
+            f'            COMPREPLY+=($(compgen -W {shlex.quote(" ".join(presets.names()))} -- "$word"))',
+            "        fi",
+            "    fi",
+            "}",
+            "complete -o filenames -F _shardtrain shardtrain",
+        ]
+    )
+
+
+def _zsh(verbs: Sequence[str]) -> str:
+    return "autoload -U +X bashcompinit && bashcompinit\n" + _bash(verbs)
+
+
+def _fish(verbs: Sequence[str]) -> str:
+    lines = [f"complete -c shardtrain -f -n __fish_use_subcommand -a {shlex.quote(' '.join(verbs))}"]
+    for name, option in options().items():
+        values = _values(option.kind)
+        taken = f"-x -a {shlex.quote(' '.join(values))}" if values else "-r"
+        text = option.help.partition(".")[0].replace("\\", "").replace("'", "")
+        lines.append(f"complete -c shardtrain -n 'not __fish_use_subcommand' -l {name} {taken} -d '{text}'")
+    return "\n".join(lines)
+
+
+SHELLS: dict[str, Callable[[Sequence[str]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+
+
+def script(shell: str, verbs: Sequence[str]) -> str:
+    """What a shell of this name reads to complete the command; raises KeyError for another."""
+    return SHELLS[shell](verbs)

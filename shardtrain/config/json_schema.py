@@ -1,0 +1,56 @@
+"""The options as a JSON Schema, with which editors complete and check a TOML file as it is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+from shardtrain.config.options import options, options_of, sections
+
+DIALECT = "http://json-schema.org/draft-07/schema#"
+"""What Taplo and the editors built on it (VS Code's Even Better TOML, Helix, Neovim) read."""
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of a whole configuration; a key that the options do not have is an error in it."""
+    root: dict[str, Any] = {"$schema": DIALECT, "title": "shardtrain", **_table("")}
+    return root
+
+
+def _table(section: str) -> dict[str, Any]:
+    """A section with its options and the sections below it."""
+    properties = {
+        name.rpartition(".")[2]: _option(option)
+        for name, option in options().items()
+        if name.rpartition(".")[0] == section
+    }
+    for name in sections():
+        if name and name.rpartition(".")[0] == section:
+            properties[name.rpartition(".")[2]] = _table(name)
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _option(option: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {**_kind(option.kind), "description": option.help}
+    default = option.default
+    if default is not None and not dataclasses.is_dataclass(default) and not isinstance(default, dict):
+        found["default"] = default
+    return found
+
+
+def _kind(kind: Any) -> dict[str, Any]:
+    """The schema of one type; None needs no word, for in TOML a value that is not set is not there."""
+    origin, args = get_origin(kind), [arg for arg in get_args(kind) if arg is not type(None)]
+    if origin is Literal:
+        return {"enum": list(args)}
+    if origin in (Union, types.UnionType):
+        return _kind(args[0]) if len(args) == 1 else {"anyOf": [_kind(arg) for arg in args]}
+    if origin is list:
+        return {"type": "array", "items": _kind(args[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _kind(args[1])}
+    if dataclasses.is_dataclass(kind):
+        entry = {name.rpartition(".")[2]: _option(option) for name, option in options_of("", kind).items()}  # type: ignore[arg-type]
+        return {"type": "object", "additionalProperties": False, "properties": entry}
+    return {"type": {bool: "boolean", int: "integer", float: "number", str: "string"}[kind]}

@@ -1,0 +1,64 @@
+"""The JSON Schema accepts every configuration that loads, and refuses what no option is or takes."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardtrain import cli
+from shardtrain.config.json_schema import json_schema
+from shardtrain.config.options import options
+
+jsonschema = pytest.importorskip("jsonschema")
+
+ROOT = Path(__file__).parents[2]
+OWN = [*sorted((ROOT / "configs").glob("*.toml")), *sorted((ROOT / "recipes").rglob("*.toml"))]
+
+
+@pytest.fixture(scope="module")
+def judge() -> Any:
+    schema = json_schema()
+    jsonschema.Draft7Validator.check_schema(schema)
+    return jsonschema.Draft7Validator(schema)
+
+
+def test_presets_and_recipes_are_accepted(judge: Any) -> None:
+    assert len(OWN) > 10
+    for path in OWN:
+        wrong = [error.message for error in judge.iter_errors(tomllib.loads(path.read_text()))]
+        assert wrong == [], path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[training]\nstep = 3",
+        '[training]\nsteps = "3"',
+        "[training]\nsteps = 1.5",
+        "[trainng]\nsteps = 3",
+        '[checkpoint]\nasync_mode = "sometimes"',
+        "[model]\nconverters = [1]",
+        '[data.sources.a]\ndatset = "text"',
+        "[launch.slurm]\nnodes_ = 2",
+    ],
+)
+def test_what_is_no_option_or_value_is_refused(judge: Any, text: str) -> None:
+    assert list(judge.iter_errors(tomllib.loads(text)))
+
+
+def test_each_option_has_its_place_with_its_text(judge: Any) -> None:
+    for name, option in options().items():
+        place = judge.schema
+        for part in name.split("."):
+            place = place["properties"][part]
+        assert place["description"] == option.help, name
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(("config", "schema")) == 0
+    assert json.loads(capsys.readouterr().out) == json_schema()
+    assert cli.main(("config", "schema", "x")) == 2
