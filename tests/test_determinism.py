@@ -72,6 +72,10 @@ def test_two_runs_are_equal_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", LARGE_SEEDS)
+@pytest.mark.nightly(
+    "large seeds",
+    by="tests/test_determinism.py::test_two_runs_are_equal_to_the_bit",
+)
 def test_seeds_above_two_to_the_63_work_on_any_number_of_ranks(seeds, seed: int) -> None:
     one, first, second = (found[seed] for found in seeds)
     assert_same_numbers(first, one)

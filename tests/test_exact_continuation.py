@@ -196,6 +196,10 @@ def test_ten_steps_and_another_ten_are_twenty(straight: Any, resumed: Any, kind:
 
 
 @pytest.mark.parametrize("kind", cases(["ddp", "float16"], ["fsdp", "ep", "muon"]))
+@pytest.mark.nightly(
+    "of each precision and mesh",
+    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+)
 def test_nothing_random_outlives_a_step(straight: Any, resumed: Any, kind: str) -> None:
     """Python's, NumPy's and PyTorch's generators, spoilt before the second half, are after each step what they were."""
     for (_, whole, _), (_, half, _) in zip(straight[kind], resumed[kind], strict=True):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import patience
 import pytest
 import yaml
 
@@ -18,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed here")
 @pytest.mark.parametrize("target", ["setup", "check", "test", "test-all", "docs", "bench"])
 def test_each_target_runs_scripts_that_are_there(target: str) -> None:
-    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    limit = patience.seconds(60)
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True, timeout=limit)
     named = re.findall(r"\./[\w./]+\.sh|[\w/]+\.py\b", done.stdout)
     assert all((ROOT / name).exists() for name in named) and done.stdout.strip()
 

@@ -120,6 +120,10 @@ def test_a_fault_of_the_storage_ends_in_the_right_losses_or_in_a_retry_that_lose
     ("ranks", "mode"),
     cases([(2, "async")], nightly=[(1, "disabled"), (1, "async"), (2, "disabled"), (4, "disabled"), (4, "async")]),
 )
+@pytest.mark.nightly(
+    "at any call",
+    by="tests/checkpoint/test_save_kills.py::test_a_kill_before_each_change_of_the_disk_loses_nothing",
+)
 def test_a_kill_at_any_call_of_any_process_loses_nothing(
     ranks: int, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -42,8 +42,19 @@ LONGEST_FIRST = (
     "test_docs.py",
     "test_same_numbers.py",
     "test_expert_parallel.py",
+    # what all tests of a file share would be made again by each worker that takes some of them at the end
+    "test_resume.py",
+    "test_hostile_artefacts.py",
+    "test_exact_continuation.py",
+    "test_nan_guard.py",
+    "test_on_ranks.py",
+    "test_model_faults.py",
+    "test_others.py",
+    "test_loss_spikes.py",
+    "test_trainer.py",
+    "test_data_end.py",
 )
-"""Files that wait long or compute much."""
+"""Files that wait long, compute much, or whose tests share what is dear."""
 
 
 def cases(default: Iterable[Any], nightly: Iterable[Any]) -> list[Any]:

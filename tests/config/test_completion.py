@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
+import patience
 import pytest
 
 from shardtrain import cli
@@ -19,7 +20,9 @@ def completed(*words: str) -> set[str]:
     parts = [part for word in words for part in ((word,) if "=" not in word else _apart(word))]
     asked = f"COMP_WORDS=({' '.join(map(repr, parts))}); COMP_CWORD={len(parts) - 1}; _shardtrain"
     text = completion.script("bash", VERBS) + f'\n{asked}; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", text], capture_output=True, text=True, check=True, timeout=patience.seconds(60)
+    )
     assert not done.stderr
     return set(done.stdout.split())
 
@@ -49,7 +52,7 @@ def test_each_script_is_one_that_its_shell_reads(shell: str, capsys: pytest.Capt
     assert all(verb in script for verb in VERBS) and "training.steps" in script
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed here, so nobody reads its script")
-    subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
+    subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=patience.seconds(60))
 
 
 @pytest.mark.parametrize("words", [(), ("tcsh",), ("bash", "zsh")])

@@ -350,6 +350,10 @@ def test_experts_are_divided_over_all_ranks_with_other_tokens(
         assert (found["w1"][0], found["w2"][0]) == (w1, w2)
 
 
+@pytest.mark.nightly(
+    "more ranks",
+    by="tests/distributed/test_expert_parallel.py::test_biases_and_measures_are_those_of_one_process",
+)
 def test_more_ranks_than_experts_change_no_number() -> None:
     overrides = {"num_experts": 2, "num_groups": 1, "top_groups": 1, "top_k": 1}
     expected = run_tiny(1, family_config("deepseek_v3", overrides, training={"local_batch_size": 8}), 4)[0]

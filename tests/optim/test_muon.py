@@ -342,6 +342,7 @@ def test_a_run_continues_bit_by_bit_from_its_checkpoint(tmp_path):
         assert any(name.endswith(".momentum") for name in mine.optimizer)
 
 
+@pytest.mark.nightly("whole trainings of two optimizers")
 def test_at_its_best_rate_it_learns_faster_than_adamw_at_its_own():
     def best(name):
         runs = [

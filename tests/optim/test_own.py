@@ -67,6 +67,10 @@ def both(rank: int, root: Path, path: str, mesh: str):
 
 
 @pytest.mark.parametrize("mesh", ["fsdp", "tp"])
+@pytest.mark.nightly(
+    "with an optimizer of a file",
+    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+)
 def test_a_run_with_an_optimizer_of_a_file_resumes_on_any_mesh(tmp_path: Path, mesh: str) -> None:
     for straight, killed, resumed in run_ranks(2, both, tmp_path, written(tmp_path), mesh):
         assert straight.error is None and killed.error is None and resumed.error is None

@@ -321,6 +321,10 @@ def test_a_rank_that_takes_longer_is_named_in_log_and_metrics(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
+@pytest.mark.nightly(
+    "nobody is slow",
+    by="tests/resilience/test_watchdog.py::test_a_rank_that_takes_longer_is_named_in_log_and_metrics",
+)
 def test_equal_ranks_are_not_called_slow(tmp_path):
     for number in range(CLEAN_RUNS):
         assert end(run(steps_alone(tmp_path / str(number)))) == 0

@@ -120,6 +120,10 @@ def assert_equal(found: Any, expected: Any) -> None:
     assert compared >= 6
 
 
+@pytest.mark.nightly(
+    "lm-eval's own engine beside ours on three ranks",
+    by="tests/tools/evaluate/test_tasks.py::test_the_texts_are_those_of_their_engine",
+)
 def test_the_numbers_are_those_of_their_engine_on_any_number_of_ranks(place: Path) -> None:
     expected = theirs(place)
     found = ours(0, place, 1)

@@ -73,6 +73,10 @@ def on_rank(rank: int, folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+@pytest.mark.nightly(
+    "of other folders",
+    by="tests/tools/generate/test_command.py::test_ranks_that_split_each_layer_choose_the_tokens_of_one",
+)
 def test_layers_split_over_ranks_give_the_same_tokens(family: str, tmp_path: Path) -> None:
     folder = save(build(family), tmp_path / "hf", shard_bytes=20_000)
     alone = ours(folder)
