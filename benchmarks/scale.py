@@ -5,8 +5,11 @@
 ``slow_ranks``   seconds to judge one window of steps of N ranks (Stragglers.add)
 ``metrics``      seconds and MiB to continue a metrics.jsonl of N records, and to give TensorBoard its history
 ``shards``       seconds and files opened to open a prepared folder of N shards
-``manifest``     bytes of the manifest of a model of 405B whose tensors are cut over N ranks, seconds to write it
-                 and to read it (each piece is a line)
+``commit``       seconds of the first rank after N ranks have written their files: sizes, manifest, rename; of a look
+                 whether all are there; and to read the word of each rank, for a save in the background
+``saving``       of a model of 405B and of a mixture of 10^12 parameters, optimizer included, on meshes of 8 to 16,384
+                 ranks: CPU seconds and MiB of the plan of a save on each rank, bytes that ranks say before it (all
+                 together), bytes of the manifest, seconds to write it and to read it
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import tempfile
@@ -24,7 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor, parse
+from shardtrain.checkpoint import async_save, holders, retention, save_plan
+from shardtrain.checkpoint.grids import Axis, Grid
+from shardtrain.checkpoint.holders import Table
+from shardtrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor, parse
+from shardtrain.checkpoint.storage import LocalStorage
 from shardtrain.data import shard_index
 from shardtrain.data.shard_writer import ShardWriter
 from shardtrain.data.shards import ShardTokenBuffer
@@ -83,47 +91,144 @@ def shards(count: int) -> dict[str, Any]:
     return {"seconds": seconds, "files_looked_at": len(looked)}
 
 
-def manifest(count: int) -> dict[str, Any]:
+def llama3_405b() -> dict[str, tuple[int, ...]]:
     layers, dim, ffn = 126, 16384, 53248
-    shapes = {"embedding": (128256, dim), "head": (128256, dim)}
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (128256, dim)}
     for layer in range(layers):
-        shapes |= {f"layers.{layer}.{name}": (dim, dim) for name in ("wq", "wo")}
-        shapes |= {f"layers.{layer}.{name}": (1024, dim) for name in ("wk", "wv")}
-        shapes |= {f"layers.{layer}.{name}": (ffn, dim) for name in ("w1", "w3")}
-        shapes |= {f"layers.{layer}.w2": (dim, ffn)}
-    tensors, sizes = {}, [0] * count
-    for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
-        for name, (rows, columns) in shapes.items():
-            step, chunks = -(-rows // count), []
-            for rank in range(-(-rows // step)):
-                own = min(step, rows - rank * step)
-                chunks.append(Chunk((rank * step, 0), (own, columns), rank, sizes[rank]))
-                sizes[rank] += 4 * own * columns
-            tensors[f"{kind}.{name}"] = StoredTensor("float32", (rows, columns), tuple(chunks))
-    files = tuple(
-        StoredFile(f"rank-{rank:05d}.bin", size, hashlib.sha256().hexdigest()) for rank, size in enumerate(sizes)
-    )
-    whole = Manifest(1, count, "run", "benchmark", files, tensors, {"state": {"step": 1}})
+        own: dict[str, tuple[int, ...]] = {"wq": (dim, dim), "wk": (1024, dim), "wv": (1024, dim), "wo": (dim, dim)}
+        own |= {"w1": (ffn, dim), "w2": (dim, ffn), "w3": (ffn, dim), "attn_norm": (dim,), "ffn_norm": (dim,)}
+        shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+    return {**shapes, "norm.weight": (dim,), "head.weight": (128256, dim)}
+
+
+def experts_1t() -> dict[str, tuple[int, ...]]:
+    """A mixture of 384 experts and about 10^12 parameters, in the shapes of Kimi-K2."""
+    dim, ffn, latent = 7168, 2048, 512
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (163840, dim)}
+    for layer in range(61):
+        own: dict[str, tuple[int, ...]] = {"wq_a": (1536, dim), "wq_b": (64 * 192, 1536), "wkv_a": (latent + 64, dim)}
+        own |= {"wo": (dim, 64 * 128)}
+        own |= {"wkv_b": (64 * 256, latent), "attn_norm": (dim,), "ffn_norm": (dim,), "router": (384, dim)}
+        own |= {"experts.w1": (384, ffn, dim), "experts.w2": (384, dim, ffn), "experts.w3": (384, ffn, dim)}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
+    return {**shapes, "norm.weight": (dim,), "head.weight": (163840, dim)}
+
+
+def tables(shapes: dict[str, tuple[int, ...]], mesh: dict[str, int]) -> tuple[list[Table], list[int]]:
+    """What the ranks of a mesh say: FSDP cuts what tensor or expert parallelism left, stages have their own layers."""
+    tp, ep = mesh.get("tp", 1), mesh.get("ep", 1)
+    shard, stages, replicas = mesh.get("fsdp", 1), mesh.get("pp", 1), mesh.get("replicas", 1)
+    per_stage = replicas * shard * tp
+    layers = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers."))
+    said: list[Table] = [{} for _ in range(stages)]
+    for name, shape in shapes.items():
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else 0 if name.startswith("embed") else layers - 1
+        if ".experts." in name and ep > 1:
+            rule = [[ep, 1, 0], [shard * tp // ep, ep, 1]]
+        else:
+            rule = [[shard, tp, 0]]
+            if tp > 1 and len(shape) > 1:
+                along = 1 if name.rpartition(".weight")[0].endswith(("wo", "w2")) else 0
+                rule = [[tp, 1, along], *rule]
+        table = said[layer * stages // layers]
+        rule = [split for split in rule if split[0] > 1]
+        table[f"model.{name}"] = ["float32", [*shape], rule]  # type: ignore[index]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            table[f"optimizer.{name}.{moment}"] = ["float32", [*shape], rule]  # type: ignore[index]
+        table[f"optimizer.{name}.step"] = ["float32", [], []]  # type: ignore[index]
+    return said, [rank // per_stage for rank in range(stages * per_stage)]
+
+
+MESHES: dict[str, tuple[Callable[[], dict[str, tuple[int, ...]]], dict[str, int]]] = {
+    "405B fsdp 8": (llama3_405b, {"fsdp": 8}),
+    "405B fsdp 8 tp 8": (llama3_405b, {"fsdp": 8, "tp": 8}),
+    "405B fsdp 64 tp 8": (llama3_405b, {"fsdp": 64, "tp": 8}),
+    "405B pp 16 fsdp 32 tp 8": (llama3_405b, {"pp": 16, "fsdp": 32, "tp": 8}),
+    "405B pp 16 fsdp 128 tp 8": (llama3_405b, {"pp": 16, "fsdp": 128, "tp": 8}),
+    "405B fsdp 2048 tp 8": (llama3_405b, {"fsdp": 2048, "tp": 8}),
+    "405B hsdp 16 x 128 tp 8": (llama3_405b, {"replicas": 16, "fsdp": 128, "tp": 8}),
+    "1T fsdp 512 ep 64": (experts_1t, {"fsdp": 512, "ep": 64}),
+    "1T pp 16 fsdp 1024 ep 64": (experts_1t, {"pp": 16, "fsdp": 1024, "ep": 64}),
+    "1T fsdp 16384 ep 64": (experts_1t, {"fsdp": 16384, "ep": 64}),
+}
+
+
+def saving(mesh: str) -> dict[str, Any]:
+    """The plan of a save, its manifest, and reading that again, as each rank does them."""
+    model, degrees = MESHES[mesh]
+    said, table_of_rank = tables(model(), degrees)
+    before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    held = holders.held_by_all(said, table_of_rank)
+    stored, load = save_plan.share_out(held, len(table_of_rank))
+    plan = save_plan.Plan(stored, load, held)
+    plan.names_of(0)
+    planned = time.process_time() - cpu
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    digest = hashlib.sha256().hexdigest()
+    files = tuple(StoredFile(f"rank-{rank:05d}.bin", size, digest) for rank, size in enumerate(load) if size)
+    whole = Manifest(1, len(load), "run", "benchmark", files, stored, {"state": {"step": 1}})
     write_seconds, data = timed(whole.to_bytes)
     read_seconds, _ = timed(lambda: parse(data, Path("step-1")))
-    return {"bytes": len(data), "write_seconds": write_seconds, "read_seconds": read_seconds}
+    return {
+        "ranks": len(load), "tensors": len(stored), "plan_cpu_seconds": planned, "plan_mib": round(grown, 1),
+        "said_bytes": sum(len(json.dumps(table)) for table in said),
+        "manifest_bytes": len(data), "write_seconds": write_seconds, "read_seconds": read_seconds,
+    }  # fmt: skip
+
+
+def commit(count: int) -> dict[str, Any]:
+    """The first rank's part of a save that so many ranks have written: sizes, manifest, rename; then one look at it."""
+    digest, names = hashlib.sha256().hexdigest(), [f"rank-{rank:05d}.bin" for rank in range(count)]
+    with tempfile.TemporaryDirectory() as folder:
+        storage = LocalStorage(Path(folder))
+        draft = Path(folder, "step-1.tmp-0")
+        draft.mkdir()
+        for name in names:
+            (draft / name).write_bytes(b"12345678")
+        tensor = StoredTensor("int64", (count,), (Grid((0,), (1,), 0, 0, (Axis(count, 0, 1),)),))
+        files = tuple(StoredFile(name, 8, digest) for name in names)
+        whole = Manifest(1, count, "0", "benchmark", files, {"model.a": tensor}, {"state": {"step": 1}})
+        seconds, final = timed(lambda: storage.publish(draft, whole, lambda: None))
+        look_seconds, _ = timed(lambda: retention.is_whole(final))
+        markers = Path(folder)
+        for rank in range(count):
+            async_save.write_marker(markers, rank, "t", files[rank])
+        wait_seconds, _ = timed(
+            lambda: [async_save.wait_for_marker(markers, rank, "t", lambda: None) for rank in range(count)]
+        )
+    return {"seconds": seconds, "is_whole_seconds": look_seconds, "markers_seconds": wait_seconds}
+
+
+def alone(measure: Callable[[Any], dict[str, Any]], count: Any) -> dict[str, Any]:
+    """Measured in a process of its own, so that no memory of another measurement is reused."""
+    receiver, sender = multiprocessing.Pipe(False)
+    process = multiprocessing.get_context("fork").Process(target=lambda: sender.send(measure(count)))
+    process.start()
+    sender.close()
+    found: dict[str, Any] = receiver.recv()
+    process.join()
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", help="the name of one measurement")
     options = parser.parse_args()
     ranks = (8, 64, 512, 4096, 16384)
-    asked: list[tuple[Callable[[int], dict[str, Any]], tuple[int, ...]]] = [
-        (slow_ranks, ranks), (metrics, (10**4, 10**6, 10**7)), (shards, (100, 1000, 10_000)), (manifest, (8, 64, 512)),
+    asked: list[tuple[Callable[[Any], dict[str, Any]], tuple[Any, ...]]] = [
+        (slow_ranks, ranks), (metrics, (10**4, 10**6, 10**7)), (shards, (100, 1000, 10_000)),
+        (saving, tuple(MESHES)), (commit, ranks),
     ]  # fmt: skip
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     found: dict[str, Any] = {
         "processor": f"{cpu[0].partition(':')[2].strip()}, {os.cpu_count()} threads" if cpu else ""
     }
     for measure, counts in asked:
+        if options.only not in (None, measure.__name__):
+            continue
         for count in counts:
-            found.setdefault(measure.__name__, {})[str(count)] = told = measure(count)
+            found.setdefault(measure.__name__, {})[str(count)] = told = alone(measure, count)
             print(measure.__name__, count, told, flush=True)
     if options.out:
         options.out.write_text(json.dumps(found, indent=2) + "\n")

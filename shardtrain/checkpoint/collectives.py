@@ -45,20 +45,36 @@ def all_gather_json(value: Any) -> list[Any]:
     return [json.loads(bytes(text[:size].numpy())) for text, size in zip(texts, sizes.tolist(), strict=True)]
 
 
-def gather_distinct_json(value: Any) -> list[Any]:
-    """What ranks say, once where several say the same, in the order of the first who says it (a collective).
-
-    Ranks of one pipeline stage say the same of their tensors: what is held grows with the stages.
-    """
+def gather_json(value: Any) -> list[Any]:
+    """What every rank says, by rank, on the first one; nothing on the others (a collective)."""
     if _is_alone():
         return [json.loads(json.dumps(value))]
+    data = bytearray(json.dumps(value).encode())
+    longest = torch.tensor([len(data)])
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    own = torch.full((int(longest),), ord(" "), dtype=torch.uint8)  # JSON may end in blanks
+    own[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    texts = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8) if _own_rank() == 0 else None
+    dist.gather(own, None if texts is None else list(texts), 0)
+    return [] if texts is None else [json.loads(bytes(text)) for text in texts.numpy()]
+
+
+def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
+    """What ranks say, once where several say the same, and which of it each rank says (a collective).
+
+    In the order of the first who says it. Ranks of one pipeline stage say the same of their tensors: what is held grows
+    with the stages.
+    """
+    if _is_alone():
+        return [json.loads(json.dumps(value))], [0]
     own = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(value).encode()).digest()), dtype=torch.uint8)
     digests = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8)
     dist.all_gather(list(digests), own)
     firsts: dict[bytes, int] = {}
-    for rank, digest in enumerate(digests.numpy()):
-        firsts.setdefault(digest.tobytes(), rank)
-    return [_said(value, rank if dist.get_rank() == rank else _NOBODY) for rank in firsts.values()]
+    first_of = [firsts.setdefault(digest.tobytes(), rank) for rank, digest in enumerate(digests.numpy())]
+    number_of = {rank: number for number, rank in enumerate(firsts.values())}
+    said = [_said(value, rank if dist.get_rank() == rank else _NOBODY) for rank in firsts.values()]
+    return said, [number_of[rank] for rank in first_of]
 
 
 def broadcast_json(value: Any) -> Any:
@@ -111,6 +127,13 @@ def all_ranks_gather(action: Callable[[], Any]) -> list[Any]:
     answers: list[Any] = []
     all_ranks(lambda: answers.append(action()))
     return all_gather_json(answers[0])
+
+
+def all_ranks_to_first(action: Callable[[], Any]) -> list[Any]:
+    """As ``all_ranks_gather``, but the first rank alone gets the answers, and the others none (a collective)."""
+    answers: list[Any] = []
+    all_ranks(lambda: answers.append(action()))
+    return gather_json(answers[0])
 
 
 _NOBODY = 2**62

@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +26,31 @@ PIECE_BYTES = 2**23
 
 SEEN_SECONDS = 60.0
 """How long a network filesystem may take until one node sees what another has made."""
+_FEW, _AT_A_TIME = 32, 16
+
+
+def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
+    """Bytes of files of a folder, -1 for one that is not there. Raises OSError where it cannot be asked.
+
+    Many are asked for at a time: a network answers one question in about a millisecond, and a large run has thousands.
+    """
+    if isinstance(folder, ObjectPath):
+        found = folder.sizes_below()
+        return [found.get(name, -1) for name in names]
+
+    def few(start: int) -> list[int]:
+        found = []
+        for name in names[start : start + _FEW]:
+            try:
+                found.append(os.stat(os.path.join(folder, name)).st_size)
+            except FileNotFoundError:
+                found.append(-1)
+        return found
+
+    if len(names) <= _FEW:
+        return few(0)
+    with ThreadPoolExecutor(_AT_A_TIME, "checkpoint-stat") as pool:
+        return [size for part in pool.map(few, range(0, len(names), _FEW)) for size in part]
 
 
 @contextlib.contextmanager

@@ -12,12 +12,14 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardtrain.checkpoint.resharding import check_tiling
+from shardtrain.checkpoint.grids import Axis, Chunk, Grid, file_numbers
+from shardtrain.checkpoint.resharding import Box, check_tiling
 from shardtrain.utils.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 FORMAT = "shardtrain checkpoint"
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 2**30
 """A manifest above 1 GiB is refused unread: a run of 10,000 ranks writes less."""
 
@@ -41,6 +43,7 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.bin")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",')
 _MAX_DIMS, _MAX_SIZE, _MAX_NAME = 16, 2**48, 1000
+_MAX_PLACES = 30_000_000
 
 
 @dataclass(frozen=True)
@@ -53,27 +56,20 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor, and where its bytes begin in a file; rows are stored one after the other, little-endian."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: int
-    begin: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of the box."""
-        return math.prod(self.sizes)
-
-
-@dataclass(frozen=True)
 class StoredTensor:
-    """A tensor: its type, its whole shape, and boxes that cover it exactly once."""
+    """A tensor: its type, its whole shape, and grids of boxes that cover it exactly once."""
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    grids: tuple[Grid, ...]
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All its boxes one by one; there may be as many as ranks."""
+        return (chunk for grid in self.grids for chunk in grid.chunks())
+
+    def overlapping(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        """Those of its boxes that share something with another, and what they share."""
+        return (found for grid in self.grids for found in grid.overlapping(box))
 
 
 @dataclass(frozen=True)
@@ -97,14 +93,19 @@ class Manifest:
         """The bytes of ``manifest.json``; raises CheckpointError where no start would read them."""
         body = {
             "format": FORMAT,
-            "version": VERSION,
+            # the least that can read it: what has no grids of several boxes is read by earlier programs too
+            "version": 2 if any(grid.axes for t in self.tensors.values() for grid in t.grids) else 1,
             "created_by": self.created_by,
             "run": self.run,
             "step": self.step,
             "world_size": self.world_size,
             "files": [[file.name, file.bytes, file.sha256] for file in self.files],
             "tensors": {
-                name: [t.dtype, t.shape, [[c.offsets, c.sizes, c.file, c.begin] for c in t.chunks]]
+                name: [
+                    t.dtype,
+                    t.shape,
+                    [[g.offsets, g.sizes, g.file, g.begin, *([g.axes] if g.axes else [])] for g in t.grids],
+                ]
                 for name, t in self.tensors.items()
             },
             "facts": dict(self.facts),
@@ -117,7 +118,7 @@ class Manifest:
 
 def least_bytes(tensors: Mapping[str, StoredTensor]) -> int:
     """Bytes that a manifest of these tensors has at least: brackets, commas and a digit for each number."""
-    return sum(len(name) + sum(10 + 6 * len(chunk.sizes) for chunk in t.chunks) for name, t in tensors.items())
+    return sum(len(name) + sum(10 + 6 * len(grid.sizes) for grid in t.grids) for name, t in tensors.items())
 
 
 def too_large(num_bytes: int) -> str:
@@ -188,7 +189,8 @@ def _parse(data: bytes) -> Manifest:
     files = tuple(_file(entry) for entry in _list(body.get("files"), "files"))
     if len({file.name for file in files}) != len(files):
         _refuse("names a file twice")
-    tensors = {name: _tensor(name, entry) for name, entry in _dict(body.get("tensors"), "tensors").items()}
+    entries = _dict(body.get("tensors"), "tensors")
+    tensors = {name: _tensor(name, entry, version, len(files)) for name, entry in entries.items()}
     _check_places(files, tensors)
     facts = _dict(body.get("facts"), "facts")
     if not isinstance(facts.get("state"), dict):
@@ -231,8 +233,8 @@ def _file(entry: Any) -> StoredFile:
     return StoredFile(name, _count(size, "files"), digest)
 
 
-def _tensor(name: str, entry: Any) -> StoredTensor:
-    dtype, shape, chunks = _list(entry, "tensors", 3)
+def _tensor(name: str, entry: Any, version: int, num_files: int) -> StoredTensor:
+    dtype, shape, grids = _list(entry, "tensors", 3)
     if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
         _refuse("has a name of a tensor that is none")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
@@ -240,29 +242,68 @@ def _tensor(name: str, entry: Any) -> StoredTensor:
     whole = _counts(shape, name)
     if math.prod(whole) * ITEM_BYTES[dtype] > _MAX_SIZE:
         _refuse(f"has a shape of {name} that is too large")
-    found = []
-    for chunk in _list(chunks, name):
-        offsets, sizes, file, begin = _list(chunk, name, 4)
-        found.append(Chunk(_counts(offsets, name), _counts(sizes, name), _count(file, name), _count(begin, name)))
-    problem = check_tiling(whole, [(chunk.offsets, chunk.sizes) for chunk in found])
+    found = tuple(_grid(name, entry, version, len(whole), num_files) for entry in _list(grids, name))
+    problem = check_tiling(whole, [grid.box for grid in found])
     if problem:
         _refuse(f"has pieces of {name} that {problem}")
-    return StoredTensor(dtype, whole, tuple(found))
+    return StoredTensor(dtype, whole, found)
+
+
+def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Grid:
+    fields = _list(entry, name)
+    if len(fields) != 4 and not (len(fields) == 5 and version > 1):
+        _refuse(f"has an entry of {name} that is not a list of the right length")
+    offsets, sizes, file, begin, *rest = fields
+    axes = []
+    for axis in _list(rest[0], name) if rest else []:
+        repeats, dim, step = _list(axis, name, 3)
+        if not isinstance(step, int) or isinstance(step, bool) or abs(step) > num_files or _count(dim, name) >= dims:
+            _refuse(f"has pieces of {name} that are repeated in no way that is known")
+        axes.append(Axis(_count(repeats, name), dim, step))
+    grid = Grid(_counts(offsets, name), _counts(sizes, name), _count(file, name), _count(begin, name), tuple(axes))
+    if len(grid.sizes) != dims or len(axes) > _MAX_DIMS or not 1 <= grid.count <= max(1, num_files):
+        _refuse(f"has pieces of {name} that have other dimensions than it has, or are more than there are files")
+    return grid
 
 
 def _check_places(files: tuple[StoredFile, ...], tensors: Mapping[str, StoredTensor]) -> None:
-    """Every piece is inside its file, and no two share a byte."""
-    places: list[tuple[int, int, int]] = []
+    """Every piece is inside its file, and no two share a byte.
+
+    Files in which the same grids have boxes are alike, and one of each kind is looked at: ranks that hold equally much
+    of everything are one kind. Of grids at the same places, many tensors, it is enough to know which kinds they reach.
+    """
+    spans: dict[tuple[int, tuple[Axis, ...]], list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
-        for chunk in tensor.chunks:
-            end = chunk.begin + chunk.numel * ITEM_BYTES[tensor.dtype]
-            if chunk.file >= len(files) or end > files[chunk.file].bytes:
-                _refuse(f"has a piece of {name} that lies outside its file")
-            places.append((chunk.file, chunk.begin, end))
-    places.sort()
-    for (file, _, end), (next_file, begin, _) in itertools.pairwise(places):
-        if file == next_file and begin < end:
-            _refuse("has two pieces that share bytes")
+        for grid in tensor.grids:
+            end = grid.begin + grid.numel * ITEM_BYTES[tensor.dtype]
+            spans.setdefault((grid.file, grid.axes), []).append((grid.begin, end, name))
+    if sum(math.prod(axis.repeats for axis in axes) for _, axes in spans) > _MAX_PLACES:
+        _refuse("has pieces that are too many to check")
+    reached: list[list[int]] = []
+    kinds = [0] * len(files)  # by which grids a file is reached: an exclusive or of numbers that nobody foresees
+    for (file, axes), own in spans.items():
+        found = file_numbers(file, axes)
+        reached.append(found)
+        furthest, token = max(end for _, end, _ in own), secrets.randbits(128)
+        if min(found) < 0 or max(found) >= len(files) or any(furthest > files[one].bytes for one in found):
+            _refuse(f"has a piece of {own[0][2]} that lies outside its file")
+        if len(set(found)) != len(found):
+            _refuse(f"has pieces of {own[0][2]} that share bytes")
+        for one in found:
+            kinds[one] ^= token
+    places: dict[int, list[tuple[int, int, str]]] = {}  # of one file of each kind
+    left = _MAX_PLACES
+    for own, found in zip(spans.values(), reached, strict=True):
+        for kind in {kinds[one] for one in found}:
+            left -= len(own)
+            if left < 0:
+                _refuse("has pieces that are too many to check")
+            places.setdefault(kind, []).extend(own)
+    for spans_of_kind in places.values():
+        spans_of_kind.sort()
+        for (_, end, _), (begin, _, _) in itertools.pairwise(spans_of_kind):
+            if begin < end:
+                _refuse("has two pieces that share bytes")
 
 
 def _dict(value: Any, what: str) -> dict[str, Any]:

@@ -89,6 +89,16 @@ class ObjectPath:
 
     iterdir = list_below
 
+    def sizes_below(self) -> dict[str, int]:
+        """Bytes of each object directly below, by name. Raises OSError."""
+        try:
+            with _asking(self.address):
+                self.store.invalidate_cache()
+                found = self.store.ls(self._key, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {str(one["name"]).rpartition("/")[2]: int(one["size"] or 0) for one in found if one["type"] == "file"}
+
     def glob(self, pattern: str) -> list[ObjectPath]:
         """Those directly below whose names match."""
         return [path for path in self.list_below() if fnmatch.fnmatchcase(path.name, pattern)]

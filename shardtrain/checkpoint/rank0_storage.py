@@ -18,10 +18,11 @@ from torch import Tensor
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.collectives import all_gather_json, broadcast_json, gather_distinct_json
-from shardtrain.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, StoredFile
+from shardtrain.checkpoint.grids import Chunk
+from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile
 from shardtrain.checkpoint.resharding import Box, overlap
+from shardtrain.checkpoint.save_plan import Plan
 from shardtrain.checkpoint.storage import Place
-from shardtrain.checkpoint.tensors import Plan
 from shardtrain.utils.errors import CheckpointError, StorageError
 
 
@@ -102,10 +103,7 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[Sto
 
 def _received(shares: Plan, rank: int) -> Iterator[memoryview]:
     """What a rank sends, in its order."""
-    number, sizes = shares.file_numbers[rank], []
-    for stored in shares.tensors.values():
-        sizes += [(c.begin, c.numel * ITEM_BYTES[stored.dtype]) for c in stored.chunks if c.file == number]
-    for _, size in sorted(sizes):
+    for _, size in shares.pieces_of(rank):
         for start in range(0, size, files.PIECE_BYTES):
             piece = torch.empty(min(files.PIECE_BYTES, size - start), dtype=torch.uint8)
             dist.recv(piece, rank)
@@ -126,9 +124,9 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
         OSError: on the first rank, when all have taken part to the end.
     """
     failure: Exception | None = None
-    for name in sorted({name for names in gather_distinct_json(sorted(tensors)) for name in names}):
+    for name in sorted({name for names in gather_distinct_json(sorted(tensors))[0] for name in names}):
         stored = manifest.tensors[name]
-        for chunk in stored.chunks:
+        for chunk in stored.chunks():
             reader = None
             for box in _rows(chunk, ITEM_BYTES[stored.dtype]):
                 piece = torch.zeros(box[1], dtype=getattr(torch, stored.dtype))

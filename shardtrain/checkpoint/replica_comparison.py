@@ -7,59 +7,72 @@ or forgotten, in silence. What is held once, as under FSDP, has nothing to be co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.checkpoint.collectives import all_gather_json
+from shardtrain.checkpoint.holders import Held, Ints
 from shardtrain.ops.dtensor import local_tensor
 
 COUNTERS = ("step", "samples_consumed", "order_hash")
 """Counters that all ranks must share, whatever they hold."""
 
-T = TypeVar("T")
-"""What names a part of a tensor."""
-
 _WIDTH = 1024
-_LEAST = -(2**63)
+_MASK = 2**64 - 1
 
 
-def find_odd(
-    tensors: Mapping[str, Tensor], holders: Mapping[tuple[str, T], Sequence[int]], counters: Mapping[str, int]
-) -> str:
+def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: Mapping[str, int]) -> str:
     """Name the first tensors or counters that are not alike, and the odd ranks; empty where all is (a collective).
 
-    ``holders``: which ranks hold which part of which tensor; equal on all ranks, as is the answer.
+    ``held``: which ranks hold which part of which tensor; equal on all ranks, as is the answer. Ranks exchange two
+    numbers per tensor, whatever their number: the holders of a part add what they hold, and one of them takes that away
+    as often as there are others, so that the sum is 0, modulo 2^64, where all hold the same. The last does so in the
+    one number and the first in the other, so every single rank that differs is seen in one of them; checksums are mixed
+    before, so that differences of two parts do not cancel.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     if size == 1:
         return ""
-    parts: list[tuple[str, Sequence[int]]] = [(f"counter {name}", range(size)) for name in COUNTERS]
-    parts += [(name, ranks) for (name, _), ranks in holders.items() if len(ranks) > 1]
-    held = [place for place, (_, ranks) in enumerate(parts) if rank in ranks]
-    own = torch.full((len(parts),), _LEAST)
-    counts = [counters.get(name, 0) for name in COUNTERS]
-    # a count may fill 64 bits, and a tensor of int64 takes them as a signed number
-    own[: len(COUNTERS)] = torch.tensor([count - 2**64 if count >= 2**63 else count for count in counts])
-    sums = [checksum(tensors[parts[place][0]]) for place in held[len(COUNTERS) :]]
-    if sums:
-        own[held[len(COUNTERS) :]] = torch.stack(sums).cpu()
-    # the most of the sums and the most of their complements, in one reduction: alike where they are of one number
-    both = torch.stack([own, own.bitwise_not()])
-    both[1, own == _LEAST] = _LEAST
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    odd = (both[0] != both[1].bitwise_not()).nonzero().reshape(-1).tolist()
+    everybody = np.arange(size)
+    own: dict[str, tuple[Ints, int]] = {f"counter {name}": (everybody, counters.get(name, 0)) for name in COUNTERS}
+    names = [*own, *(name for name, one in held.items() if any(part.holders > 1 for part in one.parts))]
+    checked = []
+    for name in names[len(COUNTERS) :]:
+        for part in held[name].parts:
+            row = part.row_of(rank) if part.holders > 1 else None
+            if row is not None:
+                checked.append((name, part.ranks[row]))
+    sums = torch.stack([checksum(tensors[name]) for name, _ in checked]).tolist() if checked else []
+    own |= {name: (ranks, value) for (name, ranks), value in zip(checked, sums, strict=True)}
+    said = []
+    for name in names:
+        if name not in own:
+            said += [0, 0]
+            continue
+        ranks, value = own[name]
+        for balancing in (ranks[-1], ranks[0]):
+            said.append(_signed((1 - len(ranks) if rank == balancing else 1) * _mixed(value)))
+    found = torch.tensor(said)
+    dist.all_reduce(found)
+    odd = found.view(-1, 2).any(1).nonzero().reshape(-1).tolist()
     if not odd:
         return ""
-    _, ranks = parts[odd[0]]
-    said = all_gather_json(int(own[odd[0]]))
-    names = ", ".join(parts[place][0].removeprefix("model.") for place in odd[:3])
+    first = names[odd[0]]
+    holds = first in own
+    values = all_gather_json([[int(own[first][0][0]), own[first][1] & _MASK] if holds else None])
+    boxes: dict[int, dict[int, int]] = {}  # by the first holder of each: the sum of each
+    for holder, (told,) in enumerate(values):
+        if told:
+            boxes.setdefault(told[0], {})[holder] = told[1]
+    unlike = next(sums for sums in boxes.values() if len({*sums.values()}) > 1)
+    listed = ", ".join(names[place].removeprefix("model.") for place in odd[:3])
     more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-    return f"{names}{more}: {_who({rank: said[rank] for rank in ranks})}"
+    return f"{listed}{more}: {_who(unlike)}"
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -83,6 +96,20 @@ def checksum(tensor: Tensor) -> Tensor:
 def _weights(device: torch.device) -> Tensor:
     """Odd numbers, so that no bit is lost when it is multiplied."""
     return torch.arange(_WIDTH, dtype=torch.int64, device=device) * 0x2545F4914F6CDD1E + 1
+
+
+def _mixed(value: int) -> int:
+    """One of 2^64 numbers as another, none as two (the end of SplitMix64): near ones become unlike."""
+    value &= _MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31
+
+
+def _signed(value: int) -> int:
+    """The number of 64 bits with a sign that has the bits of another, modulo 2^64."""
+    value &= _MASK
+    return value - 2**64 if value >= 2**63 else value
 
 
 def _who(sums: Mapping[int, int]) -> str:

@@ -25,7 +25,7 @@ _SMALL = re.compile(r"(?:lease|best)\.json\.([0-9a-f]+)(?:\.old)?")
 _TRASH = re.compile(r"step-\d+(?:-hf)?\.trash-[0-9a-f]+")
 LEFTOVER_SECONDS = 3600.0
 """A save cut short is swept away when nothing in it changed for an hour."""
-_sizes: dict[tuple[str, int, int], list[tuple[str, int]]] = {}
+_sizes: dict[tuple[str, int, int], tuple[list[str], list[int]]] = {}
 """Files and their bytes by manifest, its size and time: each save asks for the same ones again."""
 _MOST_REMEMBERED = 64
 
@@ -72,10 +72,12 @@ def is_whole(path: Path | ObjectPath) -> bool:
         status = (path / MANIFEST).stat()
         key = (str(path), status.st_size, getattr(status, "st_mtime_ns", 0))  # a store of objects does not tell
         if key not in _sizes:
-            _sizes[key] = [(file.name, file.bytes) for file in read(path).files]
+            stored = read(path).files
+            _sizes[key] = [file.name for file in stored], [file.bytes for file in stored]
             for old in list(_sizes)[:-_MOST_REMEMBERED]:
                 del _sizes[old]
-        return all((path / name).stat().st_size == size for name, size in _sizes[key])
+        names, sizes = _sizes[key]
+        return files.sizes_of(path, names) == sizes
     except (CheckpointError, OSError):
         return False
 

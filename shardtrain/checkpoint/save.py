@@ -18,11 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import __version__
-from shardtrain.checkpoint import async_save, exports, manifest, rank0_storage, replica_comparison, retention
+from shardtrain.checkpoint import (
+    async_save,
+    exports,
+    holders,
+    manifest,
+    rank0_storage,
+    replica_comparison,
+    retention,
+    save_plan,
+)
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.async_save import Saving, Staging, Writing
 from shardtrain.checkpoint.best import Best
-from shardtrain.checkpoint.collectives import all_ranks, all_ranks_gather, any_rank, broadcast_json, first_rank
+from shardtrain.checkpoint.collectives import all_ranks, all_ranks_to_first, any_rank, broadcast_json, first_rank
 from shardtrain.checkpoint.exports import Exporter
 from shardtrain.checkpoint.interval import Interval
 from shardtrain.checkpoint.manifest import Manifest, StoredFile
@@ -54,7 +63,7 @@ class Saver:
         self._relays = self._options.storage == "first_node" and dist.get_world_size() > 1
         self._number = 0
         """Of the save that is begun or in flight: no two of this process have the same."""
-        self._plan: tensor_files.Plan | None = None
+        self._plan: save_plan.Plan | None = None
         self._staging = Staging(self._options.async_mode == "async_with_pinned_mem")
         self.best = Best(config)
         self.interval = Interval(self._options)
@@ -128,11 +137,11 @@ class Saver:
             facts = {**facts, "weights_only": True}
         tensors, facts = {**weights, **rest}, {"weights_only": False, **facts}
         # a collective; the plan of the last save is taken as long as every rank has the same tensors as then
-        shares = self._plan = tensor_files.plan(tensors, self._plan)
+        shares = self._plan = save_plan.plan(tensors, self._plan)
         if self._options.compare_replicas:
-            if odd := replica_comparison.find_odd(tensors, shares.holders, facts.get("state") or {}):
+            if odd := replica_comparison.find_odd(tensors, shares.held, facts.get("state") or {}):
                 self.refuse(step, odd)
-            facts[COMPARED] = sum(len(ranks) > 1 for ranks in shares.holders.values())
+            facts[COMPARED] = holders.num_replicated(shares.held)
         self._export_is_due = self.exporter is not None and self.exporter.is_due(step, last)
         self.export_seconds = 0.0
         self._number += 1
@@ -241,20 +250,20 @@ class Saver:
             exports.abandon(self._folder / f"step-{step}", self._lease)
 
     def _save_now(
-        self, step: int, tensors: Mapping[str, Tensor], shares: tensor_files.Plan, facts: Mapping[str, Any]
+        self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.Plan, facts: Mapping[str, Any]
     ) -> None:
         nonce, _ = first_rank(lambda: self._prepare(step, sum(shares.bytes_of)))
         draft = self._draft(step, nonce)
         if self._relays:
             written = all_ranks(lambda: [*map(_fields, rank0_storage.write(tensors, shares, draft))])
         else:
-            written = all_ranks_gather(lambda: _fields(tensor_files.write(tensors, shares, draft)))
+            written = all_ranks_to_first(lambda: _fields(tensor_files.write(tensors, shares, draft)))
         found = [StoredFile(*fields) for fields in written if fields]
         first_rank(lambda: self._commit(draft, self._manifest(step, found, shares, facts)))
         first_rank(lambda: self._tidy(step, facts))
 
     def _begin(
-        self, step: int, tensors: Mapping[str, Tensor], shares: tensor_files.Plan, facts: Mapping[str, Any]
+        self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.Plan, facts: Mapping[str, Any]
     ) -> None:
         """Copy what this rank writes, and leave the rest to a thread."""
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -312,7 +321,7 @@ class Saver:
         return None
 
     def _manifest(
-        self, step: int, found: list[StoredFile], shares: tensor_files.Plan, facts: Mapping[str, Any]
+        self, step: int, found: list[StoredFile], shares: save_plan.Plan, facts: Mapping[str, Any]
     ) -> Manifest:
         return Manifest(
             step=step,

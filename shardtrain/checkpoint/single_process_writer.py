@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shardtrain import __version__
 from shardtrain.checkpoint import files, manifest
-from shardtrain.checkpoint.manifest import ITEM_BYTES, MANIFEST, Chunk, Manifest, StoredTensor
+from shardtrain.checkpoint.grids import Grid
+from shardtrain.checkpoint.manifest import ITEM_BYTES, MANIFEST, Manifest, StoredTensor
 from shardtrain.utils.errors import ConfigError, StorageError
 
 
@@ -44,7 +45,7 @@ def write(
     begin = 0
     types = dict.fromkeys(shapes, dtype) if isinstance(dtype, str) else dtype
     for name, shape in sorted(shapes.items()):
-        tensors[name] = StoredTensor(types[name], shape, (Chunk((0,) * len(shape), shape, 0, begin),))
+        tensors[name] = StoredTensor(types[name], shape, (Grid((0,) * len(shape), shape, 0, begin),))
         begin += torch.Size(shape).numel() * ITEM_BYTES[types[name]]
 
     def blocks() -> Iterator[memoryview]:

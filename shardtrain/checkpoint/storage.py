@@ -189,8 +189,8 @@ class ObjectStorage:
 
 
 def _check_sizes(folder: Place, stored: Manifest) -> None:
-    for file in stored.files:
-        if (folder / file.name).stat().st_size != file.bytes:
+    for file, size in zip(stored.files, files.sizes_of(folder, [file.name for file in stored.files]), strict=True):
+        if size != file.bytes:
             raise StorageError(f"cannot write checkpoint {folder / file.name}: its size is not what was written")
 
 

@@ -1,16 +1,13 @@
 """Tensors to and from the files of a checkpoint: each rank writes its share, and reads what it holds.
 
 A tensor is found by name and global shape, so a checkpoint loads onto any mesh: what a rank reads of a stored piece is
-the overlap of two boxes. A piece that several ranks hold is written once, by the one with the least to write.
+the overlap of two boxes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,81 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.checkpoint import files
-from shardtrain.checkpoint.collectives import all_gather_json, any_rank, gather_distinct_json
-from shardtrain.checkpoint.manifest import (
-    ITEM_BYTES,
-    MAX_BYTES,
-    Chunk,
-    Manifest,
-    StoredFile,
-    StoredTensor,
-    least_bytes,
-    too_large,
-)
-from shardtrain.checkpoint.resharding import Box, overlap
+from shardtrain.checkpoint.collectives import gather_distinct_json
+from shardtrain.checkpoint.grids import Chunk
+from shardtrain.checkpoint.holders import box_of
+from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile
+from shardtrain.checkpoint.resharding import Box
+from shardtrain.checkpoint.save_plan import Plan
 from shardtrain.checkpoint.storage import Place
-from shardtrain.ops.dtensor import local_slices, local_tensor
+from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience import progress
 from shardtrain.utils.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What goes where, equal on all ranks: the stored tensors, and the bytes that each rank writes."""
-
-    tensors: Mapping[str, StoredTensor]
-    bytes_of: list[int]
-    own: Mapping[str, list[Any]] = field(default_factory=dict)
-    """This rank's parts, from which it was made."""
-    holders: Mapping[tuple[str, Box], list[int]] = field(default_factory=dict)
-    """Which ranks hold which part."""
-
-    def names_of(self, rank: int) -> list[str]:
-        """Tensors of which a rank writes a piece, in the order of its file."""
-        number = self.file_numbers[rank]
-        begins = [(c.begin, name) for name, t in self.tensors.items() for c in t.chunks if c.file == number]
-        return [name for _, name in sorted(begins)]
-
-    @cached_property
-    def file_numbers(self) -> list[int]:
-        """Place of each rank's file in the manifest; -1 for a rank that has nothing to write."""
-        ends = itertools.accumulate(size > 0 for size in self.bytes_of)
-        return [end - 1 if size else -1 for end, size in zip(ends, self.bytes_of, strict=True)]
-
-
-def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
-    """Share out the writing of all ranks' tensors (a collective); as earlier, where no rank's tensors have changed."""
-    own = {
-        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *map(list, box_of(tensor))]
-        for name, tensor in tensors.items()
-    }
-    if not any_rank(earlier is None or earlier.own != own):
-        assert earlier is not None
-        return earlier
-    holders: dict[tuple[str, Box], list[int]] = {}
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for rank, said in enumerate(all_gather_json(own)):
-        for name, (dtype, shape, offsets, sizes) in said.items():
-            kind = (dtype, tuple(shape))
-            if kinds.setdefault(name, kind) != kind or dtype not in ITEM_BYTES:
-                raise CheckpointError(f"{name} cannot be saved: it is {kind} on rank {rank}, and {kinds[name]} before")
-            if all(sizes):
-                holders.setdefault((name, (tuple(offsets), tuple(sizes))), []).append(rank)
-    load = [0] * dist.get_world_size()
-    places: list[tuple[str, Box, int, int]] = []
-    # what one rank alone holds is decided; then what several hold evens out the rest
-    for (name, box), ranks in sorted(holders.items(), key=lambda item: (len(item[1]), item[0])):
-        writer = min(ranks, key=lambda rank: (load[rank], rank))
-        places.append((name, box, writer, load[writer]))
-        load[writer] += torch.Size(box[1]).numel() * ITEM_BYTES[kinds[name][0]]
-    numbers = Plan({}, load).file_numbers
-    chunks: dict[str, list[Chunk]] = {name: [] for name in kinds}
-    for name, (offsets, sizes), writer, begin in places:
-        chunks[name].append(Chunk(offsets, sizes, numbers[writer], begin))
-    stored = {name: StoredTensor(*kinds[name], tuple(chunks[name])) for name in sorted(kinds)}
-    if (num_bytes := least_bytes(stored)) > MAX_BYTES:
-        raise CheckpointError(too_large(num_bytes))
-    return Plan(stored, load, own=own, holders=holders)
 
 
 def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Place) -> StoredFile | None:
@@ -128,7 +60,7 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
     """
     asked = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     everyone: dict[str, list[Any]] = {}
-    for said in gather_distinct_json(asked):  # a pipeline stage holds some of the names only
+    for said in gather_distinct_json(asked)[0]:  # a pipeline stage holds some of the names only
         everyone.update(said)
     for name, (dtype, shape) in sorted(everyone.items()):
         stored = manifest.tensors.get(name)
@@ -157,10 +89,7 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
         for name, tensor in tensors.items():
             stored, own = manifest.tensors[name], box_of(tensor)
             into = local_tensor(tensor).detach()
-            for chunk in stored.chunks:
-                shared = overlap((chunk.offsets, chunk.sizes), own)
-                if shared is None:
-                    continue
+            for chunk, shared in stored.overlapping(own):
                 if chunk.file not in readers:
                     readers[chunk.file] = files.open_stored(folder / manifest.files[chunk.file].name)
                 found = read_box(readers[chunk.file], chunk, stored.dtype, shared)
@@ -184,10 +113,7 @@ def read_part(manifest: Manifest, folder: Place, name: str, wanted: Sequence[sli
     stored, offsets = manifest.tensors[name], tuple(one.start for one in wanted)
     box = offsets, tuple(one.stop - one.start for one in wanted)
     tensor = torch.empty(box[1], dtype=getattr(torch, stored.dtype))
-    for chunk in stored.chunks:
-        shared = overlap((chunk.offsets, chunk.sizes), box)
-        if shared is None:
-            continue
+    for chunk, shared in stored.overlapping(box):
         with contextlib.closing(files.open_stored(folder / manifest.files[chunk.file].name)) as reader:
             if shared == box and chunk.sizes[1:] == box[1][1:]:  # whole rows of one piece: nothing to put together
                 return read_box(reader, chunk, stored.dtype, shared)
@@ -198,16 +124,6 @@ def read_part(manifest: Manifest, folder: Place, name: str, wanted: Sequence[sli
 def cast(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
     """Copies of floating-point tensors in another type, for weights-only saves."""
     return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-
-
-def box_of(tensor: Tensor) -> Box:
-    """Where this rank's part is in the whole tensor; sizes hold a 0 where it has none."""
-    slices = local_slices(tensor)
-    box = tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)
-    own = tuple(local_tensor(tensor).shape)
-    if own != box[1] and not (0 in own and 0 in box[1]):
-        raise CheckpointError(f"a rank's part has shape {own} and should have {box[1]}: this sharding is not supported")
-    return box
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

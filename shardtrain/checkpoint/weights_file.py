@@ -48,7 +48,7 @@ def whole_bytes(stored: Manifest, checkpoint: Place, tensor: StoredTensor) -> by
     """The bytes of a whole tensor, row after row, put together from its pieces."""
     item = ITEM_BYTES[tensor.dtype]
     whole = bytearray(math.prod(tensor.shape) * item)
-    for chunk in tensor.chunks:
+    for chunk in tensor.chunks():
         with contextlib.closing(files.open_stored(checkpoint / stored.files[chunk.file].name)) as reader:
             # the last dimensions that a piece holds whole are one run of bytes in both
             dims = len(tensor.shape)

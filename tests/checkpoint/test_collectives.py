@@ -48,6 +48,7 @@ def one_rank(rank: int) -> dict[str, Any]:
         "done": collectives.all_ranks(lambda: rank + 10),
         "done by the first": collectives.first_rank(lambda: [rank, dist.get_rank()]),
         "done and told": collectives.all_ranks_gather(lambda: rank),
+        "told the first": collectives.all_ranks_to_first(lambda: "x" * rank),
         "refused": raised(lambda: collectives.all_ranks(fails_on(1, CheckpointError("no")))),
         "no disk": raised(lambda: collectives.first_rank(fails_on(0, OSError(28, "No space left", "/full")))),
         "a bug": raised(lambda: collectives.all_ranks(fails_on(2, ZeroDivisionError("of rank 2")))),
@@ -65,7 +66,7 @@ def test_all_ranks_hear_the_same(told: list[dict[str, Any]]) -> None:
     expected = {
         "gathered": [{"rank": rank, "text": "x" * rank} for rank in range(RANKS)],
         "first": [0, "ä", None],
-        "distinct": ["even", "odd"],
+        "distinct": (["even", "odd"], [0, 1, 0]),
         "any": [True, False, True],
         "no word": "",
         "word": "rank 1",
@@ -76,6 +77,7 @@ def test_all_ranks_hear_the_same(told: list[dict[str, Any]]) -> None:
     }
     for heard in told:
         assert {name: heard[name] for name in expected} == expected
+    assert [heard["told the first"] for heard in told] == [["", "x", "xx"], [], []]
 
 
 def test_what_one_could_not_do_none_has_done(told: list[dict[str, Any]]) -> None:
@@ -90,7 +92,8 @@ def test_what_one_could_not_do_none_has_done(told: list[dict[str, Any]]) -> None
 
 def test_a_process_alone_needs_no_group() -> None:
     assert collectives.all_gather_json((1, 2)) == [[1, 2]]
-    assert collectives.gather_distinct_json((1, 2)) == [[1, 2]]
+    assert collectives.gather_json((1, 2)) == [[1, 2]]
+    assert collectives.gather_distinct_json((1, 2)) == ([[1, 2]], [0])
     assert collectives.broadcast_json({"a": (1,)}) == {"a": [1]}
     assert collectives.any_rank(True) and not collectives.any_rank(False)
     assert collectives.first_word("word") == "word" and collectives.first_word("") == ""

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from small_checkpoint import checkpoints, facts, save, world_of_one
 
 from shardtrain import cli
-from shardtrain.checkpoint.manifest import Chunk, StoredTensor
+from shardtrain.checkpoint.grids import Grid
+from shardtrain.checkpoint.manifest import StoredTensor
 from shardtrain.checkpoint.tensors import read_whole
 from shardtrain.checkpoint.weights_file import whole_bytes
 
@@ -112,17 +113,17 @@ def test_pieces_are_put_together_whatever_their_cut(tmp_path: Path, shape: tuple
         half = (size + 1) // 2
         halves = [(0, half), (half, size - half)]
         boxes = [((*o, start), (*s, length)) for o, s in boxes for start, length in halves if length]
-    data, chunks = b"", []
+    data, grids = b"", []
     for offsets, sizes in boxes:
         part = whole
         for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
             part = part.narrow(dim, start, length)
-        chunks.append(Chunk(offsets, sizes, 0, len(data)))
+        grids.append(Grid(offsets, sizes, 0, len(data)))
         data += part.contiguous().numpy().tobytes()
     (tmp_path / "rank-00000.bin").write_bytes(data)
     from shardtrain.checkpoint.manifest import Manifest, StoredFile
 
-    tensor = StoredTensor("int32", shape, tuple(chunks))
+    tensor = StoredTensor("int32", shape, tuple(grids))
     stored = Manifest(1, 1, "r", "x", (StoredFile("rank-00000.bin", len(data), ""),), {"a": tensor}, {})
     assert bytes(whole_bytes(stored, tmp_path, tensor)) == whole.numpy().tobytes()
     assert torch.equal(read_whole(stored, tmp_path, "a"), whole)

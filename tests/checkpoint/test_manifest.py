@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.checkpoint import manifest
-from shardtrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor
+from shardtrain.checkpoint.grids import Axis, Grid
+from shardtrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor
 from shardtrain.checkpoint.resharding import check_tiling, overlap
 from shardtrain.utils.errors import CheckpointError
 
@@ -45,12 +46,12 @@ def refusal(data: bytes) -> str:
 
 def test_the_body_of_these_tests_is_good() -> None:
     found = manifest.parse(signed(json.dumps(BODY)), PATH)
-    assert found.tensors["model.a"].chunks[1] == Chunk((1, 0), (1, 4), 0, 16)
+    assert found.tensors["model.a"].grids[1] == Grid((1, 0), (1, 4), 0, 16)
 
 
 def test_what_is_written_is_read() -> None:
-    chunks = (Chunk((0, 0), (2, 3), 0, 0), Chunk((0, 3), (2, 1), 1, 0))
-    tensors = {"model.ä": StoredTensor("bfloat16", (2, 4), chunks), "model.s": StoredTensor("float32", (0, 3), ())}
+    grids = (Grid((0, 0), (2, 3), 0, 0), Grid((0, 3), (2, 1), 1, 0))
+    tensors = {"model.ä": StoredTensor("bfloat16", (2, 4), grids), "model.s": StoredTensor("float32", (0, 3), ())}
     files = (StoredFile("rank-00000.bin", 12, HASH), StoredFile("rank-00001.bin", 4, HASH))
     whole = Manifest(7, 2, "run", "shardtrain", files, tensors, {"state": {"order_hash": 2**64 - 1}})
     data = whole.to_bytes()
@@ -113,7 +114,7 @@ HOSTILE: dict[str, str | bytes] = {
     "facts as a list": changed("facts", value=[]),
     "no counters": changed("facts", value={}),
     "counters as text": changed("facts", "state", value="3"),
-    "a later version": changed("version", value=2),
+    "a later version": changed("version", value=manifest.VERSION + 1),
     "version true": changed("version", value="1"),
     "another program": changed("format", value="pickle"),
     "step -1": changed("step", value=-1),
@@ -173,7 +174,7 @@ def test_any_bytes_are_refused(data: bytes) -> None:
     refusal(signed(b"{" + data))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_forged_value_anywhere_is_refused_or_makes_no_difference_to_safety(data: st.DataObject) -> None:
     """Whatever is put wherever: a parsed manifest has files without paths and pieces inside them."""
@@ -196,7 +197,7 @@ def test_a_forged_value_anywhere_is_refused_or_makes_no_difference_to_safety(dat
     for file in found.files:
         assert "/" not in file.name and file.name not in ("", ".", "..")
     for tensor in found.tensors.values():
-        for chunk in tensor.chunks:
+        for chunk in tensor.chunks():
             size = chunk.numel * manifest.ITEM_BYTES[tensor.dtype]
             assert chunk.begin >= 0 and chunk.begin + size <= found.files[chunk.file].bytes
 
@@ -237,3 +238,90 @@ def test_a_manifest_that_no_start_would_read_is_not_written(monkeypatch: pytest.
     monkeypatch.setattr(manifest, "MAX_BYTES", len(found.to_bytes()) - 1)
     with pytest.raises(CheckpointError, match="GiB; cut the tensors into fewer pieces: a larger parallelism.data_par"):
         found.to_bytes()
+
+
+GRID: dict[str, Any] = {
+    **BODY,
+    "version": 2,
+    "files": [[f"rank-{rank:05d}.bin", 40, HASH] for rank in range(6)],
+    "tensors": {
+        # FSDP over three of what tensor parallelism cut in two, and what every second rank has
+        "model.a": ["float32", [6, 4], [[[0, 0], [2, 2], 0, 0, [[2, 1, 1], [3, 0, 2]]]]],
+        "model.b": ["int64", [3], [[[0], [1], 0, 16, [[3, 0, 2]]]]],
+        "model.c": ["int64", [6], [[[0], [1], 5, 24, [[6, 0, -1]]]]],
+    },
+}
+
+
+def grid_with(*path: str | int, value: Any) -> str:
+    body = json.loads(json.dumps(GRID))
+    place = body
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return json.dumps(body)
+
+
+def test_grids_are_read_and_written_as_they_are() -> None:
+    found = manifest.parse(signed(json.dumps(GRID)), PATH)
+    assert found.tensors["model.a"].grids == (Grid((0, 0), (2, 2), 0, 0, (Axis(2, 1, 1), Axis(3, 0, 2))),)
+    assert [(c.offsets, c.file) for c in found.tensors["model.a"].chunks()] == [
+        ((0, 0), 0), ((0, 2), 1), ((2, 0), 2), ((2, 2), 3), ((4, 0), 4), ((4, 2), 5),
+    ]  # fmt: skip
+    assert [c.file for c in found.tensors["model.c"].chunks()] == [5, 4, 3, 2, 1, 0]
+    assert manifest.parse(found.to_bytes(), PATH) == found and json.loads(found.to_bytes())["version"] == 2
+
+
+def test_what_has_no_grids_is_read_by_earlier_programs() -> None:
+    assert json.loads(manifest.parse(signed(json.dumps(BODY)), PATH).to_bytes())["version"] == 1
+
+
+A_AXES, B_GRID = ("tensors", "model.a", 2, 0, 4), ("tensors", "model.b", 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    {
+        "in a file that is not there": (grid_with(*B_GRID, 2, value=2), "outside its file"),
+        "before the first file": (grid_with("tensors", "model.c", 2, 0, 2, value=4), "outside its file"),
+        "beyond a file's end": (grid_with(*B_GRID, 3, value=33), "outside its file"),
+        "beyond the end of one file of many": (grid_with("files", 3, 1, value=31), "outside its file"),
+        "over another in every file": (grid_with(*B_GRID, 3, value=8), "share bytes"),
+        "over another in one file": (grid_with("tensors", "model.c", 2, 0, 3, value=16), "share bytes"),
+        "over itself": (grid_with(*A_AXES, value=[[2, 1, 1], [3, 0, 1]]), "share bytes"),
+        "in one file all": (grid_with(*A_AXES, 0, 2, value=0), "share bytes"),
+        "too few": (grid_with(*A_AXES, 1, 0, value=2), "do not cover it"),
+        "none": (grid_with(*A_AXES, 0, 0, value=0), "more than there are files"),
+        "more than files": (grid_with(*A_AXES, 1, 0, value=2**40), "more than there are files"),
+        "along no dimension": (grid_with(*A_AXES, 0, 1, value=2), "in no way that is known"),
+        "a step beyond all files": (grid_with(*A_AXES, 0, 2, value=7), "in no way that is known"),
+        "a step that is no number": (grid_with(*A_AXES, 0, 2, value=True), "in no way that is known"),
+        "in the first format": (grid_with("version", value=1), "right length"),
+        "other dimensions": (grid_with(*B_GRID, 1, value=[1, 1]), "other dimensions"),
+    }.values(),
+)  # fmt: skip
+def test_a_hostile_grid_is_refused(body: str, why: str) -> None:
+    assert why in refusal(signed(body))
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_pieces_share_bytes_exactly_where_a_look_at_each_says_so(data: st.DataObject) -> None:
+    """Files are looked at by kinds; the definition looks at every piece of every file."""
+    files, tensors = data.draw(st.integers(1, 8)), {}
+    for number in range(data.draw(st.integers(1, 4))):
+        count = data.draw(st.integers(1, files))
+        step = data.draw(st.integers(-2, 2)) if count > 1 else 1
+        first, begin = data.draw(st.integers(0, files - 1)), data.draw(st.integers(0, 5))
+        tensors[f"t{number}"] = ["uint8", [2 * count], [[[0], [2], first, begin, [[count, 0, step]]]]]
+    body = {**GRID, "tensors": tensors, "files": [[f"rank-{n}.bin", 6, HASH] for n in range(files)]}
+    used: list[tuple[int, int]] = []
+    for _, _, [[_, _, first, begin, [[count, _, step]]]] in tensors.values():
+        used += [(first + i * step, begin + byte) for i in range(count) for byte in range(2)]
+    good = len(set(used)) == len(used) and all(0 <= file < files and byte < 6 for file, byte in used)
+    try:
+        manifest.parse(signed(json.dumps(body)), PATH)
+    except CheckpointError:
+        assert not good
+    else:
+        assert good

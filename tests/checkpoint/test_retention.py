@@ -247,9 +247,7 @@ class Folder(RuleBasedStateMachine):
 
 
 TestFolder = Folder.TestCase
-TestFolder.settings = settings(
-    max_examples=RUNS, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestFolder.settings = settings(max_examples=RUNS, stateful_step_count=15, suppress_health_check=list(HealthCheck))
 
 
 def test_deleting_is_a_rename_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def build(section: str, values: dict[str, Any]) -> Any:
 
 
 @given(config=configs())
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_a_resolved_config_reloads_to_an_identical_one(config: Config, tmp_path_factory: Any) -> None:
     assume(config.checkpoint.folder)  # an empty one is an older way of saying no checkpoints; a run refuses it
     file = tmp_path_factory.getbasetemp() / "resolved.toml"
@@ -71,7 +71,7 @@ TABLES = ("data.sources", "data.stages", "model.overrides")
 
 
 @given(values=st.fixed_dictionaries({name: strategy(options()[name].kind) for name in TABLES}))
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_tables_of_any_names_and_values_reload_with_a_line_for_each_key(
     values: dict[str, Any], tmp_path_factory: Any
 ) -> None:
@@ -86,7 +86,7 @@ def test_tables_of_any_names_and_values_reload_with_a_line_for_each_key(
 
 
 @given(value=st.recursive(st.one_of(strategy(int), strategy(float), st.booleans(), TEXT), st.lists, max_leaves=4))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_a_value_written_as_toml_reads_back_with_its_type(value: Any) -> None:
     again = tomllib.loads(f"x = {toml_value(value)}")["x"]
     assert again == value and type(again) is type(value)

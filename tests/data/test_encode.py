@@ -101,7 +101,7 @@ def test_the_boundary_is_exact_where_a_token_could_span_it(tmp_path):
     assert len(tokenizer.encode("the")) == 1  # in one piece it would be a single token
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(prompt=st.text(max_size=20), completion=st.text(min_size=1, max_size=20))
 def test_any_prompt_and_completion_come_back(prompt, completion):
     document = encode({"prompt": prompt, "completion": completion}, format="prompt_completion")

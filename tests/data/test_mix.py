@@ -18,7 +18,7 @@ def test_equal_weights_alternate():
     assert numbers.tolist() == [0, 0, 1, 1, 2, 2]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(weights, st.integers(1, 3000))
 def test_every_prefix_holds_each_source_in_its_share(given_weights, length):
     sources, _ = Mixture([Stage(tuple(given_weights))]).locate(np.arange(length))
@@ -28,7 +28,7 @@ def test_every_prefix_holds_each_source_in_its_share(given_weights, length):
     assert (np.abs(counts - share * length) <= len(given_weights)).all()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(weights, weights, st.integers(0, 5000), st.integers(0, 200_000))
 def test_numbers_count_the_rows_of_a_source_without_gap_over_stages(first, second, stop, position):
     count = min(len(first), len(second))
@@ -43,7 +43,7 @@ def test_numbers_count_the_rows_of_a_source_without_gap_over_stages(first, secon
         assert own.tolist() == list(range(int(before[source]), int(before[source]) + len(own)))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(weights, st.integers(0, 3000), st.integers(0, 100_000))
 def test_the_position_of_a_row_is_found_without_counting(given_weights, stop, rows):
     mixture = Mixture([Stage(tuple(given_weights), stop), Stage(tuple(reversed(given_weights)))])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardtrain.data.order import MAX_SAMPLES, sample_at
 
-quick = settings(max_examples=40, deadline=None, derandomize=True)
+quick = settings(max_examples=40, derandomize=True)
 
 
 @quick

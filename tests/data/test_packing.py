@@ -81,7 +81,7 @@ def test_a_document_longer_than_a_row_is_split_cut_or_dropped(policy, rows, cut,
     assert sorted(t for t in out.targets_BT.ravel().tolist() if t != IGNORE) == expected[policy]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 17), st.sampled_from(KINDS), st.booleans())
 def test_every_token_is_the_target_of_exactly_one_row(lengths, seq_len, kind, masked):
     documents = documents_of(lengths)
@@ -94,7 +94,7 @@ def test_every_token_is_the_target_of_exactly_one_row(lengths, seq_len, kind, ma
     assert rows.num_targets >= len(expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 17), st.sampled_from(KINDS))
 def test_a_target_is_the_next_token_of_the_same_document(lengths, seq_len, kind):
     documents = documents_of(lengths)
@@ -113,7 +113,7 @@ def test_a_target_is_the_next_token_of_the_same_document(lengths, seq_len, kind)
                     assert owner[token] == owner[int(out.tokens_BT[row, column - 1])]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
 def test_first_fit_fills_no_row_beyond_its_capacity_and_wastes_less_than_half(lengths, capacity):
     rows = first_fit(np.array(lengths, dtype=np.int64), capacity)

@@ -53,7 +53,7 @@ def assert_same(line: ShardTokenBuffer, memory: TokenBuffer, ranges: list[tuple[
         assert np.array_equal(line.starts(start, stop), memory.starts(start, stop))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), vocab_size=st.sampled_from([300, 65536, 65537, 200_000]), shard_tokens=st.integers(1, 30))
 def test_shards_hold_what_memory_would(data: st.DataObject, vocab_size: int, shard_tokens: int) -> None:
     given_documents = data.draw(documents(vocab_size))
@@ -65,7 +65,7 @@ def test_shards_hold_what_memory_would(data: st.DataObject, vocab_size: int, sha
         assert [wrong for _, several in verify(line) for wrong in several] == []
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), shard_tokens=st.integers(1, 30))
 def test_a_writer_that_goes_on_from_a_position_writes_the_same_bytes(data: st.DataObject, shard_tokens: int) -> None:
     given_documents = data.draw(documents(300))

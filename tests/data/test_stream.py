@@ -106,7 +106,7 @@ packings = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sources, packings, st.integers(1, 6))
 def test_one_pass_takes_every_token_of_every_document_once(source, packing, readers):
     feed = feed_of(source, packing, readers)
@@ -130,7 +130,7 @@ def test_one_pass_takes_every_token_of_every_document_once(source, packing, read
     assert max(seen.values()) <= 1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sources, packings, st.integers(1, 6), st.integers(0, 40), st.booleans())
 def test_cursors_lead_back_to_any_row(source, packing, readers, stop, repeat):
     options = {"packing": packing, "readers": readers, "passes": None if repeat else 1}
@@ -146,7 +146,7 @@ def test_cursors_lead_back_to_any_row(source, packing, readers, stop, repeat):
     assert [row[:3] for row in take(replayed, stop, stop + 20)] == [row[:3] for row in straight[stop:]]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(sources, st.integers(1, 6), st.integers(1, 5))
 def test_whoever_takes_a_row_gets_the_same(source, readers, workers):
     straight = take(feed_of(source, readers=readers, passes=None), 0, 30)
@@ -197,7 +197,7 @@ def test_a_bad_row_names_its_place():
         take(feed_of(ListShards([[rows[0]], [rows[1]]]), readers=2), 0, 2)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.integers(2, 9), min_size=6, max_size=40), st.sampled_from([0, 3]), st.integers(0, 30))
 def test_rows_of_an_epoch_are_the_same_whether_or_not_another_follows(lengths, count, stop):
     packing = Packing(9, kind="first_fit", masked=True)

@@ -29,7 +29,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(st.text())
 def test_bytes_give_back_every_text(text):
     tokenizer = open_tokenizer("bytes")

@@ -50,7 +50,7 @@ def test_texts_come_back(tokenizer):
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < tokenizer.vocab_size)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(text=st.text(max_size=40))
 def test_any_text_comes_back(paths, text):
     for kind in ("bpe", "tiktoken", "bytes"):

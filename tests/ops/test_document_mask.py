@@ -56,7 +56,7 @@ def largest_errors(function: Callable[..., Tensor], documents_BT: Tensor, parts:
     return [float((mine.detach().cpu().double() - theirs.detach()).abs().max()) for mine, theirs in pairs]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(CUTS, st.integers(1, 3), st.sampled_from([document_mask.attention, document_mask.masked_attention]))
 def test_attention_within_documents_equals_attention_written_out(cuts, gap, function) -> None:
     # values and gradients are about one; float32 keeps 1e-7
@@ -68,7 +68,7 @@ def test_a_mask_is_made_for_some_queries_at_a_time(monkeypatch: pytest.MonkeyPat
     assert max(largest_errors(document_mask.masked_attention, numbers([{5, 9}, {7, 14}]), inputs())) < 2e-6
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(CUTS, st.integers(0, 9), st.sampled_from([0, 1, 5, 9, 40]))
 def test_chunks_are_documents_of_their_own(cuts, chunk, window) -> None:
     documents_BT, (q, k, v, _) = numbers(cuts, 3), inputs()
@@ -86,7 +86,7 @@ def test_chunks_are_documents_of_their_own(cuts, chunk, window) -> None:
     torch.testing.assert_close(core(q, k, v, documents_BT), AttentionCore(window)(q, k, v, cut_BT), rtol=0, atol=0)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(CUTS, st.sampled_from([0, 1, 5, 40]), st.sampled_from([-30.0, 0.0, 2.0, 30.0]))
 def test_attention_with_sinks_equals_attention_written_out(cuts, window, level) -> None:
     """Forward and all gradients, of weak sinks, usual ones, and some that take nearly everything."""

@@ -67,7 +67,7 @@ def largest_error(
     return max(errors)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.one_of(st.none(), CUTS),
     st.integers(1, T + 2),
@@ -109,7 +109,7 @@ def test_a_window_of_the_whole_row_is_none_to_the_bit() -> None:
     assert not torch.equal(AttentionCore(T - 1)(*parts), AttentionCore()(*parts))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     st.integers(1, 20), st.integers(1, 20), st.integers(0, 30), st.integers(1, 30), st.sampled_from([1, 3, sys.maxsize])
 )

@@ -131,7 +131,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_rates_stay_between_zero_and_the_peak(name, data):
     ratio = st.floats(0, 1)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardtrain.checkpoint import replica_comparison
+from shardtrain.checkpoint import holders, replica_comparison
 from shardtrain.checkpoint.collectives import all_gather_json
+from shardtrain.checkpoint.holders import Held
 from shardtrain.checkpoint.save import Saver
 from shardtrain.distributed.grad_clip import NORMS_AGREE
-from shardtrain.ops.dtensor import local_slices
 from shardtrain.train import resume
 from shardtrain.utils.errors import NumericalError
 from shardtrain.utils.log import logger
@@ -29,7 +28,7 @@ class Replicas:
     def __init__(self, run: Run, checkpoints: Saver) -> None:
         self._run, self._checkpoints = run, checkpoints
         self._interval = run.config.training.replica_check_interval
-        self._holders: dict[tuple[str, object], list[int]] | None = None
+        self._held: dict[str, Held] | None = None
 
     def check(self, step: int) -> None:
         """Compare after every interval.
@@ -41,20 +40,14 @@ class Replicas:
         if not self._interval or step % self._interval or self._run.mesh.device_mesh.size() == 1:
             return
         tensors = {**resume.everything(self._run), **resume.optimizer_state(self._run)}
-        if self._holders is None:
-            self._holders = self._find_holders(tensors)
-        if odd := replica_comparison.find_odd(tensors, self._holders, self._run.state.to_dict()):
+        if self._held is None:
+            self._held = holders.find_holders(tensors)
+            if not holders.num_replicated(self._held):
+                logger.warning(
+                    "training.replica_check_interval: no two ranks hold the same weights; counters are compared"
+                )
+        if odd := replica_comparison.find_odd(tensors, self._held, self._run.state.to_dict()):
             self._checkpoints.refuse(step, odd)
-
-    def _find_holders(self, tensors: Mapping[str, Tensor]) -> dict[tuple[str, object], list[int]]:
-        """Once: who holds which part of what; ranks of a pipeline hold different names."""
-        holders: dict[tuple[str, object], list[int]] = {}
-        for rank, boxes in enumerate(all_gather_json({name: _box(tensor) for name, tensor in tensors.items()})):
-            for name, box in boxes.items():
-                holders.setdefault((name, box), []).append(rank)
-        if not any(len(ranks) > 1 for ranks in holders.values()):
-            logger.warning("training.replica_check_interval: no two ranks hold the same weights; counters are compared")
-        return holders
 
 
 def refuse_norms(run: Run, norm: Tensor) -> None:
@@ -80,8 +73,3 @@ def refuse_norms(run: Run, norm: Tensor) -> None:
         f"step {step - 1}. At the first step the model's LAYOUT is to be suspected (shardtrain verify names what "
         "differs), later a device that computes wrongly: go on from the last checkpoint without it"
     )
-
-
-def _box(tensor: Tensor) -> str:
-    """Where this rank's part lies in the whole tensor; two ranks with the same box hold the same numbers."""
-    return ",".join(f"{part.start or 0}:{part.stop}" for part in local_slices(tensor))

@@ -96,7 +96,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.lists(PIECES, min_size=1, max_size=30).map(b"".join), block=st.sampled_from([7, 16, 1 << 20]))
 def test_a_table_and_shards_give_the_rows_of_each_line(tmp_path, content, block):
     expected = []
@@ -136,7 +136,7 @@ OBJECTS = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     objects=st.lists(OBJECTS, min_size=1, max_size=8),
     ascii_only=st.booleans(),

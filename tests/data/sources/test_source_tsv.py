@@ -93,7 +93,7 @@ def test_a_csv_field_may_be_longer_than_the_library_s_own_limit_and_a_long_recor
 TEXTS = st.text(st.sampled_from('ab é",\t\n\r\0;'), max_size=8)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=1, max_size=12), block=st.sampled_from([7, 1 << 20]))
 def test_what_the_csv_library_writes_is_read_back(tmp_path, data, block):
     written = io.StringIO()

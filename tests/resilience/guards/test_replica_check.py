@@ -47,8 +47,12 @@ def flip(tensor: Tensor, index: int, bit: int) -> None:
 
 
 def held_by_two(run: trainer.Run, replicas: Replicas) -> list[str]:
-    assert replicas._holders is not None
-    names = {name.removeprefix("model.") for (name, _), ranks in replicas._holders.items() if len(ranks) > 1}
+    assert replicas._held is not None
+    names = {
+        name.removeprefix("model.")
+        for name, held in replicas._held.items()
+        if any(part.holders > 1 for part in held.parts)
+    }
     return [name for name in run.runner.parameters() if name in names]
 
 

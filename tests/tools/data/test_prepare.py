@@ -76,7 +76,7 @@ ROW = st.one_of(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(rows=st.lists(ROW, min_size=1, max_size=120), shard_tokens=st.integers(50, 5000))
 def test_any_number_of_processes_writes_the_same_bytes(rows: list[str], shard_tokens: int) -> None:
     rows = ['{"text": "one that is read"}\n', *rows]

@@ -52,7 +52,7 @@ def test_the_folder_is_a_tokenizer_with_its_ends(trained):
     assert sorted(file.name for file in trained.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(text=st.text(max_size=60))
 def test_every_text_comes_back(trained, text):
     tokenizer = _open(str(trained))

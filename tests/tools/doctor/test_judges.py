@@ -136,7 +136,7 @@ def test_each_trouble_of_one_rank_is_named_with_the_rank_and_a_fix(spoil, area, 
     assert all(other[0] == area == "environment" for other in others), others
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from(TROUBLES), st.permutations(range(4)))
 def test_the_order_in_which_ranks_answer_changes_no_row(trouble, order):
     said = spoiled(trouble[0], [2])

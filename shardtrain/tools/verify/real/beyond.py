@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from shardtrain import optim
 from shardtrain.checkpoint import tensors
-from shardtrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor
+from shardtrain.checkpoint.grids import Grid
+from shardtrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor
 from shardtrain.config.schema import Optimizer
 from shardtrain.data.order import sample_at
 from shardtrain.distributed import fake_backend, grad_clip
@@ -160,7 +161,7 @@ def stored_far(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, A
     with open(path, "wb") as file:
         file.seek((rows - TAIL) * row_bytes)
         file.write(bytes(tensors.bytes_of(expected)))
-    whole = StoredTensor("bfloat16", (rows, COLUMNS), (Chunk((0, 0), (rows, COLUMNS), 0, 0),))
+    whole = StoredTensor("bfloat16", (rows, COLUMNS), (Grid((0, 0), (rows, COLUMNS), 0, 0),))
     manifest = Manifest(0, 1, "", "", (StoredFile(path.name, rows * row_bytes, "0" * 64),), {"weight": whole})
     wanted = (slice(rows - TAIL, rows), slice(0, COLUMNS))
     found = tensors.read_part(manifest, path.parent, "weight", wanted)
@@ -176,7 +177,7 @@ def written(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, Any]
     path.mkdir()
     file = tensors.write_blocks([tensors.bytes_of(tensor)], 0, 1, path)
     wrong = int(file.bytes != rows * COLUMNS * 2) + int(os.path.getsize(path / file.name) != file.bytes)
-    whole = StoredTensor("bfloat16", (rows, COLUMNS), (Chunk((0, 0), (rows, COLUMNS), 0, 0),))
+    whole = StoredTensor("bfloat16", (rows, COLUMNS), (Grid((0, 0), (rows, COLUMNS), 0, 0),))
     manifest = Manifest(0, 1, "", "", (file,), {"weight": whole})
     step = 1 << 15
     for start in range(0, rows, step):

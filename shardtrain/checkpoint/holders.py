@@ -1,0 +1,195 @@
+"""Which ranks hold which part of which tensor: every rank computes it for all from what little they tell each other.
+
+Where a rank's part lies follows from the tensor's shape and the rank's number: each axis of the mesh is a digit of it,
+and splits one dimension. A rank says these rules once per kind of tensor, and ranks that say the same are heard once:
+one text per pipeline stage, whatever the number of ranks. A part that no rule of digits gives is said as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardtrain.checkpoint.collectives import gather_distinct_json
+from shardtrain.checkpoint.manifest import ITEM_BYTES
+from shardtrain.checkpoint.resharding import Box
+from shardtrain.ops.dtensor import local_slices, local_tensor, sharded_dim
+from shardtrain.utils.errors import CheckpointError
+
+Ints = npt.NDArray[np.int64]
+Table = Mapping[str, list[Any]]
+"""What a rank says of its tensors: by name the type, the shape, and the rule or box of its part."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Boxes of one tensor that each have equally many holders, in the order of their offsets."""
+
+    offsets: Ints
+    """(n, dims)"""
+    sizes: Ints
+    """(n, dims); none is empty"""
+    ranks: Ints
+    """(n, holders), ascending in each row"""
+    is_even: bool
+    """Whether all ranks that have the tensor hold one of its boxes, and all boxes have one size."""
+
+    @property
+    def holders(self) -> int:
+        """How many ranks hold each of its boxes."""
+        return int(self.ranks.shape[1])
+
+    @cached_property
+    def numels(self) -> Ints:
+        """Elements of each of its boxes."""
+        return self.sizes.prod(1, dtype=np.int64)
+
+    def row_of(self, rank: int) -> int | None:
+        """The box that a rank holds; none where it holds another part, or none."""
+        rows = (self.ranks == rank).any(1).nonzero()[0]
+        return int(rows[0]) if len(rows) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A tensor, and who holds what of it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def table_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """What this rank says of its tensors.
+
+    Raises:
+        CheckpointError: for a tensor that is split in a way that is not known here.
+    """
+    digits: dict[int, list[tuple[int, int] | None]] = {}
+    return {
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _rule(tensor, digits)]
+        for name, tensor in tensors.items()
+    }
+
+
+def find_holders(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
+    """Who holds what of all ranks' tensors (a collective); equal on all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, where two have tensors of one name and of other types or shapes.
+    """
+    return held_by_all(*gather_distinct_json(table_of(tensors)))
+
+
+def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[str, Held]:
+    """Who holds what, where rank r says ``tables[table_of_rank[r]]``; needs no process group. Raises as above."""
+    ranks_of = [np.flatnonzero(np.asarray(table_of_rank) == number) for number in range(len(tables))]
+    said: dict[str, list[tuple[int, Any]]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for number, table in enumerate(tables):
+        for name, (dtype, shape, rule) in table.items():
+            kind = (dtype, tuple(shape))
+            if dtype not in ITEM_BYTES:
+                raise CheckpointError(f"{name} cannot be saved: its type {dtype} is none of {', '.join(ITEM_BYTES)}")
+            if kinds.setdefault(name, kind) != kind:
+                raise CheckpointError(
+                    f"{name} cannot be saved: it is {kind} on rank {ranks_of[number][0]}, and {kinds[name]} before"
+                )
+            said.setdefault(name, []).append((number, rule))
+    known: dict[Any, tuple[Part, ...]] = {}  # layers are alike: a model has few shapes and rules
+    found = {}
+    for name, (dtype, shape) in kinds.items():
+        key = (shape, repr(said[name]))
+        if key not in known:
+            known[key] = _parts(shape, [(ranks_of[number], rule) for number, rule in said[name]])
+        found[name] = Held(dtype, shape, known[key])
+    return found
+
+
+def num_replicated(held: Mapping[str, Held]) -> int:
+    """How many boxes several ranks hold."""
+    return sum(len(part.ranks) for one in held.values() for part in one.parts if part.holders > 1)
+
+
+def box_of(tensor: Tensor) -> Box:
+    """Where this rank's part is in the whole tensor; sizes hold a 0 where it has none."""
+    slices = local_slices(tensor)
+    box = tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)
+    own = tuple(local_tensor(tensor).shape)
+    if own != box[1] and not (0 in own and 0 in box[1]):
+        raise CheckpointError(f"a rank's part has shape {own} and should have {box[1]}: this sharding is not supported")
+    return box
+
+
+def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
+    """Offsets and sizes of the parts of ranks, (n, dims) each, by the rule that they say; sizes may be 0."""
+    starts = np.zeros((len(ranks), len(shape)), np.int64)
+    stops = np.broadcast_to(np.asarray(shape, np.int64), starts.shape).copy()
+    if isinstance(rule, dict):
+        starts[:], sizes = rule["offsets"], rule["sizes"]
+        return starts, np.broadcast_to(np.asarray(sizes, np.int64), starts.shape)
+    for size, stride, dim in rule:
+        at = ranks // stride % size
+        chunk = -(-(stops[:, dim] - starts[:, dim]) // size)
+        starts[:, dim] = np.minimum(starts[:, dim] + chunk * at, stops[:, dim])
+        stops[:, dim] = np.minimum(starts[:, dim] + chunk, stops[:, dim])
+    return starts, stops - starts
+
+
+def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> Any:
+    """How a rank's number gives its part: (size, stride, dim) of each split, in the order in which they are made."""
+    offsets, sizes = box_of(tensor)
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    if id(mesh) not in digits:
+        digits[id(mesh)] = _digits(mesh.mesh.numpy())
+    # in the order of ops.dtensor.local_slices: strided splits cut what the others left
+    order = sorted(enumerate(tensor.placements), key=lambda item: type(item[1]).__name__ == "_StridedShard")
+    splits = [(digits[id(mesh)][axis], sharded_dim(placement)) for axis, placement in order if mesh.size(axis) > 1]
+    rule = [[*digit, dim] for digit, dim in splits if digit is not None and dim is not None]
+    own = boxes_of(tensor.shape, rule, np.array([dist.get_rank()]))
+    if (tuple(own[0][0].tolist()), tuple(own[1][0].tolist())) == (offsets, sizes):
+        return rule
+    return {"offsets": offsets, "sizes": sizes}
+
+
+def _digits(mesh: Ints) -> list[tuple[int, int] | None]:
+    """Size and stride of each axis of a mesh, where its coordinates are digits of the ranks' numbers."""
+    found: list[tuple[int, int] | None] = []
+    for axis, size in enumerate(mesh.shape):
+        line = np.moveaxis(mesh, axis, 0).reshape(size, -1)[:, 0]
+        steps = np.unique(np.diff(line)).tolist()
+        found.append((size, steps[0]) if len(steps) == 1 and steps[0] > 0 else None)
+    return found
+
+
+def _parts(shape: tuple[int, ...], said: Sequence[tuple[Ints, Any]]) -> tuple[Part, ...]:
+    ranks = np.concatenate([ranks for ranks, _ in said])
+    boxes = [boxes_of(shape, rule, ranks) for ranks, rule in said]
+    offsets, sizes = (np.concatenate([box[i] for box in boxes]) for i in range(2))
+    full = (sizes > 0).all(1)
+    is_even = bool(full.all() and (sizes == sizes[0]).all())
+    ranks, offsets, sizes = ranks[full], offsets[full], sizes[full]
+    if not len(ranks):
+        return ()
+    both = np.concatenate([offsets, sizes], 1)
+    order = np.lexsort((ranks, *both.T[::-1]))
+    ranks, both = ranks[order], both[order]
+    firsts = np.concatenate([[0], 1 + (both[1:] != both[:-1]).any(1).nonzero()[0]])
+    counts = np.diff([*firsts, len(ranks)])
+    parts = []
+    for count in np.unique(counts):
+        own = firsts[counts == count]
+        dims = len(shape)
+        held = ranks[own[:, None] + np.arange(count)]
+        parts.append(Part(both[own, :dims], both[own, dims:], held, is_even and len(own) == len(firsts)))
+    return tuple(parts)
