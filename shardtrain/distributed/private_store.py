@@ -34,9 +34,15 @@ def folder_of(environment: Mapping[str, str]) -> Path | None:
     Raises:
         StorageError: other users of the machine may enter it, or it is somebody else's.
     """
-    if not environment.get(STORE):
-        return None
-    folder = Path(environment[STORE])
+    return own(Path(environment[STORE])) if environment.get(STORE) else None
+
+
+def own(folder: Path) -> Path:
+    """A folder that is to be this user's alone.
+
+    Raises:
+        StorageError: other users of the machine may enter it, or it is somebody else's.
+    """
     try:
         found = folder.lstat()
     except OSError as error:
@@ -65,12 +71,16 @@ def folder_of_launcher(environment: Mapping[str, str]) -> Path | None:
 
 def sweep(folder: Path) -> None:
     """Remove what other attempts left beside a folder of this launcher, and launchers that were silent for a day."""
-    for other in folder.parent.iterdir():
-        if other != folder and _newest_write(other) < time.time() - _A_DAY_SECONDS:
-            shutil.rmtree(other, ignore_errors=True)
+    _sweep_beside(folder)
     for attempt in folder.iterdir():
         if attempt.is_dir():
             shutil.rmtree(attempt, ignore_errors=True)
+
+
+def _sweep_beside(folder: Path) -> None:
+    for other in folder.parent.iterdir():
+        if other != folder and _newest_write(other) < time.time() - _A_DAY_SECONDS:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _newest_write(folder: Path) -> float:
@@ -89,11 +99,22 @@ def _own_folder(environment: Mapping[str, str]) -> Path:
     for place in places:
         with contextlib.suppress(OSError, StorageError):
             place.mkdir(mode=0o700, parents=place == places[-1], exist_ok=True)
-            if found := folder_of({STORE: str(place)}):
-                return found
+            return own(place)
     raise StorageError(
         f"no folder in which the ranks can meet: {', '.join(map(str, places))} are not of this user alone"
     )
+
+
+def new_folder(environment: Mapping[str, str], name: str) -> Path:
+    """A folder of this user alone for the ranks of one node; what was left there a day ago goes.
+
+    Raises:
+        StorageError: no place is left in which this user alone can have a folder.
+    """
+    folder = _own_folder(environment) / f"{name}-{secrets.token_hex(12)}"
+    folder.mkdir(mode=0o700)
+    _sweep_beside(folder)
+    return folder
 
 
 def group_store(folder: Path) -> dist.FileStore:

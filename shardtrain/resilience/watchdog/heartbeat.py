@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from shardtrain.resilience.progress import Mark
 
@@ -55,18 +57,43 @@ def read(text: str | bytes) -> Heartbeat | None:
     (None, None, None, None)
     """
     try:
-        fields = json.loads(text)
-        marks = {int(grain): Mark(**mark) for grain, mark in fields.pop("marks", {}).items()}
-        sign = Heartbeat(**fields, marks=marks)
-        _check(sign, Heartbeat(0, ""))
-        for mark in marks.values():
-            _check(mark, Mark(0, "", 0.0, 0, 0, 0))
+        return _sign(json.loads(text))
     except (ValueError, TypeError, AttributeError):
         return None
-    return sign
 
 
-def _check(found: object, like: object) -> None:
-    for name, value in vars(like).items():
-        if not isinstance(getattr(found, name), (int, float) if isinstance(value, float) else type(value)):
+def read_many(text: str | bytes) -> dict[int, Heartbeat]:
+    """The signs by rank in a text, without those that are none.
+
+    >>> sorted(read_many('{"3": {"beat": 1, "host": "a"}, "4": 5, "b": {"beat": 1, "host": "a"}}')), read_many("[")
+    ([3], {})
+    """
+    found = {}
+    with contextlib.suppress(ValueError, AttributeError):
+        for rank, fields in json.loads(text).items():
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                found[int(rank)] = _sign(fields)
+    return found
+
+
+def _sign(fields: Any) -> Heartbeat:
+    found = fields.pop("marks", {})
+    _check(fields, _KINDS)
+    marks = {}
+    for grain, mark in found.items():
+        _check(mark, _KINDS_OF_MARK)
+        marks[int(grain)] = Mark(**mark)
+    return Heartbeat(**fields, marks=marks)
+
+
+def _check(fields: dict[str, Any], kinds: Mapping[str, type | tuple[type, ...]]) -> None:
+    for name, value in fields.items():
+        if not isinstance(value, kinds.get(name, ())):
             raise TypeError(name)
+
+
+def _kinds(like: object) -> dict[str, type | tuple[type, ...]]:
+    return {name: (int, float) if isinstance(value, float) else type(value) for name, value in vars(like).items()}
+
+
+_KINDS, _KINDS_OF_MARK = _kinds(Heartbeat(0, "")), _kinds(Mark(0, "", 0.0, 0, 0, 0))

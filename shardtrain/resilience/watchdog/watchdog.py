@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import multiprocessing
 import os
 import socket
@@ -24,7 +25,8 @@ from shardtrain.launch import exit_report, failure
 from shardtrain.resilience import progress as moving
 from shardtrain.resilience import signals
 from shardtrain.resilience.phases import Phases
-from shardtrain.resilience.watchdog import heartbeat, stack
+from shardtrain.resilience.watchdog import stack
+from shardtrain.resilience.watchdog.exchange import Exchange
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, HangReport, from_json, to_json
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers, common, find_odd
@@ -34,18 +36,18 @@ from shardtrain.utils.log import logger
 STEPS_LONG = 5.0
 """A step, or a save, may take so many times what 99 of 100 took."""
 BEATS_PER_LIMIT, LONGEST_BEAT_SECONDS, SHORTEST_BEAT_SECONDS = 10.0, 2.0, 0.1
+NODES_PER_SECOND = 700.0
 SAMPLE_SECONDS = 0.02
 MUTE_LIMITS = 1.7
 """A store that has not answered for so many times the limit is declared dead, where this rank does not move either."""
 COLD = ("start", "compile", "end")
 WORK = ("data", "step")
-VERDICT, DUMPED = "verdict", "dumped"
 
 
-def beat_seconds(hang_timeout_seconds: float) -> float:
-    """Seconds between two beats: a tenth of the limit, from 0.1 to 2."""
+def beat_seconds(hang_timeout_seconds: float, num_nodes: int = 1) -> float:
+    """Seconds between two beats: a tenth of the limit, from 0.1 to 2, or longer so that a store hears 700 a second."""
     wanted = (hang_timeout_seconds or float("inf")) / BEATS_PER_LIMIT
-    return min(max(wanted, SHORTEST_BEAT_SECONDS), LONGEST_BEAT_SECONDS)
+    return min(max(wanted, SHORTEST_BEAT_SECONDS), max(LONGEST_BEAT_SECONDS, num_nodes / NODES_PER_SECOND))
 
 
 def monitors(world_size: int) -> set[int]:
@@ -57,17 +59,18 @@ class Watchdog:
     """The heartbeat of one rank; ``store`` is a connection that nobody else uses."""
 
     def __init__(self, store: Any, rank: int, world_size: int, config: Config, phases: Phases, device: str) -> None:
-        comm, self._store, self._rank, self._size = config.comm, store, rank, world_size
+        comm, self._rank, self._size = config.comm, rank, world_size
         self._comm, self._phases, self._device = comm, phases, device
         self._folder = Path(config.job.dump_folder)
         self._log = self._folder / config.metrics.save_log_file.replace("{rank}", str(rank))
-        self._beat = beat_seconds(comm.hang_timeout_seconds)
+        num_nodes = math.ceil(world_size / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._beat = beat_seconds(comm.hang_timeout_seconds, num_nodes)
+        self._others = Exchange(store, rank, self._beat)
         self._host = socket.gethostname()
         self._moving = moving.restart(comm.straggler_window_steps)
         self._stop = signals.current()
         self._judge = HangDetector(world_size, self._beat, comm.init_timeout_seconds, comm.train_timeout_seconds)
         self._stragglers = Stragglers(world_size, config.parallelism.pipeline_parallel_degree)
-        self._known: set[int] = set()
         self._named: set[int] = set()
         self._compared = 0
         self._exchanged_at = time.monotonic()
@@ -126,14 +129,15 @@ class Watchdog:
     def _exchange(self) -> None:
         beat = 0
         try:
+            self._others.meet(os.environ)
             while True:
                 beat += 1
                 own = self._sign(beat)
-                self._store.set(f"sign-{self._rank}", heartbeat.write(own))
+                self._others.say(own)
                 if own.has_left:
                     return
-                if self._store.check([VERDICT]):
-                    self._die(from_json(self._store.get(VERDICT)))
+                if verdict := self._others.verdict():
+                    self._die(from_json(verdict))
                 if self._rank in monitors(self._size):
                     self._judge_all()
                 self._exchanged_at = time.monotonic()
@@ -145,7 +149,7 @@ class Watchdog:
             logger.exception("the heartbeat of this rank has ended by a fault of its own; training goes on without")
 
     def _judge_all(self) -> None:
-        signs = self._read()
+        signs = self._others.hear()
         verdict = self._judge.observe(time.monotonic(), signs)
         marks = common(signs, self._size, self._compared)
         if marks:
@@ -155,14 +159,7 @@ class Watchdog:
                 self._name_stragglers(marks, signs)
         if verdict:
             text = to_json(HangReport(**{**vars(verdict), "declared_by": self._rank}))
-            self._die(from_json(self._store.compare_set(VERDICT, "", text)))
-
-    def _read(self) -> dict[int, Heartbeat]:
-        missing = [rank for rank in range(self._size) if rank not in self._known]
-        self._known |= {rank for rank in missing if self._store.check([f"sign-{rank}"])}
-        ranks = sorted(self._known)
-        found = zip(ranks, map(heartbeat.read, self._store.multi_get([f"sign-{rank}" for rank in ranks])), strict=True)
-        return {rank: said for rank, said in found if said is not None}
+            self._die(from_json(self._others.declare(text)))
 
     def _name_stragglers(self, marks: dict[int, moving.Mark], signs: dict[int, Heartbeat]) -> None:
         found = self._stragglers.add(marks, signs)
@@ -197,7 +194,9 @@ class Watchdog:
                 limit, is_cold = self._limit(self._phases.name, place := stack.main_thread(self._device))
                 # much longer than a verdict takes: who can still speak knows more
                 if limit and mute > MUTE_LIMITS * limit and (place.collective or not is_cold):
-                    self._die(self._mute_store(place, mute))
+                    found = self._mute_store(place, mute)
+                    self._others.tell_node(to_json(found).encode())
+                    self._die(found)
 
     def _sample(self, seconds: float) -> None:
         now = self._moving
@@ -239,7 +238,8 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self._write_stacks(verdict)
         with contextlib.suppress(Exception):
-            self._wait_for_stacks(self._size - len(verdict.silent))
+            # so that nobody's end cuts short what another has to say; not for long
+            self._others.wait_for_others(self._size - len(verdict.silent), 3 * self._beat)
         exit_report.end(failure.PEER)
 
     def _write_stacks(self, verdict: HangReport) -> None:
@@ -252,17 +252,6 @@ class Watchdog:
         logger.error("stacks of all threads of this rank:")
         with open(self._log, "a", encoding="utf-8", opener=atomic_io.not_through_a_link) as file:
             faulthandler.dump_traceback(file, all_threads=True)
-
-    def _wait_for_stacks(self, living: int) -> None:
-        """So that nobody's end cuts short what another has to say; not for long."""
-        deadline = time.monotonic() + 3 * self._beat
-        with contextlib.suppress(Exception):
-            # in a thread of its own, for the store may not answer
-            thread = threading.Thread(target=self._store.add, args=(DUMPED, 1), daemon=True)
-            thread.start()
-            thread.join(self._beat)
-            while not thread.is_alive() and time.monotonic() < deadline and self._store.add(DUMPED, 0) < living:
-                time.sleep(0.05)
 
 
 _STATES = {"T": "stopped", "S": "waits", "D": "waits for a disk", "R": "works", "Z": "has ended"}

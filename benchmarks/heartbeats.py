@@ -1,0 +1,122 @@
+"""What signs of life cost the host of the store and the ranks that judge, by the number of ranks.
+
+    python benchmarks/heartbeats.py [--ranks 512 4096 16384] [--per-node 8] [--beats 5]
+
+The store is a process of its own, as with torchrun; one process says for every node what its speaking rank says in a
+beat (``Exchange.say`` and ``verdict``), and what one judging rank does is done once and counted four times. Printed:
+requests a second and share of a core of the store at the beat that so many nodes have, and CPU seconds of a judging
+rank per beat (hear and judge). Connections are shared by nodes, which costs the store less than it would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardtrain.resilience.progress import Mark
+from shardtrain.resilience.watchdog import heartbeat
+from shardtrain.resilience.watchdog.exchange import Exchange
+from shardtrain.resilience.watchdog.hang_detector import HangDetector
+from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.resilience.watchdog.stragglers import common
+from shardtrain.resilience.watchdog.watchdog import beat_seconds, monitors
+
+CONNECTIONS = 64
+
+
+def serve(pipe: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Counted:
+    """A connection that counts requests."""
+
+    requests = 0
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        Counted.requests += 1
+        return getattr(self._store, name)
+
+
+def measure(ranks: int, per_node: int, beats: int) -> str:
+    ours, theirs = multiprocessing.Pipe()
+    server = multiprocessing.get_context("fork").Process(target=serve, args=(theirs,), daemon=True)
+    server.start()
+    port = ours.recv()
+    stores = [
+        Counted(dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60)))
+        for _ in range(CONNECTIONS)
+    ]
+    nodes, assumed = math.ceil(ranks / per_node), beat_seconds(30, math.ceil(ranks / per_node))
+    speakers = [Exchange(stores[node % CONNECTIONS], node * per_node, assumed) for node in range(nodes)]
+    judging, judge = Exchange(stores[0], 0, assumed), HangDetector(ranks, assumed, 300, 100)
+    facts = "step 1234, 5046272 samples, order 9f8e7d6c5b4a3928"
+
+    def sign(rank: int, beat: int) -> str:
+        marks = {grain: Mark(100 * beat, facts, 1.5 * beat, 7, 4000 * beat + rank, 5000 * beat) for grain in (100, 1)}
+        return heartbeat.write(
+            Heartbeat(beat, f"node{rank // per_node:04d}.cluster", 1234, "step", 40, 7, "all_reduce",
+                      "train/trainer.py:123 in step", 30.0, marks=marks)
+        )  # fmt: skip
+
+    spoken = judged = 0.0
+    Counted.requests = asked = 0
+    for beat in range(beats + 1):  # the first one, in which all appear, is not counted
+        texts = [
+            "{"
+            + ",".join(f'"{rank}":{sign(rank, beat)}' for rank in range(node * per_node, (node + 1) * per_node))
+            + "}"
+            for node in range(nodes)
+        ]
+        before, requests = cpu_seconds(server.pid or 0), Counted.requests
+        for speaker, text in zip(speakers, texts, strict=True):
+            speaker._post(text)
+            speaker.verdict()
+        said, said_requests = cpu_seconds(server.pid or 0) - before, Counted.requests - requests
+        before, requests, begun = cpu_seconds(server.pid or 0), Counted.requests, time.process_time()
+        signs = judging.hear()
+        judge.observe(time.monotonic(), signs)
+        common(signs, ranks, 0)
+        if beat:
+            judged += time.process_time() - begun
+            count = len(monitors(ranks))
+            spoken += said + count * (cpu_seconds(server.pid or 0) - before)
+            asked += said_requests + count * (Counted.requests - requests)
+    ours.send(None)
+    return (
+        f"{ranks} ranks, {nodes} nodes, a beat of {assumed:.1f} s: {asked / beats / assumed:.0f} requests/s, store "
+        f"{100 * spoken / beats / assumed:.1f} % of a core; a judging rank {judged / beats:.2f} CPU s a beat "
+        f"({100 * judged / beats / assumed:.0f} % of a core)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096, 16384])
+    parser.add_argument("--per-node", type=int, default=8)
+    parser.add_argument("--beats", type=int, default=5)
+    options = parser.parse_args()
+    for ranks in options.ranks:
+        print(measure(ranks, options.per_node, options.beats), flush=True)
+
+
+if __name__ == "__main__":
+    main()
