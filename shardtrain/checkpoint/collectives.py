@@ -54,9 +54,10 @@ def gather_json(value: Any) -> list[Any]:
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     own = torch.full((int(longest),), ord(" "), dtype=torch.uint8)  # JSON may end in blanks
     own[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    texts = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8) if _own_rank() == 0 else None
-    dist.gather(own, None if texts is None else list(texts), 0)
-    return [] if texts is None else [json.loads(bytes(text)) for text in texts.numpy()]
+    texts = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8)
+    # each rank gets all texts from its neighbour in a ring: the first one alone would need a connection to every other
+    dist.all_gather(list(texts), own)
+    return [json.loads(bytes(text)) for text in texts.numpy()] if _own_rank() == 0 else []
 
 
 def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:

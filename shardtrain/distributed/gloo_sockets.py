@@ -24,6 +24,10 @@ from shardtrain.utils.errors import PeerError
 from shardtrain.utils.process import STORE
 
 T = TypeVar("T")
+MOST_IN_A_FULL_MESH = 128
+"""Among more ranks not every pair connects at once: descriptors of a rank would grow with ranks, and the work of the
+store with their square. Pairs then connect when they are needed, which are about 2 log2(ranks) of a rank; for that the
+listeners have to stay open."""
 _SO_ATTACH_FILTER = 26
 _RETURN = 0x06
 """BPF_RET | BPF_K: the number of bytes of a packet to keep, here none."""

@@ -54,6 +54,8 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     given = STORE in os.environ
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if size > gloo_sockets.MOST_IN_A_FULL_MESH:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     with _meeting(size, timeout) as store:
         if check:
             check(store, rank, size)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from shardtrain.config.schema import Comm, Config
-from shardtrain.distributed import config_consistency
+from shardtrain.distributed import config_consistency, gloo_sockets
 from shardtrain.distributed.process_group import (
     check_agreement,
     gather_flags,
@@ -82,6 +82,18 @@ def _together(rank: int) -> None:
     set_timeout(77)
     assert set(_timeouts()) == {timedelta(seconds=77)}
     dist.barrier()
+
+
+def test_many_ranks_do_not_all_connect_to_each_other(monkeypatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    for most, told in [(1, None), (0, "1")]:
+        monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+        monkeypatch.setattr(gloo_sockets, "MOST_IN_A_FULL_MESH", most)
+        with join(Comm(), "cpu"):
+            assert os.environ.get("TORCH_GLOO_LAZY_INIT") == told
+        monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    with join(Comm(), "cpu"):
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0", "the user's own stays"
 
 
 def test_ranks_find_out_together_who_disagrees_and_who_waves() -> None:

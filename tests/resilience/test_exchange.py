@@ -1,4 +1,4 @@
-"""Signs of life travel through one rank of each node: everybody is heard, and a rank that stops silences nobody else."""
+"""Signs of life travel through one rank of each node: all are heard, and a rank that stops silences nobody else."""
 
 from __future__ import annotations
 
