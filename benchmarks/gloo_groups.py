@@ -11,6 +11,7 @@ the most sockets of one rank, CPU seconds of the store's process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import time
@@ -26,10 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 def sockets() -> int:
     found = 0
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):
             found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-        except OSError:
-            pass
     return found
 
 
