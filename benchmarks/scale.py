@@ -5,6 +5,7 @@
 ``slow_ranks``   seconds to judge one window of steps of N ranks (Stragglers.add)
 ``metrics``      seconds and MiB to continue a metrics.jsonl of N records, and to give TensorBoard its history
 ``shards``       seconds and files opened to open a prepared folder of N shards
+``whole_documents``  seconds and MiB to open N documents that are kept whole (packing "first_fit" and "padded")
 ``commit``       seconds of the first rank after N ranks have written their files: sizes, manifest, rename; of a look
                  whether all are there; and to read the word of each rank, for a save in the background
 ``saving``       of a model of 405B and of a mixture of 10^12 parameters, optimizer included, on meshes of 8 to 16,384
@@ -22,6 +23,7 @@ import os
 import resource
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ from shardtrain.checkpoint.holders import Table
 from shardtrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor, parse
 from shardtrain.checkpoint.storage import LocalStorage
 from shardtrain.data import shard_index
+from shardtrain.data.fitted import pack
+from shardtrain.data.packing import Packing
 from shardtrain.data.shard_writer import ShardWriter
 from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.metrics.sinks.jsonl import JsonlFile
@@ -89,6 +93,32 @@ def shards(count: int) -> dict[str, Any]:
         seconds, _ = timed(lambda: ShardTokenBuffer(Path(folder, "s")))
     shard_index.check_file = check
     return {"seconds": seconds, "files_looked_at": len(looked)}
+
+
+class Lengths:
+    """Documents of which only lengths are known."""
+
+    has_mask = False
+
+    def __init__(self, count: int) -> None:
+        lengths = np.random.default_rng(1).integers(2, 2000, count)
+        self._starts = np.cumsum(lengths) - lengths
+        self.num_documents, self.num_tokens = count, int(lengths.sum())
+
+    def document_starts(self) -> Any:
+        return self._starts
+
+
+def whole_documents(count: int) -> dict[str, Any]:
+    line, found = Lengths(count), {}
+    for kind in ("first_fit", "padded"):
+        tracemalloc.start()
+        rows = pack(line, Packing(2048, kind))  # type: ignore[arg-type]
+        mib = tracemalloc.get_traced_memory()[0] / 2**20
+        tracemalloc.stop()
+        seconds, rows = timed(lambda: pack(line, Packing(2048, kind)))  # type: ignore[arg-type]  # noqa: B023
+        found |= {"rows": rows.num_rows, f"{kind}_seconds": seconds, f"{kind}_mib": round(mib, 1)}
+    return found
 
 
 def llama3_405b() -> dict[str, tuple[int, ...]]:
@@ -218,6 +248,7 @@ def main() -> None:
     ranks = (8, 64, 512, 4096, 16384)
     asked: list[tuple[Callable[[Any], dict[str, Any]], tuple[Any, ...]]] = [
         (slow_ranks, ranks), (metrics, (10**4, 10**6, 10**7)), (shards, (100, 1000, 10_000)),
+        (whole_documents, (10**6, 10**7)),
         (saving, tuple(MESHES)), (commit, ranks),
     ]  # fmt: skip
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]

@@ -6,9 +6,11 @@ alone. What is left of a row has no target.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from shardtrain.data.first_fit import first_fit
 from shardtrain.data.packing import ConcatRows, Packing, Rows, Sequences
@@ -62,41 +64,60 @@ def pieces_of(document_starts: Tokens, document_stops: Tokens, packing: Packing)
 class FittedRows:
     """Whole documents, several or one to a row; what they do not fill has no targets.
 
+    Held are two bytes per piece of a document, and nothing where each has a row: where pieces begin and end is worked
+    out again, block by block, from where documents begin.
+
     cut, dropped: documents that lost their end, or that were left out because they are too long.
     """
 
     def __init__(self, line: TokenBuffer, packing: Packing) -> None:
         self._line, self.packing = line, packing
-        begins = line.document_starts()
-        blocks: list[Pieces] = []
-        rows_of_blocks: list[Tokens] = []
-        num_rows = 0
-        for first in range(0, line.num_documents, BLOCK_DOCUMENTS):
-            last = min(first + BLOCK_DOCUMENTS, line.num_documents)
-            stops = np.append(begins[first + 1 : last], begins[last] if last < len(begins) else line.num_tokens)
-            pieces = pieces_of(np.asarray(begins[first:last]), stops.astype(np.int64), packing)
-            rows = np.arange(len(pieces.starts))
+        self.num_targets = self.cut = self.dropped = 0
+        self._orders: list[npt.NDArray[np.uint16 | np.uint32]] = []
+        """Of each block the pieces in the order of their rows; empty where each has a row of its own."""
+        self._ends: list[npt.NDArray[np.uint16 | np.uint32]] = []
+        """Of each block the number of pieces up to the end of each row."""
+        rows_up_to = [0]
+        for block in range(-(-line.num_documents // BLOCK_DOCUMENTS)):
+            pieces = self._pieces(block)
+            lengths = pieces.stops - pieces.starts - 1
+            self.num_targets += int(lengths.sum())
+            self.cut += pieces.cut
+            self.dropped += pieces.dropped
+            num_rows = len(lengths)
             if packing.kind == "first_fit":
-                rows = first_fit(pieces.stops - pieces.starts - 1, packing.seq_len)
-            blocks.append(pieces)
-            rows_of_blocks.append(rows + num_rows)
-            num_rows += int(rows.max()) + 1 if len(rows) else 0
-        rows = np.concatenate(rows_of_blocks) if rows_of_blocks else np.array([], np.int64)
-        order = np.argsort(rows, kind="stable")
-        self.num_rows = num_rows
-        self._starts = np.concatenate([p.starts for p in blocks])[order] if blocks else rows
-        self._stops = np.concatenate([p.stops for p in blocks])[order] if blocks else rows
-        self.num_targets = int((self._stops - self._starts - 1).sum())
-        self._ends = np.searchsorted(rows[order], np.arange(num_rows), side="right")
-        self.cut, self.dropped = sum(p.cut for p in blocks), sum(p.dropped for p in blocks)
+                rows = first_fit(lengths, packing.seq_len)
+                num_rows = int(rows.max()) + 1 if len(rows) else 0
+                small = np.uint16 if len(rows) < 2**16 else np.uint32  # a long document is many pieces
+                self._orders.append(np.argsort(rows, kind="stable").astype(small))
+                self._ends.append(np.cumsum(np.bincount(rows, minlength=num_rows)).astype(small))
+            rows_up_to.append(rows_up_to[-1] + num_rows)
+        self._rows_up_to = np.array(rows_up_to, np.int64)
+        self.num_rows = rows_up_to[-1]
+        self._last: tuple[int, Pieces] | None = None
 
     def write(self, row: int, out: Sequences, slot: int) -> None:
+        block = int(np.searchsorted(self._rows_up_to, row, side="right")) - 1
+        if self._last is None or self._last[0] != block:
+            self._last = block, self._pieces(block)
+        pieces, row = self._last[1], row - int(self._rows_up_to[block])
+        indices: Iterable[int] = [row]
+        if self._orders:
+            first = int(self._ends[block][row - 1]) if row else 0
+            indices = self._orders[block][first : int(self._ends[block][row])].tolist()
         column, columns = 0, []
-        first = int(self._ends[row - 1]) if row else 0
-        for index in range(first, int(self._ends[row])):
-            start, stop = int(self._starts[index]), int(self._stops[index])
+        for index in indices:
+            start, stop = int(pieces.starts[index]), int(pieces.stops[index])
             learned = self._line.learned(start, stop) if self._line.has_mask else None
             out.write(slot, column, self._line.tokens(start, stop), learned)
             column += stop - start - 1
             columns.append(column)
         out.number_documents(slot, np.array(columns, dtype=np.int64))
+
+    def _pieces(self, block: int) -> Pieces:
+        """The pieces of the documents of a block."""
+        begins = self._line.document_starts()
+        first = block * BLOCK_DOCUMENTS
+        last = min(first + BLOCK_DOCUMENTS, self._line.num_documents)
+        stops = np.append(begins[first + 1 : last], begins[last] if last < len(begins) else self._line.num_tokens)
+        return pieces_of(np.asarray(begins[first:last]), stops.astype(np.int64), self.packing)
