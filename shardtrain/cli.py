@@ -291,6 +291,13 @@ def _checkpoint_of_others(words: list[str]) -> int:
     return _module(f"shardtrain.{room}.command")(words)
 
 
+def _refuse_unfit(loaded: Loaded, world_size: int) -> None:
+    """Refuse to submit what cannot fit; torch is imported here alone, and where ``launch.device`` is set."""
+    from shardtrain.tools.plan import before_run
+
+    before_run.refuse_unfit(loaded, world_size)
+
+
 def _completion(words: list[str]) -> int:
     """Print what a shell reads to complete the command."""
     from shardtrain.config import completion
@@ -332,7 +339,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "report": _module("shardtrain.tools.report.command"),
     "runs": _module("shardtrain.tools.report.runs"),
     "doctor": _module("shardtrain.tools.doctor"),
-    "launch": _module("shardtrain.launch.command"),
+    "launch": lambda words: _module("shardtrain.launch.command")(words, _refuse_unfit),
     "replay": _module("shardtrain.tools.replay"),
     "completion": _completion,
     "help": _help,

@@ -100,6 +100,17 @@ HEALTHY = {
         "infiniband": True,
         "steal": 0.0,
     },
+    "size": {
+        "num_ranks": 4,
+        "local_size": 2,
+        "open_files": 65536,
+        "system_files": 2**40,
+        "backlog": 4096,
+        "tracked": 262144,
+        "tracked_now": 100,
+        "neighbours": 1024,
+        "ports": 28231,
+    },
     "memory": {
         "local_size": 2,
         "total": 2**40,

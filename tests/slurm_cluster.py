@@ -153,12 +153,14 @@ def cluster(folder: Path, unseen: Path | None = None) -> Iterator[dict[str, str]
             _wait(lambda: _idle(names) == 2, START_SECONDS)
             yield names
         finally:
-            _cancel_all(names)
+            cancel_all(names)
             _end(daemons)
 
 
-def _cancel_all(names: dict[str, str]) -> None:
-    """Jobs first: their steps are children of nobody, and would outlive the daemons."""
+def cancel_all(names: dict[str, str]) -> None:
+    """End all jobs that are there, before the daemons: their steps are children of nobody, and would outlive them."""
+    if not _jobs(names):
+        return
     subprocess.run(
         ["scancel", "--full", "--signal=KILL", "--user=root"], env=names, check=False, timeout=patience.seconds(30)
     )

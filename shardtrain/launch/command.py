@@ -98,8 +98,11 @@ class Plan:
     submit: Callable[[], int]
 
 
-def main(words: list[str]) -> int:
-    """Run one action; gives the exit status."""
+def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | None = None) -> int:
+    """Run one action; gives the exit status.
+
+    ``refuse_unfit`` raises ConfigError where a run of so many ranks cannot fit on the devices ``launch.device``.
+    """
     action, rest = (words[0], words[1:]) if words else ("", [])
     if action in ("--help", "-h") or "--help" in rest or "-h" in rest:
         print(HELP, end="")
@@ -117,6 +120,9 @@ def main(words: list[str]) -> int:
     loaded, overrides = _load([word for word in rest if word not in _DRY_RUN and word != _DOCTOR])
     _note_unused(action, loaded)
     _note_unmounted(action, loaded)
+    launch = loaded.config.launch
+    if launch.device and refuse_unfit and _DOCTOR not in rest:
+        refuse_unfit(loaded, launch.nodes * (launch.nproc_per_node or launch.devices_per_node or 1))
     verb = "doctor" if _DOCTOR in rest else "train"
     asked = Asked(loaded, overrides, verb)
     plan = _own(action, asked) if action.endswith(".py") else PLATFORMS[action](asked)

@@ -11,7 +11,7 @@ import slurm_cluster
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory):
+def cluster_of_session(tmp_path_factory):
     """Variables with which Slurm's commands find the cluster; its second node does not see the folder ``UNSEEN``."""
     if slurm_cluster.missing():
         pytest.skip(slurm_cluster.missing())
@@ -28,3 +28,10 @@ def cluster(tmp_path_factory):
         except AssertionError as error:
             pytest.skip(f"Slurm is installed here, and its daemons do not start: {error}")
         yield names | {"UNSEEN": str(unseen)}
+
+
+@pytest.fixture
+def cluster(cluster_of_session):
+    """The variables; what a test that failed has left running ends, for it would slow all tests that follow."""
+    yield cluster_of_session
+    slurm_cluster.cancel_all(cluster_of_session)

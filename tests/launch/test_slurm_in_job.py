@@ -152,7 +152,8 @@ def test_a_task_of_a_sweep_that_is_queued_again_goes_on_in_its_folder_and_is_sto
     wait_for(lambda: shown(cluster, f"{job}_1").get("Restarts") == "1", 120)
     saved = newest(one)
     wait_for(lambda: max(losses(one)) > saved, 300)
-    assert list(losses(one)) == list(range(1, max(losses(one)) + 1)), "no step is lost or made twice"
+    steps = list(losses(one))  # it goes on while this looks
+    assert steps == list(range(1, steps[-1] + 1)), "no step is lost or made twice"
     assert launch(cluster, "stop", f"slurm/{job}_1").returncode == 0
     wait_for(lambda: shown(cluster, f"{job}_1")["JobState"] == "CANCELLED", 120)
     assert shown(cluster, f"{job}_0")["JobState"] == "RUNNING"

@@ -178,7 +178,7 @@ def test_a_host_whose_ssh_session_is_killed_is_told_within_10_s(network, tmp_pat
     ],
 )
 def test_a_host_that_does_not_answer_is_told_within_the_limit(network, tmp_path, hosts, told):
-    limit = 4
+    limit = round(patience.seconds(4))
     before = time.monotonic()
     words = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}", hosts=hosts)
     done = run(words, tmp_path)
@@ -192,7 +192,7 @@ def test_a_port_that_takes_connections_and_says_nothing_is_told_within_the_limit
     mute = subprocess.Popen(network.switch.words(sys.executable, "-c", code), stdout=subprocess.PIPE)
     try:
         assert mute.stdout.readline()
-        words = command(network, tmp_path / "run", "--launch.ssh.connect_timeout_seconds=4",
+        words = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={round(patience.seconds(4))}",
                         hosts=f"host-a,{machines.LAUNCHER}:2222")  # fmt: skip
         before = time.monotonic()
         done = run(words, tmp_path)

@@ -105,6 +105,9 @@ class Launch:
     """Nodes with which an elastic run goes on when others are lost; nodes unless set (shardtrain)."""
     devices_per_node: int | None = None
     """Accelerators to ask for on each node; none are asked for unless set (shardtrain)."""
+    device: str | None = None
+    """What each device is, as a row of ``shardtrain plan --device`` or a file of one: "h100". A run that is planned not
+    to fit there is refused before it is submitted; nothing is planned unless set (shardtrain)."""
     device_resource: str = "nvidia.com/gpu"
     """What Kubernetes calls an accelerator (shardtrain)."""
     nproc_per_node: int | None = None

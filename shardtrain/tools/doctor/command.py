@@ -23,7 +23,8 @@ from shardtrain.tools.doctor.report import document, exit_code, text_of, to_json
 from shardtrain.utils.errors import ConfigError, Problem
 
 USAGE = """\
-usage: shardtrain doctor [CONFIG.toml] [--nproc N] [--json] [--strict] [--limit_seconds S] [--section.key VALUE ...]
+usage: shardtrain doctor [CONFIG.toml] [--nproc N] [--for_ranks N] [--json] [--strict] [--limit_seconds S]
+                         [--section.key VALUE ...]
 
 Looks for what would end or slow a run: versions, hosts, environment, configuration, limits, memory, clocks, storage,
 devices, long sums beside float64, and the bandwidth of each axis of the mesh. Starts ranks as shardtrain train does, or
@@ -34,6 +35,7 @@ is one rank of a job:
 With CONFIG.toml (or overrides) its mesh, folders, data and model are those examined. Prints one row for each check:
 pass, warn or fail, what was measured, what was expected, and the fix. Trains nothing and leaves nothing behind.
 
+  --for_ranks N      judge the limits of these hosts (open files, ports, tracked connections) as for a run of N ranks
   --json             print one JSON document instead of the table
   --strict           a warning fails too
   --limit_seconds S  longest for one check (30): what takes longer is a finding
@@ -46,6 +48,7 @@ FOLDER = "SHARDTRAIN_DOCTOR"
 """Environment variable: where a rank that this command started leaves the report."""
 REPORT = "report.json"
 LIMIT_SECONDS = 30.0
+MOST_RANKS = 1_000_000
 _OWN_WORDS = ("TORCH_CPP_LOG_LEVEL", "FATAL")
 """What fails is told in the report: PyTorch need not print its C++ traces."""
 LEAVE_SECONDS = 5.0
@@ -62,6 +65,8 @@ class Request:
     strict: bool
     limit_seconds: float
     has_config: bool
+    num_ranks: int = 0
+    """Of the run for which limits are judged; 0 for as many as are here."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -80,7 +85,7 @@ def main(words: Sequence[str]) -> int:
 
 def read(words: Sequence[str]) -> Request:
     """Take the doctor's own options out of the words; the rest are those of ``train``. Raises ConfigError."""
-    rest, limit, flags = [], LIMIT_SECONDS, set()
+    rest, limit, flags, num_ranks = [], LIMIT_SECONDS, set(), 0
     remaining = list(words)
     while remaining:
         word = remaining.pop(0)
@@ -89,6 +94,12 @@ def read(words: Sequence[str]) -> Request:
             flags.add(word)
         elif name == "--limit_seconds":
             limit = _seconds(value if equals else (remaining.pop(0) if remaining else ""))
+        elif name == "--for_ranks":
+            text = value if equals else (remaining.pop(0) if remaining else "")
+            num_ranks = int(text) if text.isascii() and text.isdigit() else 0
+            if not 1 <= num_ranks <= MOST_RANKS:
+                fix, rule = "write it like --for_ranks 4096", f"must be 1 to {MOST_RANKS} ranks"
+                raise ConfigError(Problem("--for_ranks", text, rule, fix, "command line"))
         else:
             rest.append(word)
     found = split(rest)
@@ -100,7 +111,7 @@ def read(words: Sequence[str]) -> Request:
         fix = "leave it out; shardtrain train with it checks a mesh without the machines"
         raise ConfigError(Problem("comm.mode", "fake_backend", "sends nothing that could be measured", fix))
     has_config = found.path is not None or bool(found.overrides)
-    return Request(loaded, found.nproc, "--json" in flags, "--strict" in flags, limit, has_config)
+    return Request(loaded, found.nproc, "--json" in flags, "--strict" in flags, limit, has_config, num_ranks)
 
 
 def _seconds(text: str) -> float:
@@ -195,7 +206,18 @@ def _run(request: Request) -> dict[str, Any]:
     device = pick_device_type(request.loaded.config.training.device)
     with store_channel.open_store(place, size, request.limit_seconds) as store:
         own = store_channel.StoreChannel(store, place, size, request.limit_seconds)
-        here = Here(request.loaded, place, size, *local, device, request.limit_seconds, store, own, request.has_config)
+        here = Here(
+            request.loaded,
+            place,
+            size,
+            *local,
+            device,
+            request.limit_seconds,
+            store,
+            own,
+            num_ranks=request.num_ranks,
+            has_config=request.has_config,
+        )
         facts = rank.examine(here)
         if place:
             code = own.hear("exit_code", 2 * own.patience_seconds)

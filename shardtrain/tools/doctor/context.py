@@ -28,6 +28,8 @@ class Here:
     """In which the ranks meet."""
     line: Any
     """A ``StoreChannel`` over it."""
+    num_ranks: int = 0
+    """Of the run that is planned, for which this is a look at some of its hosts; 0 for as many as are here."""
     has_config: bool = True
     """Whether the user named a configuration: the folders and axes of the defaults are of no interest else."""
 

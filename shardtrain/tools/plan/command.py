@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardtrain import config as configs
 from shardtrain.config import command_line
+from shardtrain.config.schema import Checkpoint
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
 from shardtrain.utils.units import parse_count
@@ -29,6 +32,7 @@ tokens per second, MFU, what limits it. Nothing is trained; no GPU and no proces
   --price DOLLARS     per device and hour, for --tokens
   --largest           also how long a sequence, how many rows and how many layers fit on this layout, each alone
   --search            rank every legal mesh, schedule, recompute mode and micro-batch for the same batch of tokens
+  --float8            with --search: also with float8 products in linear layers (other numbers, where the device can)
   --top N             how many of them to show (default: 10)
   -o FILE.toml        with --search: write the best one as a configuration for train
   --json              print one JSON object
@@ -36,6 +40,8 @@ tokens per second, MFU, what limits it. Nothing is trained; no GPU and no proces
 exit status: 0; 2 where the configuration does not fit, or with --search none does
 """
 DOES_NOT_FIT = 2
+ASSUMED_STALL_SECONDS = 5.0
+"""What a save keeps training waiting, for an interval that a run would choose itself."""
 
 
 @dataclass
@@ -49,6 +55,7 @@ class Asked:
     tokens: float | None = None
     price: float | None = None
     search: bool = False
+    float8: bool = False
     top: int = 10
     output: str | None = None
     json: bool = False
@@ -87,7 +94,7 @@ def main(words: Sequence[str]) -> int:
     if asked.search:
         from shardtrain.tools.plan import search
 
-        found = search.run(loaded, world_size, device)
+        found = search.run(loaded, world_size, device, asked.float8)
         if asked.json:
             print(json.dumps(found.as_dict(asked.top)))
         else:
@@ -101,14 +108,34 @@ def main(words: Sequence[str]) -> int:
     configs.require_to_build(loaded, world_size)
     plan = planning.make(loaded.config, world_size, device)
     largest = planning.largest(loaded.config, world_size, device) if asked.largest else None
+    save_seconds = _seconds_between_saves(loaded.config.checkpoint, plan.time.seconds)
     if asked.json:
-        print(json.dumps(plan.as_dict() | ({"largest": largest} if largest else {})))
+        more: dict[str, Any] = {"largest": largest} if largest else {}
+        if asked.tokens:
+            count, days = plan.failures(asked.tokens, save_seconds) if save_seconds else (None, None)
+            more["budget"] = {
+                "tokens": asked.tokens,
+                "days": plan.days(asked.tokens),
+                "seconds_between_saves": save_seconds,
+                "failures": count,
+                "days_with_failures": None if days is None or math.isinf(days) else days,
+            }
+        print(json.dumps(plan.as_dict() | more))
     else:
-        print("\n".join(picture.lines(plan, asked.tokens, asked.price)))
+        print("\n".join(picture.lines(plan, asked.tokens, asked.price, save_seconds)))
         if largest:
             print("the largest that fit on this layout, each alone:")
             print("\n".join(f"  {option}={number}" for option, number in largest.items()))
     return 0 if plan.fits else DOES_NOT_FIT
+
+
+def _seconds_between_saves(saves: Checkpoint, step_seconds: float) -> float:
+    """0 where nothing is saved."""
+    if not saves.enable or saves.load_only:
+        return 0.0
+    if saves.interval_type == "automatic":  # Young's interval, as the run finds it from the wait that it measures
+        return math.sqrt(2 * ASSUMED_STALL_SECONDS * saves.mean_time_to_failure_hours * 3600)
+    return saves.interval * (step_seconds if saves.interval_type == "steps" else 1.0)
 
 
 def _write(path: Path, text: str) -> None:
@@ -125,7 +152,7 @@ def _own(words: list[str]) -> tuple[Asked, list[str]]:
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
-        if name in ("--search", "--json", "--largest") and not equals:
+        if name in ("--search", "--json", "--largest", "--float8") and not equals:
             setattr(asked, name[2:], True)
         elif name in ("--gpus", "--nodes", "--device", "--calibrate", "--tokens", "--price", "--top", "-o", "--output"):
             text = value if equals else (words.pop(0) if words else "")

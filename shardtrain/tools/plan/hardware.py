@@ -110,8 +110,8 @@ def names() -> list[str]:
     return sorted(_table()["devices"])
 
 
-def find(name: str) -> Device:
-    """The device of a name, or the only one of a file with such a table.
+def find(name: str, option: str = "--device") -> Device:
+    """The device of a name, or the only one of a file with such a table; ``option`` is where the name was given.
 
     Raises ConfigError for an unknown name, with those that are known and how to add one, and for impossible numbers.
     """
@@ -121,7 +121,7 @@ def find(name: str) -> Device:
         devices = own.get("devices", {})
         if len(devices) != 1:
             rule = f"has {len(devices)} tables [devices.NAME]"
-            raise ConfigError(Problem("--device", name, rule, "write exactly one, as in docs/plan.md"))
+            raise ConfigError(Problem(option, name, rule, "write exactly one, as in docs/plan.md"))
         ((own_name, row),) = devices.items()
         return _device(own_name, row, {**table["links"], **own.get("links", {})}, name)
     known = ALIASES.get(name.lower(), name.lower())
@@ -130,7 +130,7 @@ def find(name: str) -> Device:
         fix = f"use one of {', '.join(names())}, or a file of your own with a table [devices.NAME] (docs/plan.md)"
         if near:
             fix = f"did you mean {near[0]}? {fix}"
-        raise ConfigError(Problem("--device", name, "is not a known device", fix))
+        raise ConfigError(Problem(option, name, "is not a known device", fix))
     return _device(known, table["devices"][known], table["links"], "hardware.toml")
 
 

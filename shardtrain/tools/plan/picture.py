@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator
 
 from shardtrain.tools.plan.memory import RankMemory
-from shardtrain.tools.plan.planning import CUTS, Plan
+from shardtrain.tools.plan.planning import CUTS, RESTART_SECONDS, SECONDS_PER_FAILURE, Plan
 from shardtrain.utils.units import format_bytes, format_count, format_seconds
 
 WIDTH = 80
@@ -16,15 +17,20 @@ _MARKS = "PGOAB+"
 _MOST_RANKS = 16
 
 
-def lines(plan: Plan, tokens: float | None = None, dollars_per_hour: float | None = None) -> list[str]:
-    """The whole answer; ``tokens`` is a budget to say days, energy and (with a price per device) cost of."""
+def lines(
+    plan: Plan, tokens: float | None = None, dollars_per_hour: float | None = None, save_seconds: float = 0.0
+) -> list[str]:
+    """The whole answer; ``tokens`` is a budget to say days, energy and (with a price per device) cost of.
+
+    ``save_seconds`` is the interval of checkpoints, 0 where there are none.
+    """
     return [
         *_head(plan),
         "",
         *_memory(plan),
         "",
         *_time(plan),
-        *_budget(plan, tokens, dollars_per_hour),
+        *_budget(plan, tokens, dollars_per_hour, save_seconds),
         *_verdict(plan),
     ]
 
@@ -100,7 +106,7 @@ def _time(plan: Plan) -> Iterator[str]:
         yield from textwrap.wrap(f"{name}: {CUTS[name]}", WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
-def _budget(plan: Plan, tokens: float | None, dollars_per_hour: float | None) -> Iterator[str]:
+def _budget(plan: Plan, tokens: float | None, dollars_per_hour: float | None, save_seconds: float) -> Iterator[str]:
     if tokens is None:
         return
     days = plan.days(tokens)
@@ -110,6 +116,19 @@ def _budget(plan: Plan, tokens: float | None, dollars_per_hour: float | None) ->
     yield ""
     yield f"{format_count(tokens)} tokens without failures: {days:,.1f} days, {hours:,.0f} device hours{cost}"
     yield f"  at most {energy / 1000:,.1f} MWh (devices at {plan.device.power_watts:g} W each)"
+    if save_seconds:
+        count, longer = plan.failures(tokens, save_seconds)
+        took = "it never ends: save more often"
+        if longer < math.inf:
+            cost = f", ${longer * 24 * plan.world_size * dollars_per_hour:,.0f}" if dollars_per_hour else ""
+            took = f"{longer:,.1f} days with {count:,.0f} failures, goodput {days / longer:.1%}{cost}"
+        text = (
+            f"{took} (one failure in {SECONDS_PER_FAILURE / 3600:,.0f} device hours, as in the run of Llama 3 405B; "
+            f"saved every {format_seconds(save_seconds)}, back in {format_seconds(RESTART_SECONDS)})"
+        )
+        yield from textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    else:
+        yield "  no checkpoint is saved (checkpoint.enable): a failure would cost all of it"
 
 
 def _verdict(plan: Plan) -> Iterator[str]:

@@ -22,9 +22,11 @@ from shardtrain.tools.plan.hardware import Device
 from shardtrain.tools.plan.job import Job
 from shardtrain.tools.plan.planning import Plan
 from shardtrain.tools.plan.shapes import ModelShape
-from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds
 
+FLOAT8 = "quantize.linear.float8"
+"""The converter of linear layers."""
 PLAYED_OUT = 80
 """Candidates that are counted exactly."""
 _RECOMPUTE = ({"mode": "none"}, {"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"})
@@ -45,7 +47,8 @@ class Ranked:
         job = self.plan.job
         mesh = " ".join(f"{axis} {size}" for axis, size in self.plan.sizes.items() if size > 1) or "one device"
         piped = f", {job.schedule}" if job.pp > 1 else ""
-        return f"{mesh}{piped}, recompute {job.recompute}, {job.rows} x {job.num_microbatches}"
+        types = ", float8" if job.float8 else ""
+        return f"{mesh}{piped}, recompute {job.recompute}, {job.rows} x {job.num_microbatches}{types}"
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,22 @@ class Found:
         }
 
 
-def run(loaded: Loaded, world_size: int, device: Device) -> Found:
+def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -> Found:
     """Rank what a configuration could be on so many devices.
 
     Its model, sequence length, types and tokens per step stay; mesh, schedule, recompute and micro-batch are chosen.
-    Raises ConfigError where the configuration itself is wrong, but for what is chosen.
+    With ``float8`` each candidate is counted with float8 products in its linear layers too, where the device has them;
+    that changes numbers, so it has to be asked for.
+
+    Raises:
+        ConfigError: the configuration itself is wrong, but for what is chosen, or the device has no float8.
     """
     config = loaded.config
+    if float8 and "float8" not in device.flops:
+        raise ConfigError(Problem("--float8", device.name, "has no float8 products", "leave it out", "command line"))
+    converters: list[list[str]] = [config.model.converters]
+    if float8 and FLOAT8 not in config.model.converters:
+        converters.append([*config.model.converters, FLOAT8])
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
     global_batch = _global_batch(config, world_size)
@@ -81,7 +93,11 @@ def run(loaded: Loaded, world_size: int, device: Device) -> Found:
     fitting: list[tuple[float, int, dict[str, Any], Job]] = []
     least: tuple[int, dict[str, Any], Job] | None = None
     counted = 0
-    for options in _candidates(config, model, world_size, device, global_batch):
+    for options in (
+        options if names == config.model.converters else {**options, "model.converters": names}
+        for options in _candidates(config, model, world_size, device, global_batch)
+        for names in converters
+    ):
         changed = with_options(config, options)
         job = jobs.of_config(changed, world_size, len(model.layers), sequences)
         if any(len(one) == 0 for one in job.stages[1:-1]) or job.num_microbatches < 1:

@@ -157,3 +157,38 @@ def test_how_far_a_layout_reaches_is_told_on_request(capsys):
     assert int(told["training.seq_len"]) > 8192 and int(told["model.overrides.num_layers"]) > 32
     code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest", "--json")
     assert json.loads(out)["largest"] == {option: int(number) for option, number in told.items()}
+
+
+def test_failures_cost_half_an_interval_and_a_restart_each(capsys):
+    words = ["plan", "llama3_8b", "--gpus", "1024", "--tokens", "15T"]
+    budgets = {}
+    for interval in (100, 1000):
+        assert cli.main([*words, "--checkpoint.interval", str(interval), "--json"]) == 0
+        budgets[interval] = json.loads(capsys.readouterr().out)["budget"]
+    often, rarely = budgets[100], budgets[1000]
+    assert often["days"] == rarely["days"] < often["days_with_failures"] < rarely["days_with_failures"]
+    lost = rarely["seconds_between_saves"] / 2 + 600
+    gained = rarely["days_with_failures"] - rarely["days"]
+    assert rarely["failures"] * lost / 86400 == pytest.approx(gained, rel=1e-9)
+    # 50,677 device hours between two failures of a device
+    assert rarely["failures"] == pytest.approx(1024 * rarely["days_with_failures"] * 24 / 50677, rel=1e-3)
+    assert cli.main(words) == 0
+    assert "one failure in 50,677 device hours" in " ".join(capsys.readouterr().out.split())
+    assert cli.main([*words, "--checkpoint.enable=false"]) == 0
+    assert "no checkpoint is saved" in capsys.readouterr().out
+    assert cli.main([*words, "--checkpoint.interval_type", "seconds", "--checkpoint.interval", "1000000"]) == 0
+    assert "it never ends: save more often" in capsys.readouterr().out
+
+
+def test_float8_is_searched_where_it_is_asked_for_and_the_device_has_it(tmp_path, capsys):
+    words = ["plan", "llama3_8b", "--gpus", "8", "--search", "--top", "40", "--json"]
+    assert cli.main(words) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert cli.main([*words, "--float8"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert both["counted"] == 2 * plain["counted"]
+    assert not any("model.converters" in one["options"] for one in plain["ranked"])
+    assert both["ranked"][0]["options"]["model.converters"] == [search.FLOAT8]
+    assert both["ranked"][0]["tokens_per_second"] > plain["ranked"][0]["tokens_per_second"]
+    code, _, err = answer(capsys, "llama3_8b", "--gpus", "8", "--search", "--float8", "--device", "a100")
+    assert code == 2 and "has no float8 products" in err

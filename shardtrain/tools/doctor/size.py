@@ -1,0 +1,101 @@
+"""What a site bears: limits of hosts that runs of thousands of ranks meet, at the number of ranks that is asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+
+AREA = "size"
+
+STORE_CONNECTIONS = 2
+"""Of each rank to the host of the run's store: one for process groups, one for the heartbeat or its node's folder."""
+OTHER_FILES = 1024
+"""Files that a process has open besides: libraries, devices, shards, sockets of workers."""
+NODES_OF_A_SEGMENT = 0.8
+"""The kernel begins to forget neighbours below its limit."""
+
+
+def collect(here: Here, facts: Facts) -> None:
+    """Note limits of the kernel and of this process that count peers."""
+    import resource
+
+    facts["num_ranks"], facts["local_size"] = here.num_ranks or here.size, here.local_size
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    facts["open_files"] = -1 if hard == resource.RLIM_INFINITY else hard  # the soft one is raised to it
+    facts["system_files"] = _number("/proc/sys/fs/file-max")
+    facts["backlog"] = _number("/proc/sys/net/core/somaxconn")
+    facts["tracked"] = _number("/proc/sys/net/netfilter/nf_conntrack_max")
+    facts["tracked_now"] = _number("/proc/sys/net/netfilter/nf_conntrack_count")
+    facts["neighbours"] = _number("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
+    try:
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
+        facts["ports"] = high - low
+    except (OSError, ValueError):
+        facts["ports"] = -1
+    facts["cores"] = os.cpu_count() or 1
+
+
+def _number(path: str) -> int:
+    """A number of the kernel, -1 where there is none."""
+    try:
+        return int(Path(path).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return -1
+
+
+def judge(said: Said) -> Iterator[Finding]:
+    """Each limit against what that many ranks need of one host, the host of the store where it differs."""
+    yield from each(said, AREA, "store connections", _store)
+    yield from each(said, AREA, "connections of a host", _ports)
+    yield from each(said, AREA, "listen backlog", _backlog)
+    yield from each(said, AREA, "connection tracking", _tracking)
+    yield from each(said, AREA, "neighbour table", _neighbours)
+
+
+def _verdict(value: int, needed: int, what: str, fix: str) -> Judged | None:
+    if value < 0:
+        return None
+    expected = f"{needed:,} or more, for {what}"
+    return ("pass", f"{value:,}", expected, "") if value >= needed else ("warn", f"{value:,}", expected, fix)
+
+
+def _peers(facts: Facts) -> int:
+    """Connections of one rank: gloo's pairs, and those of NCCL's rings and trees over sockets."""
+    return 16 + 4 * math.ceil(math.log2(max(2, facts["num_ranks"])))
+
+
+def _store(facts: Facts) -> Judged | None:
+    needed = STORE_CONNECTIONS * facts["num_ranks"] + OTHER_FILES
+    value = facts["open_files"] if facts["open_files"] >= 0 else facts["system_files"]
+    fix = f"raise the hard limit of open files on the first host: ulimit -Hn {needed} (LimitNOFILE, or the container)"
+    return _verdict(value, needed, f"{facts['num_ranks']:,} ranks at the store of the first host", fix)
+
+
+def _ports(facts: Facts) -> Judged | None:
+    needed = facts["local_size"] * (_peers(facts) + STORE_CONNECTIONS)
+    fix = "widen it: sysctl -w net.ipv4.ip_local_port_range='16384 60999'"
+    return _verdict(facts["ports"], needed, f"{facts['local_size']} ranks a host among {facts['num_ranks']:,}", fix)
+
+
+def _backlog(facts: Facts) -> Judged | None:
+    needed = min(4096, facts["num_ranks"])
+    fix = f"sysctl -w net.core.somaxconn={needed} on the first host: ranks that all come at once are turned away"
+    return _verdict(facts["backlog"], needed, f"{facts['num_ranks']:,} ranks that meet at once", fix)
+
+
+def _tracking(facts: Facts) -> Judged | None:
+    needed = max(0, facts["tracked_now"]) + STORE_CONNECTIONS * facts["num_ranks"] + facts["local_size"] * _peers(facts)
+    fix = f"sysctl -w net.netfilter.nf_conntrack_max={2 * needed}, or do not track connections between nodes"
+    return _verdict(facts["tracked"], needed, f"{facts['num_ranks']:,} ranks at the store of the first host", fix)
+
+
+def _neighbours(facts: Facts) -> Judged | None:
+    nodes = math.ceil(facts["num_ranks"] / max(1, facts["local_size"]))
+    needed = math.ceil(nodes / NODES_OF_A_SEGMENT)
+    fix = f"sysctl -w net.ipv4.neigh.default.gc_thresh3={4 * needed} (gc_thresh2, gc_thresh1 below), unless routed"
+    return _verdict(facts["neighbours"], needed, f"{nodes:,} hosts of one segment", fix)
