@@ -223,9 +223,13 @@ def _start(
     before |= {number: signal.getsignal(number) for number in signals.GRACEFUL}
     # ranks inherit the mask, and take requests to stop once they listen: none is lost, and none ends them before
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.GRACEFUL)
+    # what is there before the fork is left out of the ranks' garbage collections, which would write to each object and
+    # so copy the pages that ranks share with this process
+    gc.freeze()
     try:
         return start_processes("shardtrain", entrypoint, arguments, envs, specs, start_method="fork")
     finally:
+        gc.unfreeze()
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -9,8 +9,33 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardtrain.config.schema import Optimizer
+from shardtrain.ops.dtensor import local_tensor
 
-CLASSES: dict[str, type[torch.optim.Adam]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+
+class _OnLocalTensors(torch.optim.Adam):
+    """Updates the part that this rank holds of each parameter, without asking how it is distributed.
+
+    The update is elementwise, so no placement matters to it; DTensor's dispatcher would derive one for the whole list
+    of parameters, which takes longer than the update of a small model. The state stays distributed as the parameters.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        # parameters, gradients, the two means, the largest of the second, and the counts, in lists that are filled here
+        has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
+        for tensors in lists:
+            tensors[:] = [local_tensor(tensor) for tensor in tensors]
+        return bool(has_complex)
+
+
+class _Adam(_OnLocalTensors, torch.optim.Adam):
+    pass
+
+
+class _AdamW(_OnLocalTensors, torch.optim.AdamW):
+    pass
+
+
+CLASSES: dict[str, type[torch.optim.Adam]] = {"AdamW": _AdamW, "Adam": _Adam}
 
 
 def adam(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
