@@ -2,7 +2,7 @@
 
 PyTorch multiplies float32 by MKL, which on some processors of AMD reaches half of oneDNN's speed. oneDNN's own kernel
 is reached by the operator that PyTorch's compiler uses for inference; its backward here is two more of such products.
-Shape suffixes: R rows, I inputs, O outputs.
+Shape suffixes: R rows, I inputs, O outputs, x any dimensions before the last.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def is_available() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def product(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` (R, O), float32, with gradients."""
-    return _product(x_RI, weight_OI, bias_O)  # type: ignore[no-any-return]
+def product(x_xI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` (..., O) of two dimensions or more, float32, with gradients; never a view."""
+    return _product(x_xI, weight_OI, bias_O)  # type: ignore[no-any-return]
 
 
 class OneDnnLinear(nn.Linear):
@@ -40,9 +40,10 @@ class OneDnnLinear(nn.Linear):
             or type(self.weight) not in (Tensor, nn.Parameter)
             or rows * self.weight.numel() < _SMALLEST_PRODUCT
             or torch.is_autocast_enabled("cpu")
+            or x.dim() < 2
         ):
             return super().forward(x)
-        return product(x.reshape(rows, x.size(-1)), self.weight, self.bias).view(*x.shape[:-1], -1)
+        return product(x, self.weight, self.bias)
 
 
 def use(model: nn.Module) -> None:
@@ -54,13 +55,13 @@ def use(model: nn.Module) -> None:
 
 # An operation of its own, so that a compiler calls it as it is: it cannot lower the one inside
 @torch.library.custom_op("shardtrain::onednn_product", mutates_args=())
-def _product(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x_RI, weight_OI, bias_O, "none", [], "")  # type: ignore[no-any-return]
+def _product(x_xI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x_xI, weight_OI, bias_O, "none", [], "")  # type: ignore[no-any-return]
 
 
 @_product.register_fake
-def _(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    return x_RI.new_empty(x_RI.size(0), weight_OI.size(0))
+def _(x_xI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return x_xI.new_empty(*x_xI.shape[:-1], weight_OI.size(0))
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
@@ -68,15 +69,18 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor
     ctx.has_bias = inputs[2] is not None
 
 
-def _differentiate(ctx: Any, gradient_RO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    x_RI, weight_OI = ctx.saved_tensors
+def _differentiate(ctx: Any, gradient_xO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x_xI, weight_OI = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-    dx_RI = dweight_OI = None
+    dx_xI = dweight_OI = dbias_O = None
     if needs_x:
-        dx_RI = _product(gradient_RO, weight_OI.t(), None)
+        dx_xI = _product(gradient_xO, weight_OI.t(), None)
+    gradient_RO = gradient_xO.flatten(0, -2)
     if needs_weight:
-        dweight_OI = _product(gradient_RO.t(), x_RI.t(), None)
-    return dx_RI, dweight_OI, gradient_RO.sum(0) if ctx.has_bias and needs_bias else None
+        dweight_OI = _product(gradient_RO.t(), x_xI.flatten(0, -2).t(), None)
+    if ctx.has_bias and needs_bias:
+        dbias_O = gradient_RO.sum(0)
+    return dx_xI, dweight_OI, dbias_O
 
 
 _product.register_autograd(_differentiate, setup_context=_save)
