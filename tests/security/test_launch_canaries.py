@@ -131,7 +131,7 @@ def test_a_run_by_ssh_that_crashes_saying_every_secret_is_silent(tmp_path: Path,
         words += [f"--launch.workdir={ROOT}", "--nproc", "2"]
         done = run(tmp_path, "launch", "ssh", config_file, *words, *given)
         # the variables have arrived: the dataset has said them all, and each was masked
-        assert done.returncode == 1 and done.stderr.count("***") >= len(CANARIES), done.stderr
+        assert done.returncode == 2 and done.stderr.count("***") >= len(CANARIES), done.stderr
         logs = run(tmp_path, "launch", "logs", done.stdout.splitlines()[0])
         assert "refused: ***" in logs.stdout
         report = run(tmp_path, "doctor", "--json", "--nproc", "1", *options(tmp_path)).stdout
