@@ -82,7 +82,7 @@ def read(folder: Path) -> RunRecord:
     if (folder / "validation.jsonl").is_file():
         record.bad_lines += _read_series(folder / "validation.jsonl", record.validation)
     record.last_step = max((series.steps[-1] for series in record.metrics.values()), default=0)
-    record.options = _options(folder / "config.resolved.toml")
+    record.options = read_options(folder / "config.resolved.toml")
     record.alerts = _alerts(folder / "logs" / "rank-0.log")
     record.end = _object(folder / "exit.json")
     if (folder / events.FILE).is_file():
@@ -131,7 +131,8 @@ def _lines(path: Path) -> Iterator[bytes | None]:
             yield None
 
 
-def _options(path: Path) -> dict[str, Any]:
+def read_options(path: Path) -> dict[str, Any]:
+    """Every option of a ``config.resolved.toml`` by its dotted name; empty where there is none that can be read."""
     found: dict[str, Any] = {}
 
     def add(prefix: str, table: dict[str, Any]) -> None:

@@ -1,0 +1,144 @@
+"""The verb ``watch``: read the runs once a second, draw a frame, handle keys, and restore the terminal at the end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardtrain.tools.report import runs
+from shardtrain.tools.watch.following import Followed
+from shardtrain.tools.watch.screen import BARS, Terminal, frame
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import color_allowed
+
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+"""Switch to the alternate screen and hide the cursor, and back."""
+_NEXT = ("\t", "\x1b[B", "\x1b[C", "j", "l")
+_BEFORE = ("\x1b[Z", "\x1b[A", "\x1b[D", "k", "h")
+_MOST_RUNS = 32
+
+
+def main(words: Sequence[str]) -> int:
+    """Show the runs until q or Ctrl-C, or once; raises ConfigError."""
+    parser = argparse.ArgumentParser(
+        prog="shardtrain watch",
+        description="A live view of runs, from their files alone: loss, speed, memory, time, alerts. It works on any "
+        "machine that sees the folder, also before the run has started, and changes nothing.",
+        epilog="example: shardtrain watch outputs",
+    )
+    parser.add_argument("folders", nargs="*", default=["outputs"], metavar="RUN", help="folders of runs, or one above")
+    parser.add_argument("--once", action="store_true", help="print one frame and end, as without a terminal")
+    parser.add_argument("--interval_seconds", type=float, default=1.0, metavar="S", help="between two frames (1)")
+    asked = parser.parse_args(words)
+    if not 0.1 <= asked.interval_seconds <= 3600:
+        rule, fix = "must be 0.1 to 3600 seconds", "leave it out for one frame a second"
+        raise ConfigError(Problem("--interval_seconds", asked.interval_seconds, rule, fix, "command line"))
+    followed = [Followed(folder) for name in asked.folders for folder in _folders(Path(name))][:_MOST_RUNS]
+    if asked.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        for one in followed:
+            one.look()
+        lines = [line for number in range(len(followed)) for line in frame(followed[number:][:1], 0, _terminal())[:-2]]
+        print("\n".join(lines))
+        return 0
+    with _screen():
+        _show(followed, asked.interval_seconds)
+    return 0
+
+
+def _folders(path: Path) -> list[Path]:
+    """A run's folder itself, or all runs below a folder; a folder that does not exist yet may still appear."""
+    if path.exists() and not path.is_dir():
+        rule, fix = "is not a folder", "name the folder of a run, which is its job.dump_folder"
+        raise ConfigError(Problem("RUN", str(path), rule, fix, "command line"))
+    found = [one.folder for one in runs.below(path)] if path.is_dir() else []
+    return found or [path]
+
+
+def _show(followed: Sequence[Followed], interval_seconds: float) -> None:
+    selected, due = 0, 0.0
+    while True:
+        if time.monotonic() >= due:
+            for one in followed:
+                one.look()
+            due = time.monotonic() + interval_seconds
+        terminal = _terminal()
+        lines = frame(followed, selected, terminal)
+        # each line overwrites the one before it, so nothing flickers or scrolls
+        text = "\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines[: terminal.lines]) + "\x1b[J"
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        ready, _, _ = select.select([sys.stdin], [], [], max(0.05, due - time.monotonic()))
+        if not ready:
+            continue
+        keys = os.read(sys.stdin.fileno(), 64).decode(errors="replace")
+        if not keys or keys[0] in ("q", "Q", "\x03", "\x04"):
+            return
+        if keys in _NEXT:
+            selected = (selected + 1) % len(followed)
+        elif keys in _BEFORE:
+            selected = (selected - 1) % len(followed)
+        elif keys.isdigit() and 1 <= int(keys) <= len(followed):
+            selected = int(keys) - 1
+
+
+def _terminal() -> Terminal:
+    columns, lines = shutil.get_terminal_size((80, 24))
+    try:
+        BARS.encode(sys.stdout.encoding or "ascii")
+        unicode = True
+    except (UnicodeEncodeError, LookupError):
+        unicode = False
+    return Terminal(max(20, columns), max(6, lines), unicode, color_allowed(sys.stdout))
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[None]:
+    """The alternate screen with unbuffered keys; restores the terminal at the end and while stopped."""
+    import termios
+    import tty
+
+    stdin = sys.stdin.fileno()
+    before = termios.tcgetattr(stdin)
+
+    def enter() -> None:
+        tty.setcbreak(stdin)
+        sys.stdout.write(_ENTER)
+        sys.stdout.flush()
+
+    def leave() -> None:
+        sys.stdout.write(_LEAVE)
+        sys.stdout.flush()
+        termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        leave()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)  # returns when the shell continues the process
+        signal.signal(signal.SIGTSTP, stop)
+        enter()
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    handlers: dict[int, Any] = {signal.SIGTSTP: stop, signal.SIGTERM: end, signal.SIGHUP: end}
+    kept = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        enter()
+        yield
+    except KeyboardInterrupt:
+        pass  # Ctrl-C is a way to leave, as q is
+    finally:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            leave()
+        for number, handler in kept.items():
+            signal.signal(number, handler)

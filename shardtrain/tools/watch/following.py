@@ -1,0 +1,151 @@
+"""What a run's files say, followed as they grow: of each look only what was appended since the last is read.
+
+A file that became shorter, or another one under the same name, is a run that was resumed or started again; it is read
+from its start. Of a long file some hundred records are read, spread over it: enough for a curve of a terminal's width.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardtrain.tools.report import reading, runs
+from shardtrain.utils import atomic_io
+
+CURVES = ("loss", "grad_norm", "tps", "memory_gib")
+POINTS = 2048
+"""Of a curve; when there are more, it is thinned to half of them."""
+_WHOLE_BYTES = 4 << 20
+"""A longer file is sampled when it is opened, and only its end is read whole."""
+_SAMPLES, _SAMPLE_BYTES = 512, 8192
+_LOG_BYTES = 1 << 18
+_MOST_ALERTS = 5
+
+
+@dataclass
+class Tail:
+    """A file that others append to: ``read`` gives what came since, and whether they are from the file's start."""
+
+    path: Path
+    skipped: bool = False
+    """Whether the last call skipped data, because there was more than it was asked for."""
+    _inode: int = -1
+    _place: int = 0
+
+    def read(self, most_bytes: int) -> tuple[bytes, bool]:
+        """Whole lines since the last call, at most so many bytes of the file's end, and whether it is another file."""
+        try:
+            with open(self.path, "rb", opener=atomic_io.without_waiting) as file:
+                status = os.fstat(file.fileno())
+                from_start = status.st_ino != self._inode or status.st_size < self._place
+                if from_start:
+                    self._inode, self._place = status.st_ino, 0
+                begin = max(self._place, status.st_size - most_bytes)
+                file.seek(begin)
+                data = file.read(most_bytes)
+        except OSError:
+            from_start, self._inode, self._place = self._inode != -1, -1, 0
+            return b"", from_start
+        first = data.find(b"\n") + 1 if begin > self._place else 0  # the skipped part ends within a line
+        whole = data.rfind(b"\n") + 1
+        self.skipped = begin > self._place
+        self._place = begin + whole
+        return data[first:whole], from_start
+
+
+@dataclass
+class Followed:
+    """One run as its files tell of it so far."""
+
+    folder: Path
+    curves: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
+    """Steps and values by metric, ascending in steps."""
+    last: dict[str, Any] = field(default_factory=dict)
+    validation: dict[str, Any] = field(default_factory=dict)
+    alerts: list[str] = field(default_factory=list)
+    total_steps: int = 0
+    state: str = "not there yet"
+    age_seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        self._metrics = Tail(self.folder / "metrics.jsonl")
+        self._validation = Tail(self.folder / "validation.jsonl")
+        self._log = Tail(self.folder / "logs" / "rank-0.log")
+
+    def look(self) -> None:
+        """Read what is new."""
+        found = runs.look(self.folder)
+        self.age_seconds = found.age_seconds
+        there = (self.folder / "metrics.jsonl").exists()
+        self.state = found.state if there or found.end else "not there yet"
+        data, from_start = self._metrics.read(_WHOLE_BYTES)
+        if from_start:
+            self.curves, self.last = {}, {}
+            steps = reading.read_options(self.folder / "config.resolved.toml").get("training.steps")
+            self.total_steps = steps if type(steps) is int else 0
+            if self._metrics.skipped:
+                self._sample()
+        for line in data.splitlines():
+            self._take(line)
+        data, _ = self._validation.read(_LOG_BYTES)
+        for line in data.splitlines()[-1:]:
+            self.validation = _record(line) or self.validation
+        data, from_start = self._log.read(_LOG_BYTES)
+        lines = [line[:300] for line in data.decode(errors="replace").splitlines()]
+        new = [line for line in lines if " WARNING " in line[:40] or " ERROR " in line[:40]]
+        self.alerts = list(dict.fromkeys([*([] if from_start else self.alerts), *new]))[-_MOST_ALERTS:]
+
+    def _sample(self) -> None:
+        """Records spread over what is older than the file's end."""
+        try:
+            with open(self._metrics.path, "rb", opener=atomic_io.without_waiting) as file:
+                older = os.fstat(file.fileno()).st_size - _WHOLE_BYTES
+                for number in range(_SAMPLES):
+                    file.seek(number * older // _SAMPLES)
+                    lines = file.read(_SAMPLE_BYTES).split(b"\n")
+                    if len(lines) > 2:
+                        self._take(lines[1])
+        except OSError:
+            return
+
+    def _take(self, line: bytes) -> None:
+        record = _record(line)
+        if record is None:
+            return
+        step = record["step"]
+        if self.last and step <= self.last["step"]:  # the run went back to a checkpoint
+            for name, (steps, values) in self.curves.items():
+                kept = sum(one < step for one in steps)
+                self.curves[name] = steps[:kept], values[:kept]
+        self.last = record
+        for name in CURVES:
+            value = record.get(name)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                continue
+            steps, values = self.curves.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(float(value))
+            if len(steps) > POINTS:
+                self.curves[name] = _thinned(steps, values)
+
+
+def _thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """At most half as many points, spread evenly over the steps, the first and the last among them."""
+    distance = (steps[-1] - steps[0]) / (POINTS // 2 - 1)
+    kept = [0]
+    for index, step in enumerate(steps):
+        if step - steps[kept[-1]] >= distance or (index == len(steps) - 1 and index != kept[-1]):
+            kept.append(index)
+    return [steps[index] for index in kept], [values[index] for index in kept]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None

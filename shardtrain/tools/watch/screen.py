@@ -1,0 +1,167 @@
+"""One frame of the live view as lines of text: a pure function of the runs and the terminal's size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardtrain.tools.report.chart import format_number
+from shardtrain.tools.watch.following import Followed
+from shardtrain.utils.redact import redact, visible
+from shardtrain.utils.units import format_seconds
+
+BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
+BINS = {
+    "productive": "P", "data": "D", "checkpoint": "C", "validation": "V",
+    "compile": "K", "start": "S", "restart": "R", "lost": "L",
+}  # fmt: skip
+"""What goodput divides the time of all attempts into, and the letter of each in the bar."""
+TITLES = {"loss": "loss", "grad_norm": "grad norm", "tps": "tokens/s", "memory_gib": "memory GiB"}
+COUNTS = ("skipped_updates", "spikes", "rewinds", "stragglers")
+Curve = tuple[list[int], list[float]]
+"""Steps and values."""
+KEYS = "q quit   tab, arrows, 1-9 next run"
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """How the frame may look."""
+
+    columns: int
+    lines: int
+    unicode: bool = True
+    color: bool = False
+
+    def paint(self, text: str, number: int) -> str:
+        """Text in one of the terminal's colours."""
+        return f"\x1b[{number}m{text}\x1b[0m" if self.color else text
+
+
+def frame(followed: Sequence[Followed], selected: int, terminal: Terminal) -> list[str]:
+    """The lines of a frame, none longer than the terminal is wide, and no more than it has."""
+    lines: list[str] = []
+    if len(followed) > 1:
+        names = [_name(one) for one in followed]
+        widest = max(8, min(max(map(len, names)), terminal.columns // 3))
+        for number, (one, name) in enumerate(zip(followed, names, strict=True)):
+            mark = ">" if number == selected else " "
+            head = f"{mark}{number + 1:>2} {name[-widest:]:<{widest}} {one.state:<12} {_step(one):>9} "
+            loss = f"{_value(one, 'loss'):>8} "
+            curve = sparkline(_curve(one, "loss"), terminal.columns - len(head) - len(loss), terminal)
+            lines.append(_cut(head + loss + curve, terminal.columns))
+        lines.append("")
+    lines += _details(followed[selected], terminal)
+    room = terminal.lines - 2
+    if len(lines) > room:
+        lines = lines[:room]
+    return [*lines, "", _cut(KEYS if len(followed) > 1 else "q quit", terminal.columns)]
+
+
+def _details(one: Followed, terminal: Terminal) -> list[str]:
+    width = terminal.columns
+    age = f"{format_seconds(round(one.age_seconds))} ago" if math.isfinite(one.age_seconds) and one.last else ""
+    whole = f" of {one.total_steps:,}" if one.total_steps else ""
+    state = one.state
+    colour = 32 if state in ("under way", "ended") else 31 if state.startswith("failed") else 33
+    text = f"{_name(one)}  {state}  step {_step(one)}{whole}  {age}".rstrip()
+    lines = [terminal.paint(_cut(text, width), colour)]
+    if one.total_steps and one.last:
+        share = min(1.0, one.last["step"] / one.total_steps)
+        seconds = one.last.get("step_seconds")
+        left = ""
+        if type(seconds) in (int, float) and state == "under way":
+            left = f" {format_seconds(round((one.total_steps - one.last['step']) * seconds))} left"
+        full, empty = ("█", "░") if terminal.unicode else ("#", ".")
+        bar = width - len(left) - 6
+        lines.append(f"{full * round(bar * share)}{empty * (bar - round(bar * share))} {share:>4.0%}{left}"[:width])
+    for name, title in TITLES.items():
+        curve = _curve(one, name)
+        if not curve[1]:
+            continue
+        span = f" {format_number(min(curve[1]))} to {format_number(max(curve[1]))}"
+        head = f"{title:<11}{_value(one, name):>8} "
+        lines.append(_cut(head + sparkline(curve, width - len(head) - len(span), terminal) + span, width))
+    if one.validation:
+        lines.append(
+            _cut(f"validation {_number(one.validation.get('loss')):>8}  step {one.validation['step']:,}", width)
+        )
+    lines += _time(one, terminal)
+    counts = [f"{name.replace('_', ' ')} {one.last[name]:g}" for name in COUNTS if _is_count(one.last.get(name))]
+    if counts:
+        lines.append(terminal.paint(_cut(", ".join(counts), width), 33))
+    lines += [terminal.paint(_cut(redact(visible(alert, lines=False)), width), 33) for alert in one.alerts[-3:]]
+    return lines
+
+
+def _time(one: Followed, terminal: Terminal) -> list[str]:
+    seconds = {name: one.last.get(f"goodput_{name}_seconds") for name in BINS}
+    known = {name: float(value) for name, value in seconds.items() if isinstance(value, int | float) and value > 0}
+    total = sum(known.values())
+    if not total:
+        return []
+    width, bar = terminal.columns, ""
+    done = 0.0
+    for name, value in known.items():
+        done += value
+        bar += BINS[name] * (round((width - 11) * done / total) - len(bar))
+    shares = ", ".join(f"{name} {value / total:.0%}" for name, value in known.items() if value / total >= 0.005)
+    return [_cut(f"{'time':<11}{bar}", width), _cut(f"{'':<11}{shares}", width)]
+
+
+def sparkline(curve: Curve, width: int, terminal: Terminal) -> str:
+    """A curve in one line: the mean of each stretch of steps, from the least to the greatest of them.
+
+    >>> sparkline(([1, 2, 7, 8], [1.0, 3.0, 8.0, 8.0]), 4, Terminal(80, 24))
+    '▁▁██'
+    >>> sparkline(([1, 2], [2.0, 2.0]), 8, Terminal(80, 24, unicode=False))
+    '--'
+    """
+    steps, values = curve
+    if width < 1 or not values:
+        return ""
+    width = min(width, len(values))
+    bars = BARS if terminal.unicode else ASCII_BARS
+    first, span = steps[0], steps[-1] - steps[0] + 1
+    sums, counts = [0.0] * width, [0] * width
+    for step, value in zip(steps, values, strict=True):
+        place = (step - first) * width // span
+        sums[place] += value
+        counts[place] += 1
+    means: list[float] = []
+    for total, count in zip(sums, counts, strict=True):
+        means.append(total / count if count else means[-1])  # the first stretch is never empty
+    low, high = min(means), max(means)
+    if high == low:
+        return bars[2] * width
+    return "".join(bars[round((mean - low) / (high - low) * (len(bars) - 1))] for mean in means)
+
+
+def _curve(one: Followed, name: str) -> Curve:
+    return one.curves.get(name, ([], []))
+
+
+def _name(one: Followed) -> str:
+    return redact(visible(one.folder.resolve().name, lines=False))
+
+
+def _step(one: Followed) -> str:
+    return f"{one.last['step']:,}" if one.last else "-"
+
+
+def _value(one: Followed, name: str) -> str:
+    return _number(one.last.get(name))
+
+
+def _number(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "-"
+    return format_number(float(value))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) in (int, float) and bool(value)
+
+
+def _cut(text: str, width: int) -> str:
+    return text[:width]

@@ -1,0 +1,198 @@
+"""``watch`` tells what a run's files say as they grow, in any terminal, and leaves the terminal as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import patience
+import pytest
+
+from shardtrain import cli
+from shardtrain.tools.watch import following
+from shardtrain.tools.watch.following import Followed
+from shardtrain.tools.watch.screen import Terminal, frame
+
+
+def lines(first: int, last: int, **more: Any) -> str:
+    return "".join(
+        json.dumps({"step": step, "loss": 10 / step, "tps": 100.0, "step_seconds": 0.5, **more}) + "\n"
+        for step in range(first, last + 1)
+    )
+
+
+def add(folder: Path, text: str, name: str = "metrics.jsonl") -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+
+
+def steps(one: Followed) -> list[int]:
+    return one.curves["loss"][0] if one.curves else []
+
+
+def test_what_is_appended_is_read_once_and_torn_lines_when_they_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Followed(tmp_path)
+    one.look()
+    assert (one.state, steps(one)) == ("not there yet", [])
+    add(tmp_path, lines(1, 3) + '{"step": 4, "lo')
+    one.look()
+    assert (one.state, steps(one), one.last["step"]) == ("under way", [1, 2, 3], 3)
+    taken: list[bytes] = []
+    take = Followed._take
+    monkeypatch.setattr(Followed, "_take", lambda self, line: (taken.append(line), take(self, line)))
+    add(tmp_path, 'ss": 2.5}\n')
+    one.look()
+    one.look()
+    assert steps(one) == [1, 2, 3, 4] and len(taken) == 1 and one.curves["loss"][1][-1] == 2.5
+
+
+def test_a_run_that_goes_back_or_begins_again_is_told_as_it_is(tmp_path: Path) -> None:
+    one = Followed(tmp_path)
+    add(tmp_path, lines(1, 9))
+    one.look()
+    (tmp_path / "metrics.jsonl").write_text(lines(1, 4))  # resumed from a checkpoint: what came after it is gone
+    one.look()
+    assert steps(one) == [1, 2, 3, 4]
+    add(tmp_path, lines(3, 6))  # rewound within a run
+    one.look()
+    assert steps(one) == [1, 2, 3, 4, 5, 6]
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics-before.jsonl")
+    one.look()
+    assert steps(one) == [] and one.last == {}
+    add(tmp_path, lines(1, 50))  # longer than the one before, under the same name
+    one.look()
+    assert steps(one) == list(range(1, 51))
+
+
+def test_a_long_file_is_sampled_and_its_curve_spans_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_WHOLE_BYTES", 1 << 14)
+    monkeypatch.setattr(following, "_SAMPLE_BYTES", 1 << 10)
+    monkeypatch.setattr(following, "POINTS", 200)
+    add(tmp_path, lines(1, 20_000))
+    one = Followed(tmp_path)
+    one.look()
+    found = steps(one)
+    assert found == sorted(set(found)) and found[0] < 200 and one.last["step"] == 20_000
+    assert len(found) <= 200 and len([step for step in found if step < 10_000]) > 20
+
+
+@pytest.mark.parametrize("text", ["", "\n", "[1]\n", "{" * 5000 + "\n", '{"step": "x"}\n', "\x00" * 100, "x" * 10**6])
+def test_whatever_is_in_the_files_makes_a_frame(text: str, tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "validation.jsonl", "logs/rank-0.log", "exit.json", "config.resolved.toml"):
+        add(tmp_path, text, name)
+    one = Followed(tmp_path)
+    one.look()
+    assert frame([one], 0, Terminal(80, 24))
+
+
+def full(folder: Path) -> Followed:
+    bins = {f"goodput_{name}_seconds": 10.0 for name in ("productive", "data", "checkpoint", "lost")}
+    add(folder, lines(1, 300, grad_norm=1.5, memory_gib=61.3, spikes=2, stragglers=1, **bins))
+    add(folder, "[training]\nsteps = 1000\n", "config.resolved.toml")
+    add(folder, '{"step": 200, "loss": 3.25}\n', "validation.jsonl")
+    add(folder, "2026-01-01 00:00:00 WARNING rank 3 is slow \x1b]0;owned\x07\n", "logs/rank-0.log")
+    one = Followed(folder)
+    one.look()
+    return one
+
+
+@pytest.mark.parametrize(("columns", "height"), [(20, 6), (60, 24), (80, 24), (200, 60)])
+@pytest.mark.parametrize("unicode", [True, False])
+def test_a_frame_fits_its_terminal_and_obeys_no_file(columns: int, height: int, unicode: bool, tmp_path: Path) -> None:
+    followed = [full(tmp_path / f"run \x1b[2J {number}") for number in range(3)]
+    found = frame(followed, 1, Terminal(columns, height, unicode))
+    assert len(found) <= height and max(map(len, found)) <= columns
+    text = "\n".join(found)
+    assert "\x1b" not in text and "\x07" not in text
+    if not unicode:
+        text.encode("ascii")
+
+
+def test_a_frame_says_what_there_is_to_know(tmp_path: Path) -> None:
+    text = "\n".join(frame([full(tmp_path / "run")], 0, Terminal(80, 24)))
+    for part in (
+        "run  under way  step 300 of 1,000", "30%", "5m50s left", "loss", "grad norm", "tokens/s", "memory GiB",
+        "validation     3.25  step 200", "productive 25%, data 25%, checkpoint 25%, lost 25%", "PPPP", "LLLL",
+        "spikes 2, stragglers 1", "rank 3 is slow",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "\x1b[32m" in frame([full(tmp_path / "other")], 0, Terminal(80, 24, color=True))[0]
+
+
+def test_once_prints_every_run_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full(tmp_path / "a")
+    full(tmp_path / "b")
+    assert cli.main(["watch", str(tmp_path), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "a  under way" in out and "b  under way" in out
+    assert cli.main(["watch", str(tmp_path / "none")]) == 0, "without a terminal it is once"
+    assert "not there yet" in capsys.readouterr().out
+    assert cli.main(["watch", str(tmp_path / "a/metrics.jsonl")]) == 2
+    assert cli.main(["watch", "--interval_seconds", "0"]) == 2
+
+
+def heard(terminal: int, wanted: str, so_far: str = "") -> str:
+    """What the screen shows until a text is on it."""
+    end = time.monotonic() + patience.seconds(30)
+    while wanted not in so_far:
+        assert time.monotonic() < end, so_far[-2000:]
+        if select.select([terminal], [], [], 0.2)[0]:
+            so_far += os.read(terminal, 65536).decode()
+    return so_far
+
+
+@pytest.mark.parametrize("how", ["q", "SIGTERM", "SIGINT", "stopped"])
+def test_the_terminal_is_left_as_it_was(how: str, tmp_path: Path) -> None:
+    full(tmp_path / "a")
+    full(tmp_path / "b")
+    master, slave = pty.openpty()
+    before = termios.tcgetattr(slave)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "shardtrain", "watch", str(tmp_path), "--interval_seconds", "0.2"],
+        stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"},
+        process_group=0,  # as a shell starts it; a group of a session of its own could not be stopped from a terminal
+    )  # fmt: skip
+    try:
+        heard(master, "> 1 a")
+        assert termios.tcgetattr(slave)[3] & termios.ICANON == 0
+        os.write(master, b"2")
+        heard(master, "> 2 b")
+        add(tmp_path / "b", lines(301, 333))
+        heard(master, "333")
+        if how == "stopped":
+            os.kill(child.pid, signal.SIGTSTP)
+            shown = heard(master, "\x1b[?1049l")
+            end = time.monotonic() + patience.seconds(10)
+            while "State:\tT" not in Path(f"/proc/{child.pid}/status").read_text():
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            assert termios.tcgetattr(slave)[3] == before[3]
+            os.kill(child.pid, signal.SIGCONT)
+            heard(master, "\x1b[?1049h", shown.rpartition("\x1b[?1049l")[2])
+        if how in ("q", "stopped"):
+            os.write(master, b"q")
+        else:
+            os.kill(child.pid, getattr(signal, how))
+        heard(master, "\x1b[?25h\x1b[?1049l")
+        assert child.wait(patience.seconds(20)) == (128 + signal.SIGTERM if how == "SIGTERM" else 0)
+        assert termios.tcgetattr(slave) == before
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        child.wait()
+        os.close(master)
+        os.close(slave)
