@@ -32,6 +32,7 @@ usage: shardtrain VERB ...
                                                               nodes [--nnodes N --node_rank K --rdzv_endpoint HOST:PORT]
   plan [CONFIG.toml] [--gpus N] [--device h100] [--search]    memory and time on devices that need not be here
   verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...]    prove that meshes change no number (--help: all options)
+  init NEW.toml [PRESET] [--section.key VALUE ...]            write a configuration to begin with, with comments
   config show  [CONFIG.toml] [--section.key VALUE ...]        print every option with its origin
   config check [CONFIG.toml] [--for-machine none|here|NAME]   tell what train would refuse; starts nothing
   config help  [SECTION[.KEY]]                                explain the options
@@ -47,6 +48,7 @@ usage: shardtrain VERB ...
   test CONFIG.toml [--checkpoint best|latest|STEP|PATH]       metrics and predictions of the held-out sets, in files
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
   report RUN_FOLDER ... [-o report.html]                      curves, validation, time and options of runs, as one page
+  watch [RUN_FOLDER ...]                                      a live view of runs in the terminal, from their files
   runs [FOLDER]                                               list the runs below a folder: state, step, loss, age
   doctor [CONFIG.toml] [--nproc N] ...                        find what would end or slow a run on this machine or job
   launch PLATFORM [CONFIG.toml] [--dry-run] ...               the same run on hosts or a cluster (--help: all options)
@@ -326,6 +328,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "plan": _module("shardtrain.tools.plan.command"),
     "verify": _module("shardtrain.tools.verify"),
+    "init": _module("shardtrain.config.init_file"),
     "config": _config,
     "data": _module("shardtrain.tools.data.command"),
     "checkpoint": lambda words: _module("shardtrain.checkpoint.command")(words, _checkpoint_of_others),
@@ -338,6 +341,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "goodput": _module("shardtrain.resilience.goodput.command"),
     "report": _module("shardtrain.tools.report.command"),
     "runs": _module("shardtrain.tools.report.runs"),
+    "watch": _module("shardtrain.tools.watch.command"),
     "doctor": _module("shardtrain.tools.doctor"),
     "launch": lambda words: _module("shardtrain.launch.command")(words, _refuse_unfit),
     "replay": _module("shardtrain.tools.replay"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from shardtrain.config.load import Loaded, value_of
@@ -53,9 +53,9 @@ def resolved_toml(config: Config) -> str:
     return _render(config, lambda name, value: "")
 
 
-def set_toml(loaded: Loaded) -> str:
-    """Return the options that are set, and no others, as TOML that loads to an equal config."""
-    return _render(loaded.config, lambda name, value: "", loaded.is_set)
+def set_toml(loaded: Loaded, also: Collection[str] = ()) -> str:
+    """Return the options that are set, and ``also`` some others, as TOML that loads to an equal config."""
+    return _render(loaded.config, lambda name, value: "", lambda name: loaded.is_set(name) or name in also)
 
 
 def show(loaded: Loaded) -> str:

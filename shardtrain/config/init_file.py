@@ -1,0 +1,112 @@
+"""The verb ``init``: write a configuration to begin with, each option with a line that explains it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from shardtrain.config import presets
+from shardtrain.config.command_line import split
+from shardtrain.config.load import Loaded, load
+from shardtrain.config.options import options
+from shardtrain.config.show import set_toml
+from shardtrain.utils import atomic_io
+from shardtrain.utils.errors import ConfigError, Problem, StorageError
+
+USAGE = """usage: shardtrain init NEW.toml [PRESET] [--section.key VALUE ...]
+
+Write a configuration to begin with: that of a preset (debug unless named) with your overrides, and the options that
+most runs set, each with a line that explains it. On a terminal, without a preset and overrides, it asks four questions.
+
+  shardtrain init my_run.toml llama3_8b --training.dataset text --training.dataset_path data/*.txt
+
+presets: {presets}
+"""
+FIRST = (
+    "job.dump_folder",
+    "model.name", "model.flavor", "model.hf_assets_path",
+    "training.dataset", "training.dataset_path", "training.seq_len", "training.local_batch_size",
+    "training.global_batch_size", "training.steps",
+    "optimizer.name", "optimizer.lr", "lr_scheduler.warmup_steps",
+    "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree",
+    "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree", "parallelism.context_parallel_degree",
+    "activation_checkpoint.mode",
+    "checkpoint.enable", "checkpoint.interval", "checkpoint.keep_latest_k",
+    "metrics.log_freq",
+)  # fmt: skip
+"""What most runs set."""
+QUESTIONS = (
+    ("preset", "which preset? ({presets})", presets.FIRST),
+    ("--training.dataset_path", "files to train on: text or .jsonl (empty: those of the preset)", ""),
+    ("--model.hf_assets_path", "folder of the tokenizer, or bytes (empty: that of the preset)", ""),
+    ("--training.steps", "how many steps? (empty: those of the preset)", ""),
+)
+_WIDTH = 100
+
+
+def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
+    """Write the file; raises ConfigError for wrong words and options, StorageError where it cannot be written."""
+    arguments = [word for word in words if word not in ("--help", "-h")]
+    if len(arguments) < len(words):
+        print(USAGE.format(presets=", ".join(presets.names())), end="")
+        return 0
+    if not arguments or arguments[0].startswith("--"):
+        rule, fix = "needs the file to write", "shardtrain init my_run.toml"
+        raise ConfigError(Problem("shardtrain init", None, rule, fix, "command line"))
+    path, rest = Path(arguments[0]), list(arguments[1:])
+    if path.suffix != ".toml":
+        raise ConfigError(Problem("NEW.toml", str(path), "does not end in .toml", f"write {path}.toml", "command line"))
+    if path.exists():
+        raise ConfigError(Problem("NEW.toml", str(path), "exists", "name a new file", "command line"))
+    if not rest and sys.stdin.isatty() and sys.stdout.isatty():
+        rest = _asked(ask)
+    found = split(rest)
+    loaded = load(found.path, found.overrides, preset=presets.FIRST)
+    name = presets.name_of(Path(loaded.path)) if loaded.path else "the defaults"
+    text = "\n".join([*_head(path, name), *_explained(loaded)]) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_io.write(path, text)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; name another file") from error
+    print(f"wrote {path}; next:\n  shardtrain config check {path}\n  shardtrain plan {path}\n  shardtrain train {path}")
+    return 0
+
+
+def _asked(ask: Callable[[str], str]) -> list[str]:
+    words: list[str] = []
+    for option, question, usual in QUESTIONS:
+        text = question.format(presets=", ".join(presets.names()))
+        answer = ask(f"{text}{f' [{usual}]' if usual else ''}: ").strip() or usual
+        if option == "preset":
+            words.append(answer)
+        elif answer:
+            words += [option, answer]
+        if option == "--training.dataset_path" and answer:
+            words += ["--training.dataset", "jsonl" if re.search(r"\.jsonl?(\.\w+)?$", answer) else "text"]
+    return words
+
+
+def _head(path: Path, name: str) -> Iterator[str]:
+    yield f"# Written by `shardtrain init` from {name}. Train it with `shardtrain train {path.name}`."
+    yield "# Override options there, for example --training.steps 100. All options: `shardtrain config help`."
+    yield "# For completion in an editor: `shardtrain config schema > shardtrain.schema.json`, and this first line:"
+    yield "# #:schema ./shardtrain.schema.json"
+    yield ""
+
+
+def _explained(loaded: Loaded) -> Iterator[str]:
+    """The options as TOML, each below the first sentence of its help."""
+    section = ""
+    for line in set_toml(loaded, FIRST).rstrip().splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        key = line.removeprefix("# ").partition(" = ")[0].partition(":")[0]
+        option = options().get(f"{section}.{key}")
+        if option is not None and not line.startswith("["):
+            sentence = re.split(r"(?<=[.;])\s", option.help.replace(" (shardtrain)", ""), maxsplit=1)[0].rstrip(".;")
+            yield from textwrap.wrap(sentence, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+        yield line
