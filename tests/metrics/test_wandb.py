@@ -6,7 +6,8 @@ import patience
 import pytest
 
 from shardtrain.metrics import Metrics, metrics_problems
-from shardtrain.metrics.sinks.wandb import WandbSink, run_options
+from shardtrain.metrics.sinks.tracker import TrackerSink
+from shardtrain.metrics.sinks.wandb import run_options
 from shardtrain.utils.errors import ConfigError
 
 ON = {"enable_wandb": True}
@@ -113,8 +114,8 @@ def test_a_client_that_fails_later_is_one_warning_without_secrets(tmp_path, kit,
 
 def test_a_client_that_hangs_holds_neither_steps_nor_the_end(tmp_path, client, caplog, monkeypatch):
     client.gate.clear()
-    monkeypatch.setattr("shardtrain.metrics.sinks.wandb.QUEUE_RECORDS", 5)
-    sink = WandbSink(tmp_path, {})
+    monkeypatch.setattr("shardtrain.metrics.sinks.tracker.QUEUE_RECORDS", 5)
+    sink = TrackerSink("W&B", lambda: client.init(dir=str(tmp_path)), lambda record: {})
     for step in range(8):
         sink.scalars(step, {"loss": 1.0})
     sink.close(timeout_seconds=0.05)

@@ -38,9 +38,19 @@ class Metrics:
     save_tb_folder: str = "tb"
     """Folder of TensorBoard files, below job.dump_folder."""
     save_for_all_ranks: bool = False
-    """Write TensorBoard, W&B and sinks of yours from every rank, not from the first alone."""
+    """Write TensorBoard, W&B, MLflow, trackio and sinks of yours from every rank, not from the first alone."""
     enable_wandb: bool = False
     """Log to Weights & Biases (the wandb extra); WANDB_MODE=offline works without an account."""
+    enable_mlflow: bool = False
+    """Log to MLflow (the mlflow extra): to MLFLOW_TRACKING_URI, or to files below job.dump_folder (shardtrain)."""
+    enable_trackio: bool = False
+    """Log to trackio (the trackio extra): to files below job.dump_folder, or to TRACKIO_SPACE_ID (shardtrain)."""
+    prometheus_port: int = 0
+    """Port on which the first rank answers Prometheus with the last logged step (the prometheus extra); 0 opens none
+    (shardtrain)."""
+    prometheus_address: str = "127.0.0.1"
+    """Address that prometheus_port listens on; beyond the loopback whoever reaches it can read the metrics
+    (shardtrain)."""
     sinks: list[str] = field(default_factory=list)
     """Files of yours with a class Sink, each of which is given what is written, as ["my_sink.py"]: docs/extend.md
     (shardtrain)."""

@@ -106,14 +106,17 @@ class TensorBoardSink:
         logger.warning(f"TensorBoard files in {self.folder} cannot be written: {error}; training goes on without them")
 
 
-def missing_package(name: str, option: str) -> Problem | None:
-    """The problem of an option whose package is not installed; None where it is."""
+def missing_package(name: str, option: str, pip: str = "") -> Problem | None:
+    """The problem of an option whose package is not installed; None where it is.
+
+    ``pip`` is what is installed to have it, where that has another name.
+    """
     import importlib.util
     import sys
 
     if name in sys.modules or importlib.util.find_spec(name) is not None:
         return None
-    return Problem(option, True, f"needs the package {name}", f"pip install {name}, or turn the option off")
+    return Problem(option, True, f"needs the package {name}", f"pip install {pip or name}, or turn the option off")
 
 
 def _fresh_folder(folder: Path, below: str) -> Path:

@@ -1,29 +1,17 @@
-"""Weights & Biases, at arm's length: a thread talks to it, so that neither a slow nor a dead service holds a step."""
+"""Weights & Biases: the run is named by the variables that its users set."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import queue
-import threading
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from shardtrain.config.schema import Config
 from shardtrain.metrics.record import Record
-from shardtrain.metrics.sinks import Request, validation_tags
+from shardtrain.metrics.sinks import Request
 from shardtrain.metrics.sinks.tensorboard import missing_package
+from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
 from shardtrain.utils.errors import ConfigError, Problem
-from shardtrain.utils.log import logger, redact
-from shardtrain.utils.redact import redact_all
-
-QUEUE_RECORDS = 10_000
-"""Records that wait for the service; later ones are dropped and counted."""
-
-CLOSE_SECONDS = 30.0
-"""How long the end of a run waits for the service."""
 
 INIT_SECONDS = 60.0
 """How long the client may try to reach the service at start, in its own thread."""
@@ -64,87 +52,20 @@ def problem(config: Config) -> Problem | None:
     return missing_package("wandb", "metrics.enable_wandb") if config.metrics.enable_wandb else None
 
 
-def open_sink(request: Request) -> WandbSink | None:
-    """The sink of this rank."""
+def open_sink(request: Request) -> TrackerSink | None:
+    """The sink of this rank. Raises ConfigError where the package is missing."""
     if not request.config.metrics.enable_wandb or not request.is_wanted:
         return None
-    facts = {f"run.{key}": value for key, value in dataclasses.asdict(request.facts).items()}
-    run_config = redact_all(dataclasses.asdict(request.config) | facts)
-    return WandbSink(request.folder, run_config, request.rank, request.tags)
+    if missing := problem(request.config):
+        raise ConfigError(missing)
+    options = run_options(request.rank) | {"dir": str(request.folder), "config": run_config(request)}
 
+    def open_client() -> Client:
+        import wandb
 
-class WandbSink:
-    """Sends records to one W&B run; the first failure is one warning, and the sink is silent from then on.
+        return wandb.init(settings=_settings(wandb), **options)  # type: ignore[return-value]
 
-    Raises ConfigError where the package is missing.
-    """
-
-    def __init__(
-        self,
-        run_folder: Path,
-        run_config: Mapping[str, Any],
-        all_ranks_rank: int | None = None,
-        tags: Callable[[Record], Mapping[str, float]] | None = None,
-    ) -> None:
-        self._tags = tags or (lambda record: record.tags("cpu"))
-        problem = missing_package("wandb", "metrics.enable_wandb")
-        if problem:
-            raise ConfigError(problem)
-        self.num_dropped = 0
-        self._failed = False
-        self._closed = False
-        self._queue: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(QUEUE_RECORDS)
-        options = run_options(all_ranks_rank) | {"dir": str(run_folder), "config": dict(run_config)}
-        # A daemon: a service that hangs must not keep the process alive after training.
-        self._thread = threading.Thread(target=self._work, args=(options,), name="wandb", daemon=True)
-        self._thread.start()
-
-    def write(self, record: Record) -> None:
-        """Hand over a logged step."""
-        self.scalars(record.step, {**self._tags(record), **_known_names(record)})
-
-    def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand over results on held-out data."""
-        self.scalars(step, validation_tags(values))
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand over the values of a step; returns at once."""
-        if self._failed or self._closed:
-            return
-        try:
-            self._queue.put_nowait((step, dict(values)))
-        except queue.Full:
-            self.num_dropped += 1
-
-    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Send what is left and finish the run, for a bounded time."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._queue.put(None, timeout=0 if self._failed else timeout_seconds)
-        except queue.Full:
-            self._failed = True
-        if not self._failed:
-            self._thread.join(timeout_seconds)
-            if self._thread.is_alive():
-                logger.warning(f"W&B did not finish within {timeout_seconds:.0f} s; its last records may be missing")
-        if self.num_dropped:
-            logger.warning(f"{self.num_dropped} records did not reach W&B; metrics.jsonl has them all")
-
-    def _work(self, options: dict[str, Any]) -> None:
-        """Open the run, log what arrives, finish it."""
-        try:
-            import wandb
-
-            run = wandb.init(settings=_settings(wandb), **options)
-            while (item := self._queue.get()) is not None:
-                step, values = item
-                run.log(values, step=step)
-            run.finish()
-        except BaseException as error:  # even SystemExit, which the client raises in this thread where it cannot log in
-            logger.warning(f"W&B failed: {redact(f'{type(error).__name__}: {error}')}; training goes on without it")
-            self._failed = True
+    return TrackerSink("W&B", open_client, lambda record: {**request.tags(record), **_known_names(record)})
 
 
 def _settings(wandb: ModuleType) -> object:

@@ -1,0 +1,100 @@
+"""MLflow: a run on the server of MLFLOW_TRACKING_URI, or without it in files below the run folder."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config.schema import Config
+from shardtrain.metrics.sinks import Request
+from shardtrain.metrics.sinks.tensorboard import missing_package
+from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
+from shardtrain.utils.errors import ConfigError, Problem
+
+RUN_ID_FILE = "mlflow_run_id"
+"""Below the run folder: the run that a resumed run continues."""
+_PARAMETER_LENGTH = 500
+_AT_A_TIME = 100
+"""Parameters that one request may carry."""
+
+
+def problem(config: Config) -> Problem | None:
+    """Why the sink that a config asks for cannot be opened."""
+    if not config.metrics.enable_mlflow:
+        return None
+    return missing_package("mlflow", "metrics.enable_mlflow", pip="mlflow-skinny")
+
+
+def open_sink(request: Request) -> TrackerSink | None:
+    """The sink of this rank. Raises ConfigError where the package is missing."""
+    if not request.config.metrics.enable_mlflow or not request.is_wanted:
+        return None
+    if missing := problem(request.config):
+        raise ConfigError(missing)
+    return TrackerSink("MLflow", lambda: _Run(request), lambda record: record.json_fields())
+
+
+class _Run(Client):
+    """One run of MLflow, spoken to by its client object, so that no global state of the library is touched."""
+
+    def __init__(self, request: Request) -> None:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        # the library warns that files are for small teams; that is what they are here
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        where = os.environ.get("MLFLOW_TRACKING_URI") or (request.folder / "mlruns").absolute().as_uri()
+        self._client = MlflowClient(tracking_uri=where)
+        kept = Path(request.folder) / (RUN_ID_FILE if request.rank is None else f"{RUN_ID_FILE}.{request.rank}")
+        known = kept.read_text().strip() if request.facts.start_step and kept.is_file() else ""
+        if known:
+            self._id = known
+            self._client.set_terminated(self._id, "RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "shardtrain"
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        title = os.environ.get("MLFLOW_RUN_NAME") or (request.config.job.description or None)
+        self._id = self._client.create_run(experiment, run_name=title).info.run_id
+        kept.write_text(f"{self._id}\n")
+        flat = list(_flat(run_config(request)))
+        for start in range(0, len(flat), _AT_A_TIME):
+            params = [Param(key, value[:_PARAMETER_LENGTH]) for key, value in flat[start : start + _AT_A_TIME]]
+            self._client.log_batch(self._id, params=params)
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Send what are numbers: MLflow knows no others, and no infinities."""
+        import time
+
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(_legal(name), float(value), now, step)
+            for name, value in values.items()
+            if type(value) in (int, float) and math.isfinite(value) and name != "step"
+        ]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _legal(name: str) -> str:
+    """A name with only the characters that MLflow allows."""
+    return "".join(char if char.isalnum() or char in "_-. /" else "_" for char in name)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    found = []
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((prefix + key, str(value)))
+    return found

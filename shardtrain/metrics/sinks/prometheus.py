@@ -1,0 +1,87 @@
+"""Prometheus: the last logged step as gauges, for a server that asks for them while the run is under way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shardtrain.config.schema import Config
+from shardtrain.metrics.record import Record
+from shardtrain.metrics.sinks import Request
+from shardtrain.metrics.sinks.tensorboard import missing_package
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
+
+
+def problem(config: Config) -> Problem | None:
+    """Why the sink that a config asks for cannot be opened."""
+    port = config.metrics.prometheus_port
+    if not 0 <= port < 65536:
+        return Problem("metrics.prometheus_port", port, "is not a port", "use 1024 to 65535, or 0 for none")
+    return missing_package("prometheus_client", "metrics.prometheus_port") if port else None
+
+
+def open_sink(request: Request) -> PrometheusSink | None:
+    """The sink of the writer rank; one warning, and none, where the port cannot be had.
+
+    Raises:
+        ConfigError: where the package is missing.
+    """
+    options = request.config.metrics
+    if not options.prometheus_port or not request.facts.is_writer:
+        return None
+    if missing := problem(request.config):
+        raise ConfigError(missing)
+    labels = {"model": request.facts.model, "run": str(request.folder.absolute().name)}
+    try:
+        return PrometheusSink(options.prometheus_port, options.prometheus_address, labels)
+    except OSError as error:
+        where = f"{options.prometheus_address}:{options.prometheus_port}"
+        logger.warning(f"Prometheus cannot be answered at {where}: {error.strerror}; training goes on without it")
+        return None
+
+
+class PrometheusSink:
+    """Gauges ``shardtrain_loss``, ``shardtrain_tokens_per_second`` and so on, by the names of ``metrics.jsonl``.
+
+    Raises:
+        OSError: where the address cannot be listened on.
+    """
+
+    def __init__(self, port: int, address: str, labels: Mapping[str, str]) -> None:
+        import prometheus_client
+
+        self._labels = dict(labels)
+        # a registry of its own: the library's holds facts about the process that nobody asked for
+        self._registry = prometheus_client.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        self._server, self._thread = prometheus_client.start_http_server(port, address, self._registry)
+        self.port = int(self._server.server_port)
+
+    def write(self, record: Record) -> None:
+        """Show a logged step."""
+        self._set({name: value for name, value in record.json_fields().items() if name != "order_hash"})
+
+    def validation(self, step: int, values: Mapping[str, float]) -> None:
+        """Show results on held-out data."""
+        self._set({f"validation_{name}": value for name, value in values.items()} | {"validation_step": step})
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _set(self, values: Mapping[str, Any]) -> None:
+        from prometheus_client import Gauge
+
+        for name, value in values.items():
+            legal = "".join(char if char.isascii() and char.isalnum() else "_" for char in name)
+            if legal not in self._gauges:
+                help_text = f"{name} of the last logged step"
+                self._gauges[legal] = Gauge(
+                    f"shardtrain_{legal}", help_text, list(self._labels), registry=self._registry
+                )
+            # what is not known at this step is NaN, not the value of an earlier one
+            self._gauges[legal].labels(**self._labels).set(math.nan if value is None else value)

@@ -1,0 +1,53 @@
+"""trackio: W&B's interface on this machine's own files, or on a Space of Hugging Face by TRACKIO_SPACE_ID."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from shardtrain.config.schema import Config
+from shardtrain.metrics.sinks import Request
+from shardtrain.metrics.sinks.tensorboard import missing_package
+from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
+from shardtrain.utils.errors import ConfigError, Problem
+
+
+def problem(config: Config) -> Problem | None:
+    """Why the sink that a config asks for cannot be opened."""
+    return missing_package("trackio", "metrics.enable_trackio") if config.metrics.enable_trackio else None
+
+
+def open_sink(request: Request) -> TrackerSink | None:
+    """The sink of this rank. Raises ConfigError where the package is missing."""
+    if not request.config.metrics.enable_trackio or not request.is_wanted:
+        return None
+    if missing := problem(request.config):
+        raise ConfigError(missing)
+    return TrackerSink("trackio", lambda: _Run(request), lambda record: record.json_fields())
+
+
+class _Run(Client):
+    """One run of trackio; a resumed one continues under its name."""
+
+    def __init__(self, request: Request) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str((request.folder / "trackio").absolute()))
+        import trackio
+
+        name = os.environ.get("TRACKIO_RUN_NAME") or request.folder.absolute().name
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT") or "shardtrain",
+            name=name if request.rank is None else f"{name}-rank{request.rank}",
+            space_id=os.environ.get("TRACKIO_SPACE_ID") or None,
+            config=run_config(request),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,  # what is measured is what metrics.jsonl has
+            auto_log_cpu=False,
+        )
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        self._run.log({name: value for name, value in values.items() if name != "step"}, step=step)
+
+    def finish(self) -> None:
+        self._run.finish()

@@ -1,0 +1,138 @@
+"""The real clients of MLflow, trackio and Prometheus: what a run hands over is what the service then tells."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import sqlite3
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import patience
+import pytest
+import torch
+
+from shardtrain.metrics import Metrics, metrics_problems
+from shardtrain.metrics.sinks.prometheus import PrometheusSink
+
+
+@pytest.fixture(autouse=True)
+def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's own settings would send the metrics of a test elsewhere."""
+    for name in list(os.environ):
+        if name.startswith(("MLFLOW_", "TRACKIO_")):
+            monkeypatch.delenv(name)
+    for name in ("TRACKIO_DIR", "MLFLOW_ALLOW_FILE_STORE"):  # which the sinks set: afterwards they are as before
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+
+
+def test_mlflow_holds_every_number_and_option_and_a_resumed_run_continues_its_own(tmp_path, kit, monkeypatch) -> None:
+    client = pytest.importorskip("mlflow.tracking").MlflowClient
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MY_SERVICE_PASSWORD", "correct-horse-battery")
+    options = {"enable_mlflow": True}
+    kit.run(tmp_path, 5, options=options, total_steps=10)
+    kit.run(tmp_path, 10, start_step=5, options=options, total_steps=10)
+    store = client(tracking_uri=(tmp_path / "mlruns").as_uri())
+    experiment = store.get_experiment_by_name("shardtrain")
+    (run,) = store.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["training.seq_len"] == "2048" and run.data.params["run.model"] == "llama3/debugmodel"
+    losses = [(one.step, one.value) for one in store.get_metric_history(run.info.run_id, "loss")]
+    assert [step for step, _ in losses] == [1, 5, 10] and losses[0][1] == 1.0
+    everything = b"".join(path.read_bytes() for path in (tmp_path / "mlruns").rglob("*") if path.is_file())
+    assert b"correct-horse" not in everything
+
+
+def test_trackio_holds_every_number_in_files_of_the_run(tmp_path, kit) -> None:
+    if importlib.util.find_spec("trackio") is None:  # importing it here would fix where its files lie
+        pytest.skip("trackio is not installed")
+    run = tmp_path / "my_run"
+    run.mkdir()
+    kit.run(run, 10, options={"enable_trackio": True}, total_steps=10)
+    files = [path for path in (run / "trackio").rglob("*.db")]
+    assert len(files) == 1, list((run / "trackio").rglob("*"))
+    with sqlite3.connect(files[0]) as data:
+        rows = data.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    assert [row[1] for row in rows] == [1, 5, 10] and {row[0] for row in rows} == {"my_run"}
+    assert b'"loss":1.0' in bytes(rows[0][2]).replace(b" ", b"")
+
+
+def test_an_mlflow_server_that_is_not_there_is_one_warning_and_training_goes_on(
+    tmp_path, kit, caplog, monkeypatch
+) -> None:
+    pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    kit.run(tmp_path, 5, options={"enable_mlflow": True})
+    assert caplog.text.count("MLflow failed") == 1
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def scraped(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=patience.seconds(10)) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def test_prometheus_is_told_the_last_logged_step_until_the_run_ends(tmp_path, kit) -> None:
+    pytest.importorskip("prometheus_client")
+    port = free_port()
+    with Metrics(kit.config(prometheus_port=port), tmp_path, kit.facts(), kit.OneRank()) as metrics:
+        metrics.update(1, torch.tensor(3.0), 2, 2, 0.5, 1e-3, 0.0)
+        metrics.validation(1, {"loss": 2.5})
+        found = scraped(port)
+        assert (found["shardtrain_loss"], found["shardtrain_grad_norm"], found["shardtrain_step"]) == (1.5, 0.5, 1)
+        assert found["shardtrain_validation_loss"] == 2.5 and not [name for name in found if "python" in name]
+    with pytest.raises(urllib.error.URLError):
+        scraped(port)
+
+
+def test_prometheus_listens_on_the_loopback_unless_told_otherwise_and_a_taken_port_stops_nothing(
+    tmp_path, kit, caplog
+) -> None:
+    pytest.importorskip("prometheus_client")
+    sink = PrometheusSink(0, kit.config().metrics.prometheus_address, {})
+    try:
+        assert sink._server.server_address[0] == "127.0.0.1"
+        kit.run(tmp_path, 5, options={"prometheus_port": sink.port})
+    finally:
+        sink.close()
+    assert "Prometheus cannot be answered" in caplog.text
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("option", [{"enable_mlflow": True}, {"enable_trackio": True}, {"prometheus_port": 9000}])
+def test_a_missing_package_is_told_before_training(option, kit, monkeypatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("mlflow", "trackio", "prometheus_client"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (problem,) = metrics_problems(kit.config(**option))
+    assert problem.option == f"metrics.{next(iter(option))}" and "pip install" in problem.fix
+
+
+def test_a_port_that_is_none_is_told(kit) -> None:
+    (problem,) = metrics_problems(kit.config(prometheus_port=70_000))
+    assert problem.option == "metrics.prometheus_port"
+
+
+def test_the_dashboard_asks_for_what_a_run_tells(kit, tmp_path) -> None:
+    pytest.importorskip("prometheus_client")
+    dashboard = json.loads((Path(__file__).parents[2] / "docs/grafana_dashboard.json").read_text())
+    asked = {target["expr"].partition("{")[0] for panel in dashboard["panels"] for target in panel["targets"]}
+    port = free_port()
+    with Metrics(kit.config(prometheus_port=port), tmp_path, kit.facts(), kit.OneRank()) as metrics:
+        metrics.update(1, torch.tensor(3.0), 2, 2, 0.5, 1e-3, 0.0, {"goodput": 0.5})
+        metrics.validation(1, {"loss": 2.5})
+        assert asked <= scraped(port).keys()
