@@ -18,7 +18,7 @@ from shardtrain.metrics.memory import read_peak
 from shardtrain.metrics.meters import Window, WindowMeans
 from shardtrain.metrics.progress import Progress, progress_allowed
 from shardtrain.metrics.record import Record, Reduce, RunFacts
-from shardtrain.metrics.sinks import Request, Sink, console, tensorboard, wandb
+from shardtrain.metrics.sinks import Request, Sink, console, mlflow, prometheus, tensorboard, trackio, wandb
 from shardtrain.metrics.sinks.jsonl import JsonlFiles
 from shardtrain.metrics.sinks.own import OwnSink
 from shardtrain.utils.errors import Problem
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Metrics", "Record", "Reduce", "RunFacts", "metrics_problems"]
 
-_OPTIONAL = (tensorboard, wandb)
+_OPTIONAL = (tensorboard, wandb, mlflow, trackio, prometheus)
 """Sinks that an option turns on."""
 
 
@@ -77,8 +77,10 @@ class Metrics:
         self._start_tokens = tokens_seen
         self._sinks = list(self._open_sinks(config))
         self._progress: Progress | None = None
-        if facts.is_writer and progress_allowed(not self._options.disable_color_printing):
-            self._progress = Progress(facts.total_steps, facts.start_step)
+        if facts.is_writer and progress_allowed():
+            self._progress = Progress(
+                facts.total_steps, facts.start_step, color=not self._options.disable_color_printing
+            )
         self._closed = False
         self._log_header()
         self._start_seconds = clock()
@@ -187,7 +189,7 @@ class Metrics:
 
     def _open_sinks(self, config: Config) -> Iterator[Sink]:
         """The sinks of this rank, in the order in which they are written."""
-        yield console.Console()
+        yield console.Console(self._facts.total_steps)
         request = Request(config, self._run_folder, self._facts)
         if self._facts.is_writer:
             files = JsonlFiles(self._run_folder, self._facts.start_step)

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from shardtrain.metrics.record import Record
-from shardtrain.utils.log import color_allowed
+from shardtrain.utils.log import redraw_allowed
 from shardtrain.utils.units import format_seconds
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ class Progress:
     No thread of its own: it draws when a step ends.
     """
 
-    def __init__(self, total_steps: int, start_step: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, total_steps: int, start_step: int, clock: Callable[[], float] = time.monotonic, color: bool = True
+    ) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -34,8 +36,10 @@ class Progress:
         self._record: Record | None = None
         self._clock = clock
         self._drawn = -float("inf")
+        # rich asks NO_COLOR itself
+        self._console = Console(stderr=True, no_color=True if not color else None)
         self._live = Live(
-            self._render(), console=Console(stderr=True), auto_refresh=False, transient=True, redirect_stdout=True
+            self._render(), console=self._console, auto_refresh=False, transient=True, redirect_stdout=True
         )
         self._live.start()
 
@@ -67,9 +71,17 @@ class Progress:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
+        words = texts(self._step, self._total_steps, self._record)
+        room = self._console.width - 2 * len(words)
+        while len(words) > 1 and sum(map(len, words)) > room:
+            room += 2
+            words.pop()  # a line that wraps could not be drawn again
         table = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=max(self._total_steps, 1), completed=self._step, width=24)
-        table.add_row(bar, *texts(self._step, self._total_steps, self._record))
+        bar = min(24, room - sum(map(len, words)))
+        drawn = [ProgressBar(total=max(self._total_steps, 1), completed=self._step, width=bar)] if bar >= 4 else []
+        for _ in (*drawn, *words):
+            table.add_column(no_wrap=True)
+        table.add_row(*drawn, *words)
         return table
 
 
@@ -86,6 +98,6 @@ def texts(step: int, total_steps: int, record: Record | None) -> list[str]:
     return words
 
 
-def progress_allowed(color_wanted: bool, stream: TextIO | None = None) -> bool:
-    """Whether a live line may be drawn: a terminal where colours are allowed."""
-    return color_allowed(stream or sys.stderr, color_wanted)
+def progress_allowed(stream: TextIO | None = None) -> bool:
+    """Whether a live line may be drawn: a terminal that can redraw it. Colours are another matter."""
+    return redraw_allowed(stream or sys.stderr)

@@ -91,9 +91,12 @@ def color_allowed(stream: TextIO, wanted: bool = True) -> bool:
 
     ``NO_COLOR`` is the convention of no-color.org: any value but the empty one forbids colours.
     """
-    if not wanted or os.environ.get("NO_COLOR") or os.environ.get("SLURM_JOB_ID"):
-        return False
-    return os.environ.get("TERM") != "dumb" and stream.isatty()
+    return wanted and not os.environ.get("NO_COLOR") and redraw_allowed(stream)
+
+
+def redraw_allowed(stream: TextIO) -> bool:
+    """Whether lines of ``stream`` may be drawn again: a terminal that can, outside Slurm, whose logs are files."""
+    return not os.environ.get("SLURM_JOB_ID") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
 class SecretFilter(logging.Filter):
@@ -111,17 +114,27 @@ class SecretFilter(logging.Filter):
         colored = getattr(record, "colored", None)
         if colored:
             record.colored = redact(visible(colored, colors=True))
+        terminal = getattr(record, "terminal", None)
+        if terminal:
+            record.terminal = redact(visible(terminal, colors=True))
         return True
 
 
 class _LineFormatter(logging.Formatter):
-    """``[rank1] 2026-01-31 12:00:00 INFO message``; uses the coloured form of a message where colours are allowed."""
+    """``[rank1] 2026-01-31 12:00:00 INFO message``; uses the coloured form of a message where colours are allowed.
+
+    On a terminal a message that has a form of its own for it is written so, without time and level.
+    """
 
     def __init__(self, start: str) -> None:
         super().__init__(start + "%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
-        self.color = False
+        self._start = start
+        self.color = self.terminal = False
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        row = getattr(record, "terminal", None)
+        if self.terminal and row:
+            return "\n".join(self._start + line for line in str(row if self.color else _ANSI.sub("", row)).split("\n"))
         colored = getattr(record, "colored", None)
         if self.color and colored:
             record.message = colored
@@ -198,4 +211,5 @@ class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
         self._formatter.color = color_allowed(sys.stderr, self._color_wanted)
+        self._formatter.terminal = sys.stderr.isatty()
         super().emit(record)

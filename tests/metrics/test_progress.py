@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from shardtrain.metrics import Metrics
+from shardtrain.metrics.memory import HostMemory
 from shardtrain.metrics.progress import progress_allowed
+from shardtrain.metrics.record import Record
+from shardtrain.metrics.sinks.console import Table
 from shardtrain.utils import log
 
 
@@ -50,23 +53,53 @@ def test_a_live_line_shows_step_loss_speed_and_time_left_and_leaves_log_lines_wh
     assert sys.stderr is stream
 
 
-@pytest.mark.parametrize("reason", ["SLURM_JOB_ID", "NO_COLOR", "option"])
-def test_there_is_no_live_line_where_colours_are_off(tmp_path, terminal, kit, monkeypatch, reason):
+def test_there_is_no_live_line_in_a_slurm_job(tmp_path, terminal, kit, monkeypatch):
     stream = terminal()
-    options = {"disable_color_printing": True} if reason == "option" else {}
-    if reason != "option":
-        monkeypatch.setenv(reason, "1")
-    log.setup(0, 1, tmp_path, "log.txt", color=reason != "option")
-    log.logger.info("before")
-    with Metrics(kit.config(**options), tmp_path, kit.facts(), kit.OneRank()) as metrics:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    log.setup(0, 1, tmp_path, "log.txt")
+    with Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank()) as metrics:
         assert metrics._progress is None
         metrics.update(1, torch.tensor(1.5), 1, 1, 1.0, 1.0, 0.0)
     assert "\x1b" not in stream.getvalue()
-    assert "step:  1" in stream.getvalue()
+
+
+@pytest.mark.parametrize("reason", ["NO_COLOR", "option"])
+def test_no_colour_is_no_reason_to_have_no_live_line(tmp_path, terminal, kit, monkeypatch, reason):
+    stream = terminal()
+    if reason == "NO_COLOR":
+        monkeypatch.setenv("NO_COLOR", "1")
+    train(tmp_path, kit, **({"disable_color_printing": True} if reason == "option" else {}))
+    assert "step 1/3" in stream.getvalue()
+    if reason == "NO_COLOR":
+        colours = re.findall(r"\x1b\[([0-9;]*)m", stream.getvalue())
+        assert not [code for code in colours if re.search(r"(^|;)[349][0-7]", code)], colours
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 80, 96, 120])
+def test_neither_a_row_nor_the_live_line_is_wider_than_the_terminal(tmp_path, terminal, kit, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = terminal()
+    monkeypatch.setenv("NO_COLOR", "1")
+    log.setup(0, 1, tmp_path, "log.txt", color=False)
+    facts = kit.facts(total_steps=12_000)
+    with Metrics(kit.config(log_freq=10), tmp_path, facts, kit.OneRank()) as metrics:
+        for step in range(9980, 10_001):
+            extra = {"accuracy": 0.5, "spikes": 0, "goodput_data_seconds": 3.0}
+            metrics.update(step, torch.tensor(1.5), 1, 1, 1.0, 1.0, 0.0, extra)
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue().replace("\x1b[2K", "\n"))
+    rows = [line.rstrip() for line in re.split(r"[\r\n]+", drawn) if not re.match(r"\S+ \S+ (INFO|WARNING) ", line)]
+    assert max(map(len, rows)) <= min(columns, 96)
+    assert any(row.lstrip().startswith("9990/12000") for row in rows)
+    named = [row for row in rows if row.lstrip().startswith("step  ")]
+    assert len(named) == 1
+    assert ("accuracy" in named[0]) == (columns >= 96) and "goodput" not in named[0]
+    assert "loss" in named[0]
+    text = (tmp_path / "log.txt").read_text()  # the file has the line that is searched for, whole
+    assert "step: 9990  loss:" in text and "accuracy: 0.5" in text
 
 
 def test_a_pipe_has_no_live_line():
-    assert not progress_allowed(True, io.StringIO())
+    assert not progress_allowed(io.StringIO())
 
 
 def test_a_rank_that_does_not_write_has_no_live_line(tmp_path, terminal, kit):
@@ -82,3 +115,19 @@ def test_the_terminal_is_given_back_when_a_run_fails(tmp_path, terminal, kit):
         raise KeyError("stop")
     assert sys.stderr is stream
     assert "\x1b[?25h" in stream.getvalue()  # the cursor is shown again
+
+
+def test_the_names_stand_above_the_first_row_every_fortieth_and_where_columns_change():
+    def row(step, **extra):
+        record = Record(
+            step=step, loss=2.0, max_loss=2.0, grad_norm=1.0, lr=1e-3, tokens_seen=1, tokens_per_second=1.0, tps=1.0,
+            tflops=0.1, mfu=None, step_seconds=0.5, data_seconds=0.0, memory=HostMemory(1.0), eta_seconds=9.0,
+            extra=extra,
+        )  # fmt: skip
+        return table.row(record, 96, color=False).split("\n")
+
+    table = Table(200)
+    with_names = [step for step in range(1, 101) if len(row(step)) == 2]
+    assert with_names == [1, 41, 81]
+    names, text = row(101, accuracy=0.25)
+    assert names.endswith("accuracy") and text.endswith("0.25") and len(names) == len(text)

@@ -1,15 +1,22 @@
-"""The log line of a step, in the words that torchtitan's users search for."""
+"""A logged step for people: a row of a table on a terminal, elsewhere a line in the words of torchtitan."""
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
 
 from shardtrain.metrics.record import Record
-from shardtrain.utils.log import logger
+from shardtrain.utils.log import color_allowed, logger
 from shardtrain.utils.units import format_seconds
 
 _COUNTS = ("skipped_updates", "spikes", "rewinds", "goodput")
 """Shown where they are not 0."""
+_COLUMNS = (
+    "step", "loss", "grad_norm", "tps", "left", "lr", "mfu", "memory", "step_seconds", "data_seconds",
+)  # fmt: skip
+"""Of the table on a terminal, the most important first."""
+_TITLES = {"memory": "GiB", "step_seconds": "step", "data_seconds": "data"}
 _CYAN, _GREEN, _YELLOW, _BLUE, _MAGENTA, _RED, _RESET = (f"\x1b[{code}m" for code in (36, 32, 33, 34, 35, 31, 0))
 
 
@@ -26,12 +33,72 @@ def colored_line(record: Record) -> str:
     return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in _parts(record))
 
 
+class Table:
+    """Logged steps as rows of a table, for a terminal: no wider than it or 96 columns, whichever is less.
+
+    The columns that do not fit are left out, the last of ``_COLUMNS`` first; metrics of the user's own follow where
+    there is room. The names stand above the first row, above every fortieth, and wherever the columns change.
+    """
+
+    MOST_COLUMNS = 96
+    ROWS = 40
+
+    def __init__(self, total_steps: int) -> None:
+        self._step_width = max(4, 2 * len(str(total_steps)) + 1)
+        self._total_steps = total_steps
+        self._names: list[str] = []
+        self._rows = 0
+
+    def row(self, record: Record, columns: int, color: bool) -> str:
+        """The row, below the names where they are due; ``columns`` is the width that there is."""
+        cells = self._cells(record)
+        room = min(columns, self.MOST_COLUMNS) + 1
+        kept: set[str] = set()
+        for name in [name for name in _COLUMNS if name in cells] + [name for name in cells if name not in _COLUMNS]:
+            width = cells[name][0] + 1
+            if width <= room:
+                kept.add(name)
+                room -= width
+        names = [name for name in cells if name in kept]
+        text = " ".join(_painted(cells[name], color) for name in names)
+        if names != self._names or self._rows % self.ROWS == 0:
+            self._names, self._rows = names, 0
+            text = " ".join(f"{_TITLES.get(name, name):>{cells[name][0]}}" for name in names) + "\n" + text
+        self._rows += 1
+        return text
+
+    def _cells(self, record: Record) -> dict[str, tuple[int, str, str]]:
+        """Width, text and colour of each column by its name, from left to right."""
+        cells = {
+            "step": (self._step_width, f"{record.step}/{self._total_steps}", _RED),
+            "loss": (8, _number(record.loss, 5), _GREEN),
+            "grad_norm": (9, _number(record.grad_norm, 4), _YELLOW),
+            "lr": (9, f"{record.lr:.3e}", ""),
+            "memory": (6, f"{record.memory.peak_gib:.2f}", _CYAN),
+            "tps": (7, f"{record.tps:,.0f}", _BLUE),
+            "mfu": (6, "-" if record.mfu is None else f"{100 * record.mfu:.1f}%", _MAGENTA),
+            "step_seconds": (7, _seconds(record.step_seconds), ""),
+            "data_seconds": (6, _seconds(record.data_seconds), ""),
+            "left": (7, format_seconds(record.eta_seconds), ""),
+        }
+        for key, value in record.extra.items():
+            if _is_shown(key, value):
+                cells[key] = (max(len(key), 8), f"{value:.4g}", "")
+        return cells
+
+
 class Console:
-    """The log of each rank; the console's handler takes the coloured form where colours are allowed."""
+    """The log of each rank. Where its console is a terminal it gets a table, and the file the greppable line."""
+
+    def __init__(self, total_steps: int = 0) -> None:
+        self._table = Table(total_steps)
 
     def write(self, record: Record) -> None:
         """Log the line."""
-        logger.info(line(record), extra={"colored": colored_line(record)})
+        row = None
+        if sys.stderr.isatty():
+            row = self._table.row(record, shutil.get_terminal_size().columns, color_allowed(sys.stderr))
+        logger.info(line(record), extra={"colored": colored_line(record), "terminal": row})
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         """Log results on held-out data."""
@@ -40,6 +107,26 @@ class Console:
 
     def close(self) -> None:
         """Do nothing: the log goes on."""
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.3g}"
+
+
+def _seconds(value: float) -> str:
+    """Four digits at most and a unit, so that the column keeps its width."""
+    return f"{value:.{3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0}f}s"
+
+
+def _painted(cell: tuple[int, str, str], color: bool) -> str:
+    width, text, code = cell
+    padded = f"{text:>{width}}"
+    return f"{code}{padded}{_RESET}" if color and code else padded
+
+
+def _is_shown(key: str, value: float) -> bool:
+    """The parts of goodput are for the files, and so are counts of what has not happened: they would fill the line."""
+    return not key.startswith("goodput_") and (bool(value) or key not in _COUNTS)
 
 
 def _parts(record: Record) -> list[tuple[str, str]]:
@@ -57,7 +144,5 @@ def _parts(record: Record) -> list[tuple[str, str]]:
         (_MAGENTA, f"mfu: {mfu}"),
         ("", f"data: {record.data_seconds:.3f}s"),
     ]
-    # the bins of the goodput are for the files, and so are counts of what has not happened: they would fill the line
-    extra = {key: value for key, value in record.extra.items() if not key.startswith("goodput_")}
-    parts += [("", f"{key}: {value:.4g}") for key, value in extra.items() if value or key not in _COUNTS]
+    parts += [("", f"{key}: {value:.4g}") for key, value in record.extra.items() if _is_shown(key, value)]
     return [*parts, ("", f"left: {format_seconds(record.eta_seconds)}")]

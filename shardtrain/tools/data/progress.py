@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from shardtrain.utils.log import color_allowed
+from shardtrain.utils.log import redraw_allowed
 from shardtrain.utils.units import format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Progress:
         self._title, self._total_bytes, self._done_before = title, total_bytes, done
         self._started = self._said = time.monotonic()
         self._bar: RichProgress | None = None
-        if color_allowed(sys.stderr):
+        if redraw_allowed(sys.stderr):
             self._bar = _bar(title)
             self._task = self._bar.add_task(title, total=1.0, words="")
             self._bar.update(self._task, completed=done)
