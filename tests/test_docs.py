@@ -160,7 +160,7 @@ def shell(tmp_path_factory):
 
 # those of recipes want folders of the hub: tests/test_recipes.py runs them on tiny ones
 WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text() and page not in RECIPES]
-FIRST = [page for page in WITH_COMMANDS if page.name in ("README.md", "CONTRIBUTING.md", "clusters.md")]
+FIRST = [page for page in WITH_COMMANDS if page.name in ("CONTRIBUTING.md", "clusters.md")]
 
 
 @pytest.mark.timeout(400)

@@ -62,7 +62,11 @@ def test_mesh_and_memory_options_change_no_number(name: str) -> None:
         assert_same_numbers(result, reference())
 
 
-@pytest.mark.parametrize(("num_ranks", "parallelism"), cases([(1, {})], nightly=[(2, {}), (2, TENSOR_2)]))
+@pytest.mark.nightly(
+    "by the compiler of kernels",
+    by="tests/distributed/test_compile.py::test_names_never_change_and_numbers_are_those_of_eager_mode",
+)
+@pytest.mark.parametrize(("num_ranks", "parallelism"), [(1, {}), (2, {}), (2, TENSOR_2)])
 def test_compile_changes_no_number(num_ranks: int, parallelism: dict[str, Any]) -> None:
     # fused kernels round otherwise than eager ones: the loss is held to 1e-5 all the same
     config = tiny_config(parallelism=parallelism, compile={"enable": True})
@@ -70,8 +74,11 @@ def test_compile_changes_no_number(num_ranks: int, parallelism: dict[str, Any]) 
         assert_same_numbers(result, reference(5))
 
 
-@pytest.mark.nightly("without recomputation", by="tests/test_same_numbers.py::test_compile_changes_no_number")
-@pytest.mark.parametrize("mode", cases(["full"], nightly=["memory_budget"]))
+@pytest.mark.nightly(
+    "with recomputation",
+    by="tests/distributed/test_compile.py::test_names_never_change_and_numbers_are_those_of_eager_mode",
+)
+@pytest.mark.parametrize("mode", ["full", "memory_budget"])
 def test_compile_with_recompute_changes_no_number(mode: str) -> None:
     config = tiny_config(compile={"enable": True}, activation_checkpoint={"mode": mode})
     for result in run_tiny(2, config, steps=3):

@@ -162,7 +162,10 @@ def test_nothing_drops_unless_asked_and_never_in_validation(tmp_path: Path) -> N
     assert sure == trained == validated != dropped
 
 
-@pytest.mark.nightly("blocks of our own", by="tests/test_same_numbers.py::test_compile_changes_no_number")
+@pytest.mark.nightly(
+    "blocks of our own",
+    by="tests/distributed/test_compile.py::test_names_never_change_and_numbers_are_those_of_eager_mode",
+)
 def test_compiled_blocks_compute_the_same(tmp_path: Path) -> None:
     """On the data mesh; with tensor parallelism the pair is refused."""
     plain = run_ranks(2, train_steps, config_for("llama", tmp_path, in_hf=False), 2)[0]
