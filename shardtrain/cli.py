@@ -48,6 +48,8 @@ usage: shardtrain VERB ...
   test CONFIG.toml [--checkpoint best|latest|STEP|PATH]       metrics and predictions of the held-out sets, in files
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
   report RUN_FOLDER ... [-o report.html]                      curves, validation, time and options of runs, as one page
+  profile RUN_FOLDER                                          costliest operations, exposed communication and memory
+                                                              of its profiler traces
   watch [RUN_FOLDER ...]                                      a live view of runs in the terminal, from their files
   runs [FOLDER]                                               list the runs below a folder: state, step, loss, age
   doctor [CONFIG.toml] [--nproc N] ...                        find what would end or slow a run on this machine or job
@@ -92,7 +94,7 @@ def _dispatch(words: list[str]) -> int:
     verb, rest = (words[0], words[1:]) if words else ("help", [])
     if verb not in VERBS:
         names = [name for name in VERBS if not name.startswith("-")]
-        near = difflib.get_close_matches(verb, names, 1)
+        near = [_OTHER_NAMES[verb]] if verb in _OTHER_NAMES else difflib.get_close_matches(verb, names, 1)
         fix = (f"did you mean {near[0]}? " if near else "") + f"use one of {', '.join(names)}"
         raise ConfigError(Problem("shardtrain", verb, "is not a verb", fix, "command line"))
     return VERBS[verb](rest)
@@ -250,7 +252,11 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
         code = local.launch(loaded, choice.count, command=command, max_restarts=restarts)
     for line in _planned(code, loaded, choice.count, machine):
         print(line, file=sys.stderr)
-    return _go_on(code)
+    if code == 0:
+        _show_sample(loaded)
+        for line in _next_commands(loaded, words):
+            print(line, file=sys.stderr)
+    return code
 
 
 def _planned(code: int, loaded: Loaded, world_size: int, machine: Machine) -> list[str]:
@@ -268,12 +274,43 @@ def _planned(code: int, loaded: Loaded, world_size: int, machine: Machine) -> li
     return []
 
 
-def _go_on(code: int) -> int:
-    """Where a script has made the environment: how its user comes to have the command, once a run has succeeded."""
+def _show_sample(loaded: Loaded) -> None:
+    """Continue ``metrics.sample_prompt`` with the weights that the run has saved; a failure costs the text alone."""
+    config = loaded.config
+    if not config.metrics.sample_prompt or not config.checkpoint.enable or config.checkpoint.load_only:
+        return
+    from shardtrain.tools.generate import command
+
+    print("a sample, drawn at temperature 0.8:", file=sys.stderr, flush=True)
+    words = ["--from", config.job.dump_folder, "--prompt", config.metrics.sample_prompt, "--max_new_tokens", "200"]
+    try:
+        command.main([*words, "--temperature", "0.8", "--top_p", "0.9", "--seed", "1"])
+    except ShardtrainError as error:
+        print(f"note: no sample: {error}", file=sys.stderr)
+
+
+def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
+    """What to do now, told to a person at a terminal; where a script has made the environment, how to enter it too."""
     activate = os.environ.get("SHARDTRAIN_ACTIVATE")
-    if activate and code == 0:
-        print(f"to go on: {activate}; then `shardtrain --help` tells what there is", file=sys.stderr)
-    return code
+    if not activate and not sys.stderr.isatty():
+        return []
+    import shlex
+
+    config, found = loaded.config, []
+    folder = shlex.quote(config.job.dump_folder)
+    if activate:
+        found.append(activate)
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        if config.metrics.sample_prompt:
+            found.append(f"shardtrain generate --from {folder} --prompt {shlex.quote(config.metrics.sample_prompt)}")
+        steps = f"--training.steps={2 * config.training.steps}"
+        kept = [word for word in words if not word.startswith("--training.steps=")]
+        for place in [place for place, word in enumerate(kept) if word == "--training.steps"][::-1]:
+            del kept[place : place + 2]
+        if config.training.epochs is None:
+            found.append(f"shardtrain train {shlex.join([*kept, steps])}")
+    found.append(f"shardtrain report {folder}")
+    return [("next: " if number == 0 else "      ") + command for number, command in enumerate(found)]
 
 
 def _trainer() -> Callable[[Loaded], object]:
@@ -324,6 +361,17 @@ def _version(_words: list[str]) -> int:
     return 0
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("resume", "continue", "pretrain", "finetune", "fine-tune", "sft", "fit", "run"), "train"),
+    **dict.fromkeys(("chat", "sample", "infer", "inference", "predict", "complete"), "generate"),
+    **dict.fromkeys(("eval", "benchmark", "score"), "evaluate"),
+    **dict.fromkeys(("convert", "save"), "export"),
+    **dict.fromkeys(("ls", "list", "ps"), "runs"),
+    **dict.fromkeys(("submit", "sbatch", "srun"), "launch"),
+    **dict.fromkeys(("download", "tokenize", "prepare"), "data"),
+    "check": "config check", "new": "init", "estimate": "plan", "tail": "watch", "trace": "profile",
+}  # fmt: skip
+"""What other programs call the verbs."""
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "plan": _module("shardtrain.tools.plan.command"),
@@ -342,6 +390,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "report": _module("shardtrain.tools.report.command"),
     "runs": _module("shardtrain.tools.report.runs"),
     "watch": _module("shardtrain.tools.watch.command"),
+    "profile": _module("shardtrain.tools.profile.command"),
     "doctor": _module("shardtrain.tools.doctor"),
     "launch": lambda words: _module("shardtrain.launch.command")(words, _refuse_unfit),
     "replay": _module("shardtrain.tools.replay"),

@@ -210,7 +210,11 @@ def test_one_process_needs_no_launcher(tmp_path):
     assert "training with 1 process (as --nproc says)" in done.stderr
     assert "step:  1  loss:" in done.stderr
     assert "no configuration is named: this is the preset debug" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("to go on: source here/bin/activate; ")
+    told = done.stderr.splitlines()[-4:]
+    assert [line[6:].split(" --")[0] for line in told] == [
+        "source here/bin/activate", "shardtrain generate", "shardtrain train", f"shardtrain report {tmp_path}",
+    ], told  # fmt: skip
+    assert told[0].startswith("next: ") and told[2].endswith("--training.steps=2") and "a sample" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:'shardtrain.train' found in sys.modules")  # by the tests

@@ -29,32 +29,35 @@ CHATS = (
 # a command of the documentation -> what is added to it, so that it ends soon and leaves the working tree alone
 SMALLER = {
     "./run_train.sh": f"--training.steps 2 {TRAIN}",
-    "./run_train.sh --training.steps 20 --training.seq_len 128": TRAIN.replace("--training.seq_len=32", ""),
-    "NGPU=2 LOG_RANK=0,1 ./run_train.sh --parallelism.tensor_parallel_degree 2": f"--training.steps 2 {TRAIN}",
+    "./run_train.sh --training.steps 20 --training.seq_len 128 --job.dump_folder outputs/short": TRAIN.replace(
+        "--training.seq_len=32", ""
+    ),
+    "NGPU=2 LOG_RANK=0,1 ./run_train.sh --parallelism.tensor_parallel_degree 2 "
+    "--job.dump_folder outputs/tensor": f"--training.steps 2 {TRAIN}",
     "shardtrain train configs/debug.toml": f"--training.steps 2 {TRAIN}",
-    "shardtrain train configs/debug.toml --training.dataset tokens --training.dataset_path outputs/tokens": (
-        f"--training.steps 2 {TRAIN}"
-    ),
-    "shardtrain train configs/debug.toml --nproc 4 --parallelism.tensor_parallel_degree 2": (
-        f"--training.steps 2 {TRAIN}"
-    ),
-    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.enable --checkpoint.interval 10": TRAIN,
-    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.enable --job.dump_folder outputs/hub": TRAIN,
-    "shardtrain train configs/debug.toml --training.steps 30 --checkpoint.enable --checkpoint.interval 10": TRAIN,
-    "shardtrain train configs/debug.toml --checkpoint.enable --job.dump_folder outputs/first": (
-        f"--training.steps 2 {TRAIN}"
-    ),
-    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.enable --job.dump_folder "
-    "outputs/pretrained": TRAIN,
-    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.enable --checkpoint.initial_load_path "
+    "shardtrain train configs/debug.toml --training.dataset tokens --training.dataset_path outputs/tokens "
+    "--job.dump_folder outputs/of_tokens": (f"--training.steps 2 {TRAIN}"),
+    "shardtrain train configs/debug.toml --nproc 4 --parallelism.tensor_parallel_degree 2 "
+    "--job.dump_folder outputs/tensor": f"--training.steps 2 {TRAIN}",
+    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.interval 10 "
+    "--job.dump_folder outputs/continued": TRAIN,
+    "shardtrain train configs/debug.toml --training.steps 10 --profiling.enable_profiling "
+    "--job.dump_folder outputs/profiled": TRAIN,
+    "shardtrain train configs/debug.toml --training.steps 20 --job.dump_folder outputs/hub": TRAIN,
+    "shardtrain train configs/debug.toml --training.steps 30 --checkpoint.interval 10 "
+    "--job.dump_folder outputs/continued": TRAIN,
+    "shardtrain train configs/debug.toml --job.dump_folder outputs/first": (f"--training.steps 2 {TRAIN}"),
+    "shardtrain train configs/debug.toml --training.steps 20 --job.dump_folder outputs/pretrained": TRAIN,
+    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.initial_load_path "
     f"outputs/model --checkpoint.initial_load_in_hf {CHATS} --job.dump_folder outputs/tuned": TRAIN,
     "shardtrain train configs/debug_lora.toml --training.steps 20 --lora.random_base false --checkpoint.enable "
     "--checkpoint.initial_load_path outputs/model --checkpoint.initial_load_in_hf "
     f"{CHATS} --job.dump_folder outputs/adapted": TRAIN,
     "shardtrain train configs/debug.toml --task.name preference --training.dataset jsonl --training.dataset_path "
-    "outputs/pairs.jsonl --training.on_data_end repeat --training.steps 10 --checkpoint.enable "
+    "outputs/pairs.jsonl --training.on_data_end repeat --training.steps 10 "
     "--checkpoint.initial_load_path outputs/hub/checkpoint/step-20 --job.dump_folder outputs/preferred": TRAIN,
-    "torchrun --nproc-per-node 2 -m shardtrain train configs/debug.toml": f"--training.steps 2 {TRAIN}",
+    "torchrun --nproc-per-node 2 -m shardtrain train configs/debug.toml "
+    "--job.dump_folder outputs/by_torchrun": f"--training.steps 2 {TRAIN}",
     "shardtrain train configs/debug_classification.toml --job.dump_folder outputs/classification": (
         "--training.epochs 1 --training.local_batch_size 128 --training.device cpu"
     ),

@@ -156,16 +156,16 @@ def families_of(num_ranks: int, mesh: str) -> list[str]:
 
 
 def first_of() -> dict[tuple[int, str], list[str]]:
-    """The families of the default tier on each mesh: two where an axis or a schedule is alone, on two ranks.
+    """The families of the default tier on each mesh: one, alone on an axis or a schedule, and on products of two axes.
 
-    A product of two axes takes one on four ranks: always those that have had fewest, so that each family is on several
-    axes, and each pair of axes has some family. The others, and all products on eight ranks, are nightly.
+    Always the one that has had fewest, so that each family is alone on an axis and on a product, and each pair of axes
+    has some family. The others, and all products on eight ranks, are nightly.
     """
     chosen: dict[tuple[int, str], list[str]] = {}
     times = dict.fromkeys(FAMILIES, 0)
     for num_ranks, mesh in CASES:
         families = [family for family in families_of(num_ranks, mesh) if mesh in RELATIVES.get(family, (mesh,))]
-        number = {2: 2, 4: 1}.get(num_ranks, 0)
+        number = 1 if num_ranks in (2, 4) else 0
         fewest = sorted(families, key=lambda family: times[family])[:number]
         # a relative is on one product of two axes alone
         families = [one for one in families if num_ranks == 4 and one in RELATIVES] or fewest

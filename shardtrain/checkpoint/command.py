@@ -135,6 +135,11 @@ def _size(path: Place) -> int:
 
 
 def _verify(path: Place) -> int:
+    if not (path / MANIFEST).exists() and not retention.step_folders(path):
+        path = path / "checkpoint"  # of a run
+        if not retention.step_folders(path):
+            rule = "has no checkpoint: no folder in it or in its checkpoint/ is named step-N"
+            raise CheckpointError(f"{path.parent} {rule}; name one of these, or a run that has saved")
     paths: list[Place] = [path]
     if not (path / MANIFEST).exists() and retention.step_folders(path):
         paths = [path / f"step-{step}" for step in retention.step_folders(path)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin
 
-from shardtrain.config import nested
+from shardtrain.config import nested, presets
 from shardtrain.config.coerce import Unfit
 from shardtrain.config.options import Option, options, sections, suggestion
 from shardtrain.config.settings import COMMAND_LINE, Kind, Setting
@@ -35,11 +35,10 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
     while at < len(arguments):
         word = arguments[at]
         if not word.startswith("--") or word == "--":
-            rule, fix, where = "belongs to no option", "write options as --section.key VALUE", COMMAND_LINE
-            if word.endswith(".toml"):
-                rule, fix, where = "is a second file", "give one configuration file, and options after it", ""
-            read.problems.append(Problem("argument", word, rule, fix, where))
+            read.problems.append(_stray(word, arguments[at - 1] if at else "", kinds))
             at += 1
+            if word.startswith("-") and len(word) > 2 and "=" not in word:  # and what was meant to be its value
+                at += at < len(arguments) and not arguments[at].startswith("-")
             continue
         name, equals, attached = word[2:].partition("=")
         name = nested.underscored(name)
@@ -59,6 +58,22 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
     return read
 
 
+def _stray(word: str, before: str, kinds: Mapping[str, Any]) -> Problem:
+    """The problem of a word that is neither an option nor the value of one, and what was probably meant."""
+    if word.endswith(".toml"):
+        return Problem("argument", word, "is a second file", "give one configuration file, and options after it", "")
+    rule, fix = "belongs to no option", "write options as --section.key VALUE"
+    meant = nested.underscored(word.lstrip("-").partition("=")[0])
+    previous = nested.underscored(before[2:])
+    if meant in kinds:
+        fix = f"write --{word.lstrip('-')}"
+    elif word in presets.names():
+        rule, fix = "is a second configuration", "name one, and options after it"
+    elif before.startswith("--") and _is_bool(kinds.get(previous)):
+        rule, fix = f"is neither true nor false, for --{previous}", f"write --{previous} or --{previous} false"
+    return Problem("argument", word, rule, fix, COMMAND_LINE)
+
+
 def _add(
     read: Arguments, seen: set[str], name: str, option: str | None, kind: Kind, values: list[str], negated: bool
 ) -> None:
@@ -72,7 +87,12 @@ def _add(
         if name in sections():
             wrong("is a section, not an option", f"write --{name}.KEY VALUE")
         else:
-            wrong("is not an option", suggestion(name))
+            fix = suggestion(name)
+            if name in ("config", "config_file", "cfg", "file"):
+                fix = f"the configuration is the first word: shardtrain train {shown or 'CONFIG.toml'}"
+            elif name.startswith(("resume", "continue")):
+                fix = "a run continues where it stopped: repeat its command with the same job.dump_folder"
+            wrong("is not an option", fix)
         return
     if name in seen:
         return wrong("is given twice", "give it once")

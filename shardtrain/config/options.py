@@ -187,7 +187,9 @@ def help_text(name: str = "") -> str:
     if holder is not None:
         return help_text(holder)
     if name not in sections():
-        raise ConfigError(Problem(name, None, "is neither a section nor an option", suggestion(name)))
+        section = "." not in name and nearest(name, [one for one in sections() if one])
+        fix = f"did you mean {section}?" if section else suggestion(name)
+        raise ConfigError(Problem(name, None, "is neither a section nor an option", fix))
     if not name:
         lines = [f"  [{section}]  {_first_line(cls)}" for section, cls in sections().items() if section]
         return "Sections:\n" + "\n".join(lines)

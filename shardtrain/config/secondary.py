@@ -23,7 +23,15 @@ def without(unread: Sequence[Problem], found: Iterable[Problem]) -> list[Problem
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
     """Each problem once: no line is told twice."""
-    return list({str(problem): problem for problem in problems}.values())
+    found: dict[str, Problem] = {}
+    for problem in problems:
+        text = str(problem)
+        if problem.rule.endswith("data-parallel ranks"):
+            # the rules of the file count the ranks that it names, those of the machine after them all that there are
+            text = problem.option
+        found.pop(text, None)
+        found[text] = problem
+    return list(found.values())
 
 
 def meant(problem: Problem) -> list[str]:

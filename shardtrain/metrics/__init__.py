@@ -6,6 +6,8 @@ Importing this package imports no torch; the sinks import their libraries when t
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -24,6 +26,7 @@ from shardtrain.metrics.sinks.own import OwnSink
 from shardtrain.utils.errors import Problem
 from shardtrain.utils.hardware import peak_flops
 from shardtrain.utils.log import logger
+from shardtrain.utils.sparkline import bars_for, sparkline
 from shardtrain.utils.units import format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ __all__ = ["Metrics", "Record", "Reduce", "RunFacts", "metrics_problems"]
 
 _OPTIONAL = (tensorboard, wandb, mlflow, trackio, prometheus)
 """Sinks that an option turns on."""
+_MOST_LOSSES = 1000
+"""That the curve of the summary is drawn from; of more, every second one goes."""
 
 
 def metrics_problems(config: Config) -> list[Problem]:
@@ -73,6 +78,7 @@ class Metrics:
         self._peak_flops = self._options.peak_flops or peak_flops(facts.device_name, facts.compute_dtype)
         self._first: Record | None = None
         self._last: Record | None = None
+        self._losses: list[tuple[int, float]] = []
         self._step = facts.start_step
         self._start_tokens = tokens_seen
         self._sinks = list(self._open_sinks(config))
@@ -184,6 +190,10 @@ class Metrics:
         """Send a record to every sink."""
         self._first = self._first or record
         self._last = record
+        if math.isfinite(record.loss):
+            self._losses.append((record.step, record.loss))
+            if len(self._losses) > _MOST_LOSSES:
+                del self._losses[1::2]
         for sink in self._sinks:
             sink.write(record)
 
@@ -242,6 +252,10 @@ class Metrics:
             f"done: {steps} steps (to step {self._step}) in {format_seconds(seconds)}, {loss}"
             f"{format_count(tokens)} tokens, {speed}"
         )
+        if len(self._losses) > 2:
+            places, losses = [step for step, _ in self._losses], [loss for _, loss in self._losses]
+            curve = sparkline(places, losses, 60, bars_for(sys.stderr))
+            logger.info(f"loss {curve}")
         for sink in self._sinks:
             if told := getattr(sink, "summary", ""):
                 logger.info(told)

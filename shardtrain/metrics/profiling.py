@@ -116,6 +116,7 @@ class _Trace:
             ),
             on_trace_ready=self._save,
             record_shapes=True,
+            profile_memory=options.profile_memory,
         )
         self._profile.step_num = start_step
         # The action of the first step was chosen for step 0, before the number was set.

@@ -16,14 +16,22 @@ def truth(word: str) -> bool:
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse that raises ConfigError in place of leaving the process; options cannot be shortened."""
+    """argparse that raises ConfigError in place of leaving the process; options cannot be shortened.
 
-    def __init__(self, program: str, description: str) -> None:
-        super().__init__(prog=program, description=description, allow_abbrev=False)
+    ``example`` is a whole command, told with each error. ``first`` is the option that a first word without one means,
+    so that ``generate RUN`` is ``generate --from RUN``.
+    """
+
+    def __init__(self, program: str, description: str, example: str = "", first: str = "") -> None:
+        super().__init__(
+            prog=program, description=description, allow_abbrev=False, epilog=f"example: {example}" if example else None
+        )
+        self._example, self._first = example, first
 
     def error(self, message: str) -> NoReturn:
         """Raise the error in one line."""
-        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help tells the options")
+        fix = f"write it like: {self._example}" if self._example else f"{self.prog} --help tells the options"
+        raise ConfigError(f"{self.prog}: {message}; {fix}")
 
     def read(self, words: list[str]) -> argparse.Namespace | None:
         """Options, or None where the help was asked for and has been printed.
@@ -34,4 +42,6 @@ class Arguments(argparse.ArgumentParser):
         if "--help" in words or "-h" in words:
             self.print_help()
             return None
+        if self._first and words and not words[0].startswith("-") and self._first not in words:
+            words = [self._first, *words]
         return self.parse_args(words)

@@ -116,6 +116,7 @@ _SWITCHES: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.module_fqns", "pipeline_parallel_degree > 1"),
     (lambda c: c.parallelism.context_parallel_degree == 1, "parallelism.context_", "context_parallel_degree > 1"),
     (lambda c: c.parallelism.tensor_parallel_degree == 1, "parallelism.enable_async", "tensor_parallel_degree > 1"),
+    (lambda c: not c.checkpoint.enable, "metrics.sample_prompt", "checkpoint.enable"),
     (
         lambda c: c.parallelism.context_parallel_method == "ulysses",
         "parallelism.context_parallel_rotate",

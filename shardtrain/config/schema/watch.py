@@ -19,6 +19,8 @@ class Profiling:
     """Steps recorded in each trace."""
     profiler_warmup: int = 3
     """Steps before each trace in which the profiler runs but does not record."""
+    profile_memory: bool = True
+    """Record in each trace what is allocated and freed, for `shardtrain profile` and Perfetto (shardtrain)."""
     enable_memory_snapshot: bool = False
     """Write a snapshot of the CUDA allocator every profile_freq steps, and when memory runs out."""
     save_memory_snapshot_folder: str = "memory_snapshot"
@@ -50,6 +52,9 @@ class Metrics:
     (shardtrain)."""
     prometheus_address: str = "127.0.0.1"
     """Address that prometheus_port listens on; beyond the loopback whoever reaches it can read the metrics
+    (shardtrain)."""
+    sample_prompt: str = ""
+    """After the last step continue this text with the weights that were saved, and print it; empty for no sample
     (shardtrain)."""
     sinks: list[str] = field(default_factory=list)
     """Files of yours with a class Sink, each of which is given what is written, as ["my_sink.py"]: docs/extend.md

@@ -17,7 +17,11 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 def main(words: Sequence[str]) -> int:
     """``shardtrain merge ADAPTERS --to CHECKPOINT``; gives the exit status."""
-    parser = Arguments("shardtrain merge", "Add adapters to the weights beside which they were trained.")
+    parser = Arguments(
+        "shardtrain merge",
+        "Add adapters to the weights beside which they were trained.",
+        "shardtrain merge outputs --to outputs/merged",
+    )
     parser.add_argument("adapters", type=Path, metavar="ADAPTERS", help="a run, a step-N folder, or a PEFT folder")
     parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument("--base", type=Path, help="checkpoint or Hugging Face folder of the weights (the run's own)")

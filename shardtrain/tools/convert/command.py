@@ -23,7 +23,11 @@ CHECKS = ("auto", "logits", "weights")
 
 def import_main(words: Sequence[str]) -> int:
     """``shardtrain import HF_DIR --to CHECKPOINT``; gives the exit status."""
-    parser = Arguments("shardtrain import", "Write the weights of a Hugging Face folder as a checkpoint.")
+    parser = Arguments(
+        "shardtrain import",
+        "Write the weights of a Hugging Face folder as a checkpoint.",
+        "shardtrain import HF_FOLDER --to outputs/model",
+    )
     parser.add_argument("folder", type=Path, metavar="HF_DIR", help="config.json and safetensors")
     parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument("--dtype", choices=DTYPES, default="", help="type of the weights (default: the file's)")
@@ -73,7 +77,11 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def export_main(words: Sequence[str]) -> int:
     """``shardtrain export FROM --to HF_DIR [--push ORG/NAME]``; gives the exit status."""
-    parser = Arguments("shardtrain export", "Write the weights of a checkpoint as a Hugging Face folder, and check it.")
+    parser = Arguments(
+        "shardtrain export",
+        "Write the weights of a checkpoint as a Hugging Face folder, and check it.",
+        "shardtrain export outputs --to hf_model",
+    )
     where = "a step-N folder, a run's folder (its newest good step), or a Hugging Face folder"
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
     parser.add_argument("--to", type=Path, metavar="HF_DIR", help="a new folder")

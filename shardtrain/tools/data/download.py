@@ -413,6 +413,8 @@ def _parser() -> Arguments:
         PROGRAM,
         "Fetch files of a Hugging Face repository, with huggingface_hub and its environment variables: HF_TOKEN, "
         "HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, HTTPS_PROXY.",
+        f"{PROGRAM} --repo_id meta-llama/Llama-3.1-8B --assets tokenizer",
+        first="--repo_id",
     )
     parser.add_argument("--repo_id", required=True, metavar="ORG/NAME", help="e.g. meta-llama/Llama-3.1-8B")
     kinds = ", ".join(ASSETS)

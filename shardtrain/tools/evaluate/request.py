@@ -67,7 +67,9 @@ def read(words: list[str]) -> Request | None:
 
 
 def _arguments() -> Arguments:
-    a = Arguments("shardtrain evaluate", ABOUT)
+    a = Arguments(
+        "shardtrain evaluate", ABOUT, "shardtrain evaluate outputs --data held_out=FILE.jsonl", first="--from"
+    )
     a.add_argument("--from", dest="source", type=Path, required=True, metavar="RUN", help="run, checkpoint or HF_DIR")
     a.add_argument("--config", type=Path, help="the run's configuration; found beside the checkpoint unless given")
     a.add_argument("--tokenizer", help='of a Hugging Face folder without one: a path, or "bytes"')

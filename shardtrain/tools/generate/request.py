@@ -66,7 +66,7 @@ def check(request: Request, has_source: bool = True) -> None:
 
 
 def _arguments() -> Arguments:
-    a = Arguments("shardtrain generate", ABOUT)
+    a = Arguments("shardtrain generate", ABOUT, 'shardtrain generate outputs --prompt "def "', first="--from")
     a.add_argument(
         "--from", dest="source", type=Path, required=True, metavar="RUN", help="run folder, checkpoint, or HF_DIR"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,9 +97,9 @@ def read(text: str) -> dict[str, int]:
         axis, _, degree = (piece.strip() for piece in part.partition("="))
         where = "command line"
         if axis not in OPTIONS:
-            raise ConfigError(
-                Problem("--mesh", text, f'names the axis "{axis}"', f"axes are {', '.join(OPTIONS)}", where)
-            )
+            close = re.fullmatch(rf"({'|'.join(OPTIONS)})[:_ ]?(\d+)", axis)
+            fix = f"write {close[1]}={close[2]}" if close else f"axes are {', '.join(OPTIONS)}"
+            raise ConfigError(Problem("--mesh", text, f'names the axis "{axis}"', fix, where))
         if axis in degrees:
             raise ConfigError(Problem("--mesh", text, f"names {axis} twice", "name it once", where))
         if not degree.isdecimal() or int(degree) < 1:

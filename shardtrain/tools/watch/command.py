@@ -17,9 +17,10 @@ from typing import Any
 
 from shardtrain.tools.report import runs
 from shardtrain.tools.watch.following import Followed
-from shardtrain.tools.watch.screen import BARS, Terminal, frame
+from shardtrain.tools.watch.screen import Terminal, frame
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import color_allowed
+from shardtrain.utils.sparkline import BARS, bars_for
 
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """Switch to the alternate screen and hide the cursor, and back."""
@@ -93,12 +94,7 @@ def _show(followed: Sequence[Followed], interval_seconds: float) -> None:
 
 def _terminal() -> Terminal:
     columns, lines = shutil.get_terminal_size((80, 24))
-    try:
-        BARS.encode(sys.stdout.encoding or "ascii")
-        unicode = True
-    except (UnicodeEncodeError, LookupError):
-        unicode = False
-    return Terminal(max(20, columns), max(6, lines), unicode, color_allowed(sys.stdout))
+    return Terminal(max(20, columns), max(6, lines), bars_for(sys.stdout) == BARS, color_allowed(sys.stdout))
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from shardtrain.tools.report.chart import format_number
 from shardtrain.tools.watch.following import Followed
 from shardtrain.utils.redact import redact, visible
+from shardtrain.utils.sparkline import ASCII_BARS, BARS, sparkline
 from shardtrain.utils.units import format_seconds
 
-BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 BINS = {
     "productive": "P", "data": "D", "checkpoint": "C", "validation": "V",
     "compile": "K", "start": "S", "restart": "R", "lost": "L",
@@ -33,6 +33,11 @@ class Terminal:
     unicode: bool = True
     color: bool = False
 
+    @property
+    def bars(self) -> str:
+        """What curves are drawn with."""
+        return BARS if self.unicode else ASCII_BARS
+
     def paint(self, text: str, number: int) -> str:
         """Text in one of the terminal's colours."""
         return f"\x1b[{number}m{text}\x1b[0m" if self.color else text
@@ -48,7 +53,7 @@ def frame(followed: Sequence[Followed], selected: int, terminal: Terminal) -> li
             mark = ">" if number == selected else " "
             head = f"{mark}{number + 1:>2} {name[-widest:]:<{widest}} {one.state:<12} {_step(one):>9} "
             loss = f"{_value(one, 'loss'):>8} "
-            curve = sparkline(_curve(one, "loss"), terminal.columns - len(head) - len(loss), terminal)
+            curve = sparkline(*_curve(one, "loss"), terminal.columns - len(head) - len(loss), terminal.bars)
             lines.append(_cut(head + loss + curve, terminal.columns))
         lines.append("")
     lines += _details(followed[selected], terminal)
@@ -81,7 +86,7 @@ def _details(one: Followed, terminal: Terminal) -> list[str]:
             continue
         span = f" {format_number(min(curve[1]))} to {format_number(max(curve[1]))}"
         head = f"{title:<11}{_value(one, name):>8} "
-        lines.append(_cut(head + sparkline(curve, width - len(head) - len(span), terminal) + span, width))
+        lines.append(_cut(head + sparkline(*curve, width - len(head) - len(span), terminal.bars) + span, width))
     if one.validation:
         lines.append(
             _cut(f"validation {_number(one.validation.get('loss')):>8}  step {one.validation['step']:,}", width)
@@ -107,34 +112,6 @@ def _time(one: Followed, terminal: Terminal) -> list[str]:
         bar += BINS[name] * (round((width - 11) * done / total) - len(bar))
     shares = ", ".join(f"{name} {value / total:.0%}" for name, value in known.items() if value / total >= 0.005)
     return [_cut(f"{'time':<11}{bar}", width), _cut(f"{'':<11}{shares}", width)]
-
-
-def sparkline(curve: Curve, width: int, terminal: Terminal) -> str:
-    """A curve in one line: the mean of each stretch of steps, from the least to the greatest of them.
-
-    >>> sparkline(([1, 2, 7, 8], [1.0, 3.0, 8.0, 8.0]), 4, Terminal(80, 24))
-    '▁▁██'
-    >>> sparkline(([1, 2], [2.0, 2.0]), 8, Terminal(80, 24, unicode=False))
-    '--'
-    """
-    steps, values = curve
-    if width < 1 or not values:
-        return ""
-    width = min(width, len(values))
-    bars = BARS if terminal.unicode else ASCII_BARS
-    first, span = steps[0], steps[-1] - steps[0] + 1
-    sums, counts = [0.0] * width, [0] * width
-    for step, value in zip(steps, values, strict=True):
-        place = (step - first) * width // span
-        sums[place] += value
-        counts[place] += 1
-    means: list[float] = []
-    for total, count in zip(sums, counts, strict=True):
-        means.append(total / count if count else means[-1])  # the first stretch is never empty
-    low, high = min(means), max(means)
-    if high == low:
-        return bars[2] * width
-    return "".join(bars[round((mean - low) / (high - low) * (len(bars) - 1))] for mean in means)
 
 
 def _curve(one: Followed, name: str) -> Curve:

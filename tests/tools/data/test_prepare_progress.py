@@ -36,7 +36,7 @@ def test_an_input_of_unknown_size_has_no_megabytes() -> None:
 
 
 def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "color_allowed", lambda _: True)
+    monkeypatch.setattr(progress, "redraw_allowed", lambda _: True)
     with Progress("preparing web", 1000) as bar:
         bar.show(0.5, 100)
     assert not re.search(r"preparing web: ", capsys.readouterr().err)

@@ -164,6 +164,8 @@ def test_the_terminal_is_left_as_it_was(how: str, tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-m", "shardtrain", "watch", str(tmp_path), "--interval_seconds", "0.2"],
         stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"},
+        # Ctrl-C reaches it although whoever started the tests may have had it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         process_group=0,  # as a shell starts it; a group of a session of its own could not be stopped from a terminal
     )  # fmt: skip
     try:

@@ -1,0 +1,202 @@
+"""A trace that PyTorch's profiler wrote, summed up: who took the time, and what communication nothing hid.
+
+The file is the trace event format of Chrome: complete events (``"ph": "X"``) with a begin ``ts`` and a duration ``dur``
+in microseconds, on a thread ``tid`` of a process ``pid``. Events of one thread nest.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardtrain.utils.errors import DataError
+
+MOST_BYTES = 1 << 29
+"""Of a trace, unpacked: one step of a large model is some 100 MB, and takes ten times that in memory."""
+_COMMUNICATION = re.compile(
+    r"^(nccl|rccl|gloo:|xccl|hccl|mpi:|c10d::|_c10d_functional::)|nccl(Dev)?Kernel|record_param_comms|"
+    r"FSDP::all_gather|FSDP::.*reduce_scatter"
+)
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_STEP = re.compile(r"^ProfilerStep#\d+$")
+Span = tuple[float, float]
+"""Begin and end in microseconds."""
+
+
+@dataclass
+class Operation:
+    """One name: how often, and how long without the operations that it called, in microseconds."""
+
+    name: str
+    calls: int = 0
+    self_us: float = 0.0
+    total_us: float = 0.0
+
+
+@dataclass
+class Summary:
+    """What one rank's trace says. Times are in microseconds, of all recorded steps together."""
+
+    path: Path
+    steps: list[float] = field(default_factory=list)
+    """Duration of each recorded step."""
+    on_device: bool = False
+    """Whether the times are those of the device's kernels, or of operators on the CPU."""
+    operations: list[Operation] = field(default_factory=list)
+    """The longest first."""
+    compute_us: float = 0.0
+    communication_us: float = 0.0
+    exposed_us: float = 0.0
+    """Communication during which nothing was computed."""
+    memory: list[tuple[float, float]] = field(default_factory=list)
+    """Microseconds since the begin, and bytes that PyTorch's allocator held then."""
+
+    @property
+    def span_us(self) -> float:
+        """Of all recorded steps."""
+        return sum(self.steps)
+
+
+def read(path: Path) -> Summary:
+    """Sum up one trace.
+
+    Raises:
+        DataError: for a file that is none, or one that is larger than it is read here.
+    """
+    everything = _events(path)
+    events = [
+        one
+        for one in everything
+        if one.get("ph") == "X" and all(type(one.get(key)) in (int, float) for key in ("ts", "dur")) and "name" in one
+    ]
+    found = Summary(path)
+    steps = [_span(one) for one in events if one.get("cat") == "user_annotation" and _STEP.match(str(one.get("name")))]
+    found.steps = [end - begin for begin, end in sorted(steps)]
+    if not found.steps and events:
+        spans = [_span(one) for one in events]
+        found.steps = [max(end for _, end in spans) - min(begin for begin, _ in spans)]
+    device = [one for one in events if one.get("cat") in _DEVICE]
+    found.on_device = bool(device)
+    work = device or [one for one in events if one.get("cat") == "cpu_op"]
+    named: dict[str, Operation] = {}
+    compute: list[Span] = []
+    communication: list[Span] = []
+    threads: dict[tuple[Any, Any], list[dict[str, Any]]] = defaultdict(list)
+    for one in work:
+        threads[one.get("pid"), one.get("tid")].append(one)
+    for own in threads.values():
+        for one, alone in _alone(own):
+            name = str(one["name"])
+            operation = named.setdefault(name, Operation(name))
+            operation.calls += 1
+            operation.total_us += float(one["dur"])
+            operation.self_us += sum(end - begin for begin, end in alone)
+            if _COMMUNICATION.search(name):
+                communication.append(_span(one))
+            else:
+                compute += alone
+    # on a CPU gloo's own threads tell what a collective took from its begin to its end
+    if not device:
+        communication += [_span(one) for one in events if str(one.get("name")).startswith(("gloo:", "mpi:"))]
+    busy, talking = _union(compute), _union(communication)
+    found.operations = sorted(named.values(), key=lambda one: -one.self_us)
+    found.compute_us, found.communication_us = _length(busy), _length(talking)
+    found.exposed_us = found.communication_us - _length(_overlap(talking, busy))
+    found.memory = _memory(everything, device=bool(device))
+    return found
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except (OSError, EOFError) as error:
+        raise DataError(f"cannot read the trace {path}: {error}") from error
+    if len(data) > MOST_BYTES:
+        raise DataError(f"the trace {path} is larger than {MOST_BYTES >> 20} MiB; open it in ui.perfetto.dev")
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not a trace: {str(error)[:100]}; name one that the profiler wrote") from error
+    events = found.get("traceEvents") if isinstance(found, dict) else found
+    if not isinstance(events, list):
+        raise DataError(f"{path} has no traceEvents; name a trace that the profiler wrote")
+    return [one for one in events if isinstance(one, dict)]
+
+
+def _memory(events: Iterable[dict[str, Any]], device: bool) -> list[tuple[float, float]]:
+    """Bytes allocated over time, of the device where there is one, where the profiler recorded them."""
+    found = []
+    for one in events:
+        facts = one.get("args")
+        if one.get("name") != "[memory]" or not isinstance(facts, dict):
+            continue
+        total, kind = facts.get("Total Allocated"), facts.get("Device Type")
+        when = one.get("ts")
+        if isinstance(total, int | float) and isinstance(when, int | float) and (kind != 0) == device:
+            found.append((float(when), float(total)))
+    found.sort()
+    return [(when - found[0][0], size) for when, size in found]
+
+
+def _span(event: dict[str, Any]) -> Span:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def _alone(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], list[Span]]]:
+    """Each event of a thread with the spans in which none of those that it called was running."""
+    children: dict[int, list[Span]] = defaultdict(list)
+    order = sorted(range(len(events)), key=lambda index: (events[index]["ts"], -events[index]["dur"]))
+    above: list[int] = []
+    for index in order:
+        begin, end = _span(events[index])
+        while above and _span(events[above[-1]])[1] <= begin:
+            above.pop()
+        if above:
+            children[above[-1]].append((begin, min(end, _span(events[above[-1]])[1])))
+        above.append(index)
+    for index in order:
+        begin, end = _span(events[index])
+        alone, at = [], begin
+        for first, last in _union(children[index]):
+            if first > at:
+                alone.append((at, first))
+            at = max(at, last)
+        if end > at:
+            alone.append((at, end))
+        yield events[index], alone
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """Spans that do not touch, ascending, which cover what the given ones cover."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _overlap(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
+    """What two unions share."""
+    found, i, j = [], 0, 0
+    while i < len(one) and j < len(other):
+        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)

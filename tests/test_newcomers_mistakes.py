@@ -1,0 +1,106 @@
+"""What a newcomer types wrongly is answered by one line that ends in what to do, and nothing is started."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import forked
+import patience
+import pytest
+from tiers import cases
+
+# what is typed after `shardtrain` -> words of the answer, the fix among them
+MISTAKES = {
+    "trian": "did you mean train?",
+    "resume outputs": "did you mean train?",
+    "finetune debug": "did you mean train?",
+    "eval outputs": "did you mean evaluate?",
+    "train missing.toml": "does not exist; did you mean section.toml?",
+    "train lama3_8b": "did you mean llama3_8b?",
+    "train debug llama3_8b": "is a second configuration; name one, and options after it",
+    "train --config debug.toml": "the configuration is the first word: shardtrain train debug.toml",
+    "train run.yaml": "known are pytorch_universal_trainer",
+    "train invalid.toml": "invalid.toml:2: the file is not valid TOML",
+    "train twice.toml": "twice.toml:3: the file is not valid TOML",
+    "train section.toml": "section.toml:1: [trainning] is not a section; did you mean [training]?",
+    "train flat.toml": "flat.toml:1: steps=3 is not an option; did you mean training.steps?",
+    "train --resume": "repeat its command with the same job.dump_folder",
+    "train debug --training.step 10": "did you mean training.steps?",
+    "train debug --steps 10": "did you mean training.steps?",
+    "train debug training.steps=10": "write --training.steps=10",
+    "train debug -training.steps 10": "write --training.steps",
+    "train debug --training.steps": "has no value; write --training.steps VALUE",
+    "train debug --training.steps ten": "must be an integer; write a whole number",
+    "train debug --training.steps 0": "must be at least 1; use 1 or more",
+    "train debug --training.global_batch_size 7": "times 2 data-parallel ranks; use 8, or -1",
+    "train debug --nproc 0": "write it like --nproc 2",
+    "train debug --model.flavor 8b": "did you mean 8B?",
+    "train debug --model.hf_assets_path ./tokenizer": 'shardtrain data download"), or use "bytes"',
+    "train debug --training.dataset text": "reads a file or folder of yours; set it",
+    "train debug --training.dataset text --training.dataset_path nowhere.txt": "does not exist; correct the path",
+    "train debug --training.dataset text --training.dataset_path empty": "name one that has some",
+    "train debug --training.dataset jsonl --training.dataset_path text.txt": 'or set data.bad_rows="skip"',
+    "train debug --optimizer.name adamw": 'did you mean "AdamW"?',
+    "train debug --optimizer.lr 0,001": "write a number such as 0.1 or 3e-4",
+    "train debug --checkpoint.enable yes": "write --checkpoint.enable or --checkpoint.enable false",
+    "train debug --activation_checkpoint.mode always": 'use "selective"',
+    "train debug --training.dtype bf16": 'did you mean "bfloat16"?',
+    "train debug --training.device cuda": 'use "cpu" or "auto"',
+    "generate nowhere --prompt hello": "nowhere",
+    "generate": "write it like: shardtrain generate outputs --prompt",
+    "export unsaved": "--to is needed: the folder that is written; name a new one",
+    "import empty": "write it like: shardtrain import HF_FOLDER --to outputs/model",
+    "evaluate": "write it like: shardtrain evaluate outputs --data",
+    "report empty": "name the folder of a run, which is its job.dump_folder",
+    "watch text.txt": "name the folder of a run, which is its job.dump_folder",
+    "profile unsaved": "train with --profiling.enable_profiling",
+    "checkpoint verify unsaved": "or a run that has saved",
+    "checkpoint list unsaved": "did you mean ls?",
+    "launch slrm": "did you mean slurm?",
+    "launch ssh debug": "give --hosts a,b or --hostfile FILE",
+    "plan --device h1000": "did you mean h100?",
+    "init there.toml": "exists; name a new file",
+    "init my": "write my.toml",
+    "config chek debug": "did you mean check?",
+    "config help trainin": "did you mean training?",
+    "data shw": "did you mean show?",
+    "data download": "--repo_id meta-llama/Llama-3.1-8B",
+    "verify debug --mesh tp2": "write tp=2",
+}
+FIRST = list(MISTAKES)[::6]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "invalid.toml": "[training]\nsteps = = 3\n",
+        "twice.toml": "[training]\nsteps = 3\nsteps = 4\n",
+        "section.toml": "[trainning]\nsteps = 3\n",
+        "flat.toml": "steps = 3\n",
+        "run.yaml": "training:\n  steps: 3\n",
+        "there.toml": "",
+        "text.txt": "hello world\n" * 20_000,
+        "unsaved/config.resolved.toml": "[training]\nsteps = 3\n",
+        "unsaved/metrics.jsonl": '{"step": 1, "loss": 2.0}\n',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("typed", cases(FIRST, nightly=[typed for typed in MISTAKES if typed not in FIRST]))
+def test_a_mistake_is_answered_by_one_line_that_says_what_to_do(typed: str, folder: Path) -> None:
+    words = [sys.executable, "-m", "shardtrain", *shlex.split(typed)]
+    done = forked.run(words, capture_output=True, text=True, timeout=patience.seconds(60))
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode in (2, 3, 5) and len(lines) == 1, (done.returncode, done.stderr)
+    assert MISTAKES[typed] in lines[0] and lines[0].startswith(f"error[{done.returncode}]: "), lines[0]
+    assert "Traceback" not in done.stderr and not (folder / "outputs").exists()
+
+
+def test_there_are_mistakes_enough() -> None:
+    assert len(MISTAKES) >= 40

@@ -1,0 +1,162 @@
+"""``profile`` against traces whose sums are known, and against a real one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardtrain import cli
+from shardtrain.tools.profile import trace
+from shardtrain.tools.profile.trace import read
+from shardtrain.utils.errors import DataError
+
+
+def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **more: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": tid, **more}
+
+
+def memory(ts: float, total: int, device: int) -> dict[str, Any]:
+    return {"ph": "i", "name": "[memory]", "ts": ts, "args": {"Total Allocated": total, "Device Type": device}}
+
+
+ON_CPU = [
+    event("ProfilerStep#7", 0, 1000, "user_annotation"),
+    event("aten::linear", 100, 300),
+    event("aten::addmm", 150, 200),  # within the linear, which is alone for 100
+    event("aten::linear", 500, 100, tid=2),
+    event("gloo:all_reduce", 300, 400, "user_annotation", tid=3),  # 300 to 400 and 500 to 600 are hidden
+    memory(10, 1000, 0),
+    memory(20, 5000, 0),
+    memory(30, 2000, 0),
+    memory(25, 9999, 1),
+]
+ON_GPU = [
+    event("ProfilerStep#7", 0, 1000, "user_annotation"),
+    event("ProfilerStep#8", 1000, 3000, "user_annotation"),
+    event("aten::linear", 0, 4000),
+    event("gemm", 100, 500, "kernel", tid=7),
+    event("gemm", 700, 500, "kernel", tid=7),
+    event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 400, 600, "kernel", tid=8),
+    event("Memcpy HtoD", 1500, 10, "gpu_memcpy", tid=7),
+    memory(10, 1000, 0),
+    memory(20, 7000, 1),
+]
+
+
+def write(path: Path, events: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = json.dumps({"traceEvents": events}).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def test_operators_are_counted_without_what_they_call_and_only_what_nothing_hides_is_exposed(tmp_path: Path) -> None:
+    found = read(write(tmp_path / "a.json", ON_CPU))
+    assert [(op.name, op.calls, op.self_us, op.total_us) for op in found.operations] == [
+        ("aten::linear", 2, 200, 400), ("aten::addmm", 1, 200, 200),
+    ] or [op.name for op in found.operations] == ["aten::addmm", "aten::linear"]  # fmt: skip
+    assert (found.steps, found.on_device) == ([1000], False)
+    assert (found.compute_us, found.communication_us, found.exposed_us) == (400, 400, 200)
+    assert found.memory == [(0, 1000), (10, 5000), (20, 2000)]
+
+
+def test_on_a_device_kernels_count_and_streams_hide_each_other(tmp_path: Path) -> None:
+    found = read(write(tmp_path / "a.json.gz", ON_GPU))
+    assert (found.steps, found.on_device) == ([1000, 3000], True)
+    assert (found.operations[0].name, found.operations[0].calls, found.operations[0].self_us) == ("gemm", 2, 1000)
+    assert (found.compute_us, found.communication_us, found.exposed_us) == (1010, 600, 100)
+    assert found.memory == [(0, 7000)]
+
+
+def test_the_parts_of_nested_operators_are_the_whole(tmp_path: Path) -> None:
+    # random trees on two threads: what the operators take alone adds up to what their outermost ones take
+    rng = random.Random(0)
+
+    def grow(begin: int, end: int, depth: int) -> list[dict[str, Any]]:
+        found = [event(f"op{rng.randrange(5)}", begin, end - begin, tid=rng.choice([1]))]
+        at = begin
+        while depth and end - at > 4:
+            first = rng.randrange(at, end - 2)
+            last = rng.randrange(first + 1, end)
+            found += grow(first, last, depth - 1)
+            at = last
+        return found
+
+    for _ in range(20):
+        roots = [(0, 300), (300, 500), (700, 900)]
+        events = [one for begin, end in roots for one in grow(begin, end, 4)]
+        rng.shuffle(events)
+        found = read(write(tmp_path / "a.json", events))
+        assert sum(op.self_us for op in found.operations) == 700
+        assert found.compute_us == 700
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"traceEvents": 3}', "[" * 10_000, '{"traceEvents": [1, {"ph": "X"}]}']
+)
+def test_what_is_no_trace_is_one_line_or_an_empty_summary(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    try:
+        assert read(tmp_path / "x.json").operations == []
+    except DataError as error:
+        assert len(str(error).splitlines()) == 1 and "x.json" in str(error)
+
+
+def test_a_trace_that_is_too_large_is_sent_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "MOST_BYTES", 100)
+    with pytest.raises(DataError, match="perfetto"):
+        read(write(tmp_path / "x.json.gz", ON_CPU))
+
+
+def test_the_newest_step_of_a_run_is_told_and_the_slowest_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = [event("ProfilerStep#7", 0, 2000, "user_annotation"), *ON_CPU[1:]]
+    write(tmp_path / "profile_traces/iteration_10/rank0_trace.json", ON_GPU)
+    write(tmp_path / "profile_traces/iteration_20/rank0_trace.json", ON_CPU)
+    write(tmp_path / "profile_traces/iteration_20/rank1_trace.json", slow)
+    assert cli.main(["profile", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "*    1" in out and "aten::addmm" in out and "gemm" not in out and "memory" in out
+    assert max(map(len, out.splitlines()[:-1])) <= 80
+    assert cli.main(["profile", str(tmp_path), "--step", "10", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"]["0"]["operations"][0]["name"] == "gemm"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere"], "does not exist"),
+        (["."], "--profiling.enable_profiling"),
+        (["run", "--step", "3"], "use one of 10"),
+        (["run", "--rank", "3"], "use one of 0"),
+        (["run", "--top", "0"], "at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line(words, told, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "run/profile_traces/iteration_10/rank0_trace.json", ON_CPU)
+    (tmp_path / "profile_traces").mkdir()
+    assert cli.main(["profile", *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error and len(error.strip().splitlines()) == 1
+
+
+def test_a_real_trace_is_read(tmp_path: Path) -> None:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    x = torch.randn(64, 64)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        for _ in range(5):
+            (x @ x).relu()
+    recorded.export_chrome_trace(str(tmp_path / "real.json"))
+    found = read(tmp_path / "real.json")
+    assert {op.name: op.calls for op in found.operations}["aten::mm"] == 5
+    assert found.memory and max(size for _, size in found.memory) >= 64 * 64 * 4
+    assert found.compute_us <= found.span_us
