@@ -1,0 +1,43 @@
+"""The site of the documentation: `make site` builds it into build/site. Every page is readable as it is, too.
+
+Its source is the whole repository, of which it takes the pages, so that links between them lead to the same files here
+and in a checkout.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import shardtrain
+
+project = "shardtrain"
+author = "the authors of shardtrain"
+release = version = shardtrain.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "docs/index"
+include_patterns = ["docs/*.md", "docs/migrate/*.md", "recipes/*.md", "examples/*/README.md", "*.md"]
+exclude_patterns = ["README.md", "outputs"]
+html_theme = "furo"
+html_title = f"shardtrain {release}"
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"
+suppress_warnings = ["myst.header"]  # some pages begin sections below a table one level deeper
+
+
+def setup(app: Any) -> None:
+    """Let the root of the site lead to its first page."""
+
+    def lead(app: Any, error: Exception | None) -> None:
+        if error is None and app.builder.name == "html":
+            page = (
+                '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><title>shardtrain</title>\n'
+            )
+            (Path(app.outdir) / "index.html").write_text(page)
+
+    app.connect("build-finished", lead)
