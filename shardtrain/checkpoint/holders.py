@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardtrain.checkpoint.collectives import gather_distinct_json
 from shardtrain.checkpoint.manifest import ITEM_BYTES
 from shardtrain.checkpoint.resharding import Box
-from shardtrain.ops.dtensor import local_slices, local_tensor, sharded_dim
+from shardtrain.ops.dtensor import is_distributed, local_slices, local_tensor, sharded_dim
 from shardtrain.utils.errors import CheckpointError
 
 Ints = npt.NDArray[np.int64]
@@ -147,7 +146,7 @@ def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
 def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> Any:
     """How a rank's number gives its part: (size, stride, dim) of each split, in the order in which they are made."""
     offsets, sizes = box_of(tensor)
-    if not isinstance(tensor, DTensor):
+    if not is_distributed(tensor):
         return []
     mesh = tensor.device_mesh
     if id(mesh) not in digits:

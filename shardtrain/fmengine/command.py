@@ -114,7 +114,7 @@ def to_hf_format(words: Sequence[str]) -> int:
     base = Path(found.base_model) if found.base_model else None
     ours = _steps_of_run(found.in_model_path)
     from shardtrain.fmengine import folders
-    from shardtrain.lora.spec import FACT
+    from shardtrain.lora import FACT
 
     names = list(ours) if ours else folders.steps(found.in_model_path)
     chosen = names if found.step == "all" else [found.step]

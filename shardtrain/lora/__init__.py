@@ -5,3 +5,6 @@
 adapters to the weights, ``quantize.py`` holds frozen weights in 4 or 8 bits. How an adapted module is split over
 tensor-parallel ranks is in ``distributed/adapters.py``.
 """
+
+FACT = "lora"
+"""Name of what a checkpoint says of its adapters, among its facts."""

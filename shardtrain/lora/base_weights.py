@@ -19,7 +19,7 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.hf import importing
 from shardtrain.hf.as_is import is_as_is
-from shardtrain.lora import quantize, spec
+from shardtrain.lora import FACT, quantize, spec
 from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import is_adapter
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
@@ -81,7 +81,7 @@ def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
         ConfigError: when the weights are others.
         CheckpointError: when the checkpoint holds no adapters.
     """
-    saved = facts.get(spec.FACT)
+    saved = facts.get(FACT)
     if spec.read_facts(facts, path) is None or not isinstance(saved, dict):
         raise CheckpointError(
             f"checkpoint {path} holds a whole model and no adapters; start from it with {PATH}, in another folder"
@@ -107,7 +107,7 @@ def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _load_checkpoint(path: Place, checkpoints: Checkpoints, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    if spec.FACT in checkpoints.facts(path):
+    if FACT in checkpoints.facts(path):
         rule = "holds adapters, and not the weights beside which they were trained"
         raise ConfigError(Problem(PATH, str(path), rule, "merge them first (shardtrain merge), or name a whole model"))
     if tensors:

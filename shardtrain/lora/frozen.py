@@ -21,7 +21,7 @@ from shardtrain.hf import as_is, importing, mapping
 from shardtrain.hf.block_fp8 import open_weights
 from shardtrain.hf.model import check_same, recognise, translation_of
 from shardtrain.hf.source import dtypes_of
-from shardtrain.lora import base_weights, quantize, spec, stacks
+from shardtrain.lora import FACT, base_weights, quantize, stacks
 from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import is_transposed
 from shardtrain.ops import init_weights
@@ -73,7 +73,7 @@ class Frozen:
             self._seed, self.dtype = config.debug.seed, config.training.dtype
         elif (path / manifest.MANIFEST).exists():
             self._stored = manifest.read(path)
-            if spec.FACT in self._stored.facts:
+            if FACT in self._stored.facts:
                 raise CheckpointError(f"checkpoint {path} holds adapters, and not the weights beside which they are")
             _refuse_damage(path, self._stored)
             whole = {WEIGHTS_PREFIX + name: torch.empty(size, device="meta") for name, size in self.shapes.items()}
@@ -157,7 +157,7 @@ def find(
         ConfigError: when they are not there, or are others.
         CheckpointError: when they cannot be read.
     """
-    mark = facts[spec.FACT].get("base")
+    mark = facts[FACT].get("base")
     said = mark.get("fingerprint") if isinstance(mark, dict) else None
     path = named or (Path(str(derived.initial_weights(config))) if not config.lora.random_base else None)
     option = "--base" if named else base_weights.PATH

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardtrain.layout import Draw
-from shardtrain.lora import stacks, targets
+from shardtrain.lora import FACT, stacks, targets
 from shardtrain.lora.linear import NAMES, LoraLinear, adapted, is_adapter, is_linear
 from shardtrain.ops.dtensor import local_slices, local_tensor, to_full
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
@@ -21,8 +21,6 @@ from shardtrain.utils.log import logger
 if TYPE_CHECKING:
     from shardtrain.config.schema.lora import Lora
 
-FACT = "lora"
-"""Name of what a checkpoint says of its adapters, among its facts."""
 CAUSAL, CLASSIFIES = "CAUSAL_LM", "SEQ_CLS"
 TASK_TYPES = {"causal": CAUSAL, "classification": CLASSIFIES, "sequence_to_sequence": "SEQ_2_SEQ_LM"}
 """What a network of transformers is for, and PEFT's word for it."""

@@ -11,13 +11,14 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shardtrain import layout as layouts
@@ -59,11 +60,34 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     return module.Config(**{**module.FLAVORS[flavor], **norm, **overrides})
 
 
+_DRAWS = {
+    *(name for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_")),
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "random_",
+}  # fmt: skip
+"""Functions that draw into a tensor, of torch.nn.init (normal_, kaiming_uniform_ and others) and of tensors."""
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Leaves initial values undrawn where a tensor has no memory for them.
+
+    PyTorch would compute the shape of each draw in Python, for which it imports its compiler: half a second.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = [*args[:1], *(value for name, value in (kwargs or {}).items() if name == "tensor")]
+        name = getattr(func, "__name__", "")
+        if given and name in _DRAWS and isinstance(given[0], torch.Tensor) and given[0].is_meta:
+            return given[0]
+        return func(*args, **(kwargs or {}))
+
+
 def build(module: ModuleType, model_config: Any) -> nn.Module:
     """Build a model on the meta device (names and shapes, no memory) and prove that its layout covers it."""
     if getattr(module, "AS_IS", False):  # its layout is found in the model at hand, and not promised
         return module.Model(model_config)  # type: ignore[no-any-return]
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutDraws():
         model = module.Model(model_config)
     names = [name for name, _ in model.named_parameters()]
     broken = layouts.check(module.LAYOUT, (name for name, _ in model.named_modules()), names)

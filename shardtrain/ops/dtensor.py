@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor. Where nobody has imported them, which takes half a second, nobody has made one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The memory that this rank holds of a tensor; the tensor itself when it is not distributed."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def sharded_dim(placement: Placement) -> int | None:
     """The tensor dimension that a placement splits, or None when every rank of the axis holds all of it."""
+    from torch.distributed.tensor.placement_types import Shard
+
     # FSDP over tensor parallelism is a private placement (_StridedShard), a subclass of Shard or not by version
     splits = isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard"
     return int(placement.dim) if splits else None  # type: ignore[attr-defined]
@@ -25,7 +37,7 @@ def sharded_dim(placement: Placement) -> int | None:
 
 def split_axes(tensor: Tensor) -> tuple[int, ...]:
     """Axes of the tensor's own mesh, with more than one rank, over which it is split."""
-    if not isinstance(tensor, DTensor):
+    if not is_distributed(tensor):
         return ()
     placements = enumerate(tensor.placements)
     return tuple(i for i, p in placements if sharded_dim(p) is not None and tensor.device_mesh.size(i) > 1)
@@ -39,7 +51,7 @@ def local_slices(tensor: Tensor, place: Sequence[int] | None = None) -> tuple[sl
     Splits are those of ``torch.chunk``. Where two axes split one dimension, plain shards come first, left to right,
     and strided ones cut what those left: FSDP cuts what tensor parallelism left, though its axis stands to the left.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_distributed(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     slices = [(0, size) for size in tensor.shape]
     mesh, placements = tensor.device_mesh, list(enumerate(tensor.placements))
@@ -61,7 +73,7 @@ def to_full(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank (a collective when it is distributed); for tests, export and verification."""
     # two gathers where FSDP cuts what tensor parallelism left are right here; the hint about their speed is noise
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
 NORM_CHUNK_NUMEL = 1 << 16

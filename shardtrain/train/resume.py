@@ -18,8 +18,8 @@ from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config import derived
 from shardtrain.distributed import BATCH_AXES, Runner
 from shardtrain.hf import importing
-from shardtrain.lora import base_weights, peft
-from shardtrain.lora.spec import FACT, Spec
+from shardtrain.lora import FACT, base_weights, peft
+from shardtrain.lora.spec import Spec
 from shardtrain.train import compatibility, saved_file
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.log import logger

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,11 +17,13 @@ from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.config.show import RESOLVED_CONFIG
-from shardtrain.distributed.mesh import BATCH_AXES, Mesh
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import StorageError
 from shardtrain.utils.redact import redact
 from shardtrain.utils.units import format_count
+
+if TYPE_CHECKING:
+    from shardtrain.distributed.mesh import Mesh
 
 
 def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None:
@@ -91,6 +94,8 @@ def _describe_data(config: Config) -> str:
 
 def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:
     """Two lines: the model on its mesh, and the arithmetic of the batch."""
+    from shardtrain.distributed.mesh import BATCH_AXES
+
     training, world_size = config.training, mesh.device_mesh.size()
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "one process"
     batch = derived.global_batch_size(config, world_size)

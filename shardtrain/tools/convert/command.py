@@ -181,7 +181,7 @@ def _export(found: Any, path: Path) -> int:
     from shardtrain import models
     from shardtrain.hf import source
     from shardtrain.hf.exporting import Export, export
-    from shardtrain.lora.spec import FACT
+    from shardtrain.lora import FACT
 
     checkpoint = step_of(path, found.config)
     options = model_options(checkpoint, found.config)
