@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from once import made_once
 from ranks import run_ranks
 from tiny import Ended, assert_bitwise, make_run, tiny_config, train_whole
 from torch import Tensor, nn
@@ -145,7 +146,10 @@ def runs(rank: int, root: Path) -> dict[str, Ended]:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ended]]:
-    root = tmp_path_factory.mktemp("dropout")
+    return made_once(tmp_path_factory, "dropout", lambda: make_ended(tmp_path_factory.mktemp("dropout")))
+
+
+def make_ended(root: Path) -> list[dict[str, Ended]]:
     (root / "dropping.py").write_text(MODEL_FILE)
     (root / "short.txt").write_text(("mesh shard gather reduce loss token layer rank step seed " * 7)[:383])
     return run_ranks(2, runs, root)

@@ -12,7 +12,7 @@ def sparkline(places: Sequence[float], values: Sequence[float], width: int, bars
     """The mean of each stretch of ``places`` (ascending, such as steps), drawn from the least to the greatest of them.
 
     >>> sparkline([1, 2, 7, 8], [1.0, 3.0, 8.0, 8.0], 4)
-    '▁▁██'
+    '▁▁▁█'
     >>> sparkline([1, 2], [2.0, 2.0], 8, ASCII_BARS)
     '--'
     """

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from once import made_once
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import Ended, text_file, tiny_config, train_whole
@@ -105,12 +106,12 @@ def forget_scaler(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
+    return made_once(tmp_path_factory, "checkpoints", lambda: tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path) -> list[dict[str, Ended]]:
-    return run_ranks(2, all_runs, root)
+def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ended]]:
+    return made_once(tmp_path_factory, "checkpoints-runs", lambda: run_ranks(2, all_runs, root))
 
 
 REFUSED = {

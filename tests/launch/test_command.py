@@ -120,7 +120,8 @@ def test_what_a_platform_gives_to_nobody_who_does_not_ask_is_told():
     assert "launch.cpus_per_node is not set" in run("slurm", "--dry-run", *devices).stderr
     for platform in ("kubernetes", "runai"):
         assert "launch.shared_memory_gib is not set" in run(platform, "--dry-run", *devices).stderr
-        assert run(platform, "--dry-run", *devices, "--launch.shared_memory_gib", "16").stderr == ""
+        nothing = ["--checkpoint.enable=false"]  # that would need a volume
+        assert run(platform, "--dry-run", *devices, "--launch.shared_memory_gib", "16", *nothing).stderr == ""
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
@@ -224,8 +225,8 @@ def test_a_pod_is_given_the_time_that_a_save_takes(config_file):
         (["local", "--nodes", "2"], "launch.nodes"),
         (["ssh"], "names no host"),
         (["ssh", "--hosts", "a", "--launch.forward_env=NOT_SET_HERE"], "NOT_SET_HERE"),
-        (["kubernetes"], "launch.image"),
-        (["kubernetes", "--image=a", "--launch.forward_env=HF_TOKEN"], "launch.secrets"),
+        (["kubernetes", "--checkpoint.enable=false"], "launch.image"),
+        (["kubernetes", "--checkpoint.enable=false", "--image=a", "--launch.forward_env=HF_TOKEN"], "launch.secrets"),
         (["kubernetes", "--image=a", "--nodes=1:2", "--launch.kubernetes.kind=jobset"], "launch.min_nodes"),
         (["runai", "--image=a", '--launch.mounts=["a:/b:ro"]'], "read-only"),
         (["slurm", "--nodes=2", "--nproc=4", "--parallelism.tensor_parallel_degree=16"], "cannot divide 8 ranks"),

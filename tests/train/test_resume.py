@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from once import made_once
 from ranks import run_ranks
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
@@ -100,12 +101,16 @@ def alone(rank: int, root: Path) -> dict[str, Ended]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("resume")
+    return made_once(tmp_path_factory, "resume", lambda: tmp_path_factory.mktemp("resume"))
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path) -> list[dict[str, Ended]]:
+def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ended]]:
     """Per rank, every run by name."""
+    return made_once(tmp_path_factory, "resume-runs", lambda: make_runs(root))
+
+
+def make_runs(root: Path) -> list[dict[str, Ended]]:
     written = run_ranks(2, write, root)
     one = run_ranks(1, alone, root)[0]
     continued = run_ranks(2, go_on, root)

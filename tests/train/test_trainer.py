@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from once import made_once
 from ranks import run_ranks
 from tiny import make_run, tiny_config, whole
 from torch import Tensor
@@ -85,8 +86,12 @@ def mesh_steps(rank: int, meshes: tuple[str, ...], masks: dict[str, Any]) -> dic
 
 
 @pytest.fixture(scope="module")
-def steps() -> list[dict[tuple[str, str], Step]]:
+def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Step]]:
     """Per rank, a step by mesh and mask."""
+    return made_once(tmp_path_factory, "trainer-steps", make_steps)
+
+
+def make_steps() -> list[dict[tuple[str, str], Step]]:
     first = run_ranks(1, one_step, config("one"))[0].sample_ids
     masks = {
         "none": 64,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from once import made_once
 from ranks import run_ranks
 from tiny import Ended, assert_bitwise, text_file, tiny_config, train_whole
 
@@ -113,17 +114,17 @@ def two_ranks(rank: int, root: Path) -> dict[str, Ended]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("spikes")
+    return made_once(tmp_path_factory, "spikes", lambda: tmp_path_factory.mktemp("spikes"))
 
 
 @pytest.fixture(scope="module")
-def one(root: Path) -> dict[str, Ended]:
-    return run_ranks(1, one_rank, root)[0]
+def one(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    return made_once(tmp_path_factory, "spikes-1", lambda: run_ranks(1, one_rank, root)[0])
 
 
 @pytest.fixture(scope="module")
-def two(root: Path, one: dict[str, Ended]) -> list[dict[str, Ended]]:
-    return run_ranks(2, two_ranks, root)
+def two(root: Path, one: dict[str, Ended], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ended]]:
+    return made_once(tmp_path_factory, "spikes-2", lambda: run_ranks(2, two_ranks, root))
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

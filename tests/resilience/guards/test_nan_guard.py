@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from once import made_once
 from ranks import run_ranks
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
@@ -71,12 +72,12 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("nonfinite")
+    return made_once(tmp_path_factory, "nonfinite", lambda: tmp_path_factory.mktemp("nonfinite"))
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path) -> list[dict[str, Ended]]:
-    return run_ranks(2, all_runs, root)
+def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ended]]:
+    return made_once(tmp_path_factory, "nonfinite-runs", lambda: run_ranks(2, all_runs, root))
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(runs: list[dict[str, Ended]]) -> None:
