@@ -247,8 +247,7 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     if as_is.is_as_is(wanted.module):
         c = wanted.config
         own = said if said.get("model_type") else dict(read_json(Path(c.path) / CONFIG))
-        grown = c.vocab_size if c.vocab_size != c.own_vocab_size else 0
-        return _with_dtype(saved_config(own, c.class_name, c.num_labels, grown), wanted.dtype)
+        return _with_dtype(saved_config(own, c.class_name, c.num_labels), wanted.dtype)
     hub = wanted.module.HUB
     said = dict(hub.own_config(said))
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):

@@ -119,13 +119,13 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
         raise ConfigError(Problem("shardtrain launch", action or None, "needs a platform", fix, "command line"))
     loaded, overrides = _load([word for word in rest if word not in _DRY_RUN and word != _DOCTOR])
     _note_unused(action, loaded)
-    _note_unmounted(action, loaded)
     launch = loaded.config.launch
     if launch.device and refuse_unfit and _DOCTOR not in rest:
         refuse_unfit(loaded, launch.nodes * (launch.nproc_per_node or launch.devices_per_node or 1))
     verb = "doctor" if _DOCTOR in rest else "train"
     asked = Asked(loaded, overrides, verb)
     plan = _own(action, asked) if action.endswith(".py") else PLATFORMS[action](asked)
+    _note_unmounted(action, loaded)
     if not _DRY_RUN.isdisjoint(rest):
         print(plan.text, end="")
         return 0
