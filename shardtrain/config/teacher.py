@@ -103,9 +103,8 @@ def _check_vocabulary(loaded: Loaded, teacher: Config) -> Iterator[Problem]:
 
 
 def _rows(loaded: Loaded) -> int | None:
-    if loaded.config.model.name != NAME:
-        found = (model_shape(loaded) or {}).get("vocab_size")
-    else:
+    found = (model_shape(loaded) or {}).get("vocab_size")
+    if found is None and loaded.config.model.name == NAME:  # those of its folder, unless they are set
         try:
             found = json.loads((Path(str(loaded.config.model.overrides["path"])) / "config.json").read_bytes()).get(
                 "vocab_size"

@@ -100,12 +100,14 @@ def kind_of(folder: str, architecture: str) -> str:
     return next(kind for kind, table in _tables().items() if architecture in _classes(table.get(model_type)))
 
 
-def build(folder: str, architecture: str, attention: str, num_labels: int = 0) -> Built:
+def build(folder: str, architecture: str, attention: str, num_labels: int = 0, vocab_size: int = 0) -> Built:
     """Build the model on the meta device, its buffers computed; raises ConfigError where its class refuses."""
     config = type(read(folder)).from_dict(read(folder).to_dict())  # a class may write into its config
     config.use_cache = False
     if num_labels:
         config.num_labels = num_labels
+    if vocab_size:
+        config.get_text_config().vocab_size = vocab_size
     cls = getattr(_transformers(), architecture)
     starts = _Starts()
     try:
@@ -250,10 +252,17 @@ class _Starts(TorchDispatchMode):
                 self._draws[place] = found
 
 
-def saved_config(found: Mapping[str, Any], architecture: str, num_labels: int = 0) -> dict[str, Any]:
+def saved_config(
+    found: Mapping[str, Any], architecture: str, num_labels: int = 0, vocab_size: int = 0
+) -> dict[str, Any]:
     """A folder's own config.json, for a class of this name; only what the run has made of it is another."""
     saved = dict(json.loads(json.dumps(dict(found))))
     if num_labels and num_labels != len(saved.get("id2label") or ()):
         saved["id2label"] = {str(number): f"LABEL_{number}" for number in range(num_labels)}
         saved["label2id"] = {f"LABEL_{number}": number for number in range(num_labels)}
+    text = next(
+        (part for part in (saved.get("text_config"), saved) if isinstance(part, dict) and "vocab_size" in part), saved
+    )
+    if vocab_size:
+        text["vocab_size"] = vocab_size
     return saved if architecture in (saved.get("architectures") or ()) else {**saved, "architectures": [architecture]}

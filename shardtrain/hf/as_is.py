@@ -7,6 +7,7 @@ opens a file, and takes that back as it saves one (``transformers.conversion_map
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from shardtrain.hf.format import Hub, Merged
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.weights import HubWeights
 from shardtrain.ops.tied import tie, tied_names
-from shardtrain.utils.errors import CheckpointError, ConfigError
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import logger
 
 _IGNORED = ("*.inv_freq", "*.position_ids", "*.masked_bias", "*.token_type_ids")
@@ -132,6 +133,23 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
         if new:
             logger.info(f"{len(new)} tensors are not in {weights.folder} and start as drawn: {', '.join(new[:10])}")
     return Translation(plain.hub, plain.shapes, config, sources), [*passed, *again]
+
+
+def own_sizes(config: Any) -> Any:
+    """A model's Config with the rows of its folder's vocabulary, where it has more.
+
+    Raises:
+        ConfigError: where it has fewer.
+    """
+    check_rows(config.vocab_size, config.own_vocab_size)
+    return dataclasses.replace(config, vocab_size=config.own_vocab_size)
+
+
+def check_rows(wanted: int, there: int) -> None:
+    """Refuse a vocabulary with fewer rows than the folder that it starts from; raises ConfigError."""
+    if wanted < there:
+        rule = f"is below the {there} rows of the folder, and none is ever left out"
+        raise ConfigError(Problem("model.overrides.vocab_size", wanted, rule, f"use {there} or more"))
 
 
 def check_same(config: Any, folder: Path) -> None:

@@ -247,7 +247,8 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     if as_is.is_as_is(wanted.module):
         c = wanted.config
         own = said if said.get("model_type") else dict(read_json(Path(c.path) / CONFIG))
-        return _with_dtype(saved_config(own, c.class_name, c.num_labels), wanted.dtype)
+        grown = c.vocab_size if c.vocab_size != c.own_vocab_size else 0
+        return _with_dtype(saved_config(own, c.class_name, c.num_labels, grown), wanted.dtype)
     hub = wanted.module.HUB
     said = dict(hub.own_config(said))
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):

@@ -110,7 +110,8 @@ def fill(
     prefix = found.hub.prefix if found and found.hub else ""
     with BinWeights(folder) if legacy_bin else open_weights(folder, block, prefix) as weights:
         if found is None:
-            translation, passed_over = as_is.fit(models.build(module, config), config, weights)
+            own = as_is.own_sizes(config) if resize else config
+            translation, passed_over = as_is.fit(models.build(module, own), own, weights)
         _tell(mapping.check(translation, weights, passed_over))
         named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}
         fill_rows({name: named[name] for name in named.keys() & translation.sources.keys()}, translation, weights)
@@ -122,11 +123,8 @@ def sized_as(found: HubModel, config: Any) -> Any:
     Raises:
         ConfigError: where the folder has more.
     """
-    rows = found.config.vocab_size
-    if config.vocab_size < rows:
-        rule = f"is below the {rows} rows of the folder, and none is ever left out"
-        raise ConfigError(Problem("model.overrides.vocab_size", config.vocab_size, rule, f"use {rows} or more"))
-    return dataclasses.replace(config, vocab_size=rows)
+    as_is.check_rows(config.vocab_size, found.config.vocab_size)
+    return dataclasses.replace(config, vocab_size=found.config.vocab_size)
 
 
 def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, weights: HubWeights) -> None:

@@ -84,6 +84,9 @@ class Frozen:
         elif as_is.is_as_is(module):
             as_is.check_same(shape, path)
             self._weights = self._stack.enter_context(open_weights(path, None))
+            if config is not None and config.checkpoint.initial_load_resize_embeddings:
+                shape = as_is.own_sizes(shape)
+                model = models.build(module, shape)
             self._translation, passed = as_is.fit(model, shape, self._weights)
             mapping.check(self._translation, self._weights, passed)
             self.dtype = str(self._weights.dtype(self._weights.names()[0])).removeprefix("torch.")

@@ -57,6 +57,20 @@ class Packed:
         return _Product.apply(x, self)  # type: ignore[no-any-return]
 
 
+class Counted(Packed):
+    """A weight in low bits as a dry run has it: its bytes are known, and what it restores has a shape alone."""
+
+    def __init__(self, shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
+        self._shape, self._bytes = shape_OI, packed_bytes(shape_OI, kind, dtype)
+
+    def restored(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self._shape, dtype=dtype)
+
+    @property
+    def bytes(self) -> int:
+        return self._bytes
+
+
 class _Product(torch.autograd.Function):
     """x W^T, of which only x has a gradient; W is restored again for it."""
 
@@ -84,15 +98,30 @@ def names(model: nn.Module, layout: Layout) -> list[str]:
     return [path for path in linears if path.startswith(f"{layout.layers}.") and word_of(layout, path) in words]
 
 
+def packed_bytes(shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> int:
+    """What ``Packed`` holds of a weight (O, I) that had this dtype: bits, scales, and scales of scales."""
+    rows, numel = shape_OI[0], shape_OI[0] * shape_OI[1]
+    if kind == "int8":
+        return numel + rows * (torch.float32.itemsize + 1)  # a scale and a zero point for each row
+    blocks = numel // _BLOCK
+    table = 16  # what four bits can say
+    return numel // 2 + blocks + dtype.itemsize * (blocks // _together(blocks) + 1 + table)
+
+
+def check_installed(kind: str) -> None:
+    """Raise ConfigError where weights are to be held in low bits and torchao is missing."""
+    if kind != WHOLE:
+        _torchao()
+
+
 def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
     """Leave the weights that will be held in low bits out of a model on the meta device, in place.
 
     Raises:
-        ConfigError: when torchao is missing, or a weight does not divide into blocks.
+        ConfigError: when a weight does not divide into blocks.
     """
     if kind == WHOLE:
         return
-    _torchao()
     for path in names(model, layout):
         linear: Any = model.get_submodule(path)
         if linear.weight.requires_grad:  # lora.modules_to_save
@@ -122,7 +151,7 @@ def load(config: Config, runner: Runner, device: torch.device, tensors: Mapping[
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
     path = None if config.lora.random_base else Path(str(derived.initial_weights(config)))
-    held = whole = 0
+    packed_size = whole = 0
     with Frozen(path, module, shape, config) as weights:
         weights.fill({name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()})
         for part in runner.parts:
@@ -132,8 +161,24 @@ def load(config: Config, runner: Runner, device: torch.device, tensors: Mapping[
                     weight = weight.to(device, getattr(torch, config.training.dtype))
                     weight = weight.t().contiguous() if linear.transposed else weight
                     linear.low_bits = packed = Packed(weight, config.lora.base_dtype)
-                    held, whole = held + packed.bytes, whole + weight.nbytes
-    logger.info(f"frozen weights in {config.lora.base_dtype}: {format_bytes(held)} in place of {format_bytes(whole)}")
+                    packed_size, whole = packed_size + packed.bytes, whole + weight.nbytes
+    logger.info(
+        f"frozen weights in {config.lora.base_dtype}: {format_bytes(packed_size)} in place of {format_bytes(whole)}"
+    )
+
+
+def held(module: nn.Module) -> list[FrozenLinear]:
+    """The modules below this one whose weights were taken out."""
+    return [one for one in module.modules() if isinstance(one, FrozenLinear) and one.weight is None]
+
+
+def count(module: nn.Module, config: Config) -> int:
+    """For a dry run, let what was taken out be there in shape alone; the bytes that it would hold."""
+    dtype, total = getattr(torch, config.training.dtype), 0
+    for one in held(module):
+        one.low_bits = packed = Counted((one.out_features, one.in_features), config.lora.base_dtype, dtype)
+        total += packed.bytes
+    return total
 
 
 def _torchao() -> Any:
@@ -147,8 +192,11 @@ def _torchao() -> Any:
 
 def _nf4(weight_OI: Tensor) -> Any:
     blocks = weight_OI.numel() // _BLOCK
-    together = next(size for size in (_SCALES >> shift for shift in range(9)) if blocks % size == 0)
-    return _to_nf4()(weight_OI.contiguous(), _BLOCK, together)
+    return _to_nf4()(weight_OI.contiguous(), _BLOCK, _together(blocks))
+
+
+def _together(blocks: int) -> int:
+    return next(size for size in (_SCALES >> shift for shift in range(9)) if blocks % size == 0)
 
 
 @functools.cache

@@ -33,7 +33,8 @@ class Config:
     ``path`` is the folder with config.json (that of ``model.hf_assets_path`` unless set); ``architecture`` the class
     of ``transformers``, unless it is the one that config.json names; ``attention`` its implementation, "sdpa" or
     "eager", or "auto", which leaves the choice to it; ``dropout`` drops at the rates of config.json, which by default
-    nothing does; ``num_labels`` are the labels of a network that classifies, unless they are those of config.json.
+    nothing does; ``num_labels`` are the labels of a network that classifies, unless they are those of config.json;
+    ``vocab_size`` the rows of the embedding, which are those of config.json unless set.
     """
 
     path: str = ""
@@ -41,11 +42,16 @@ class Config:
     attention: str = "auto"
     dropout: bool = False
     num_labels: int = 0
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.path and self.vocab_size is None:
+            object.__setattr__(self, "vocab_size", self.own_vocab_size)
 
     @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return int(self._text.vocab_size)
+    def own_vocab_size(self) -> int:
+        """Rows of the embedding that config.json says."""
+        return int(getattr(self._text, "vocab_size", 0) or 0)
 
     @property
     def num_layers(self) -> int:
@@ -94,7 +100,7 @@ class Model(nn.Module):
 
     def __init__(self, c: Config) -> None:
         super().__init__()
-        built = architectures.build(c.path, c.class_name, c.attention, c.num_labels)
+        built = architectures.build(c.path, c.class_name, c.attention, c.num_labels, c.vocab_size or 0)
         self.hf = built.module
         self.config_name = c.class_name
         self.kind = architectures.kind_of(c.path, c.class_name)

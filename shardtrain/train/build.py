@@ -49,6 +49,7 @@ def build_model(config: Config, mesh: Mesh) -> Built:
     draws = (
         init_weights.plan(own, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers))) | added
     )
+    quantize.check_installed(config.lora.base_dtype)
     quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
     runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
     if isinstance(task, Distillation):

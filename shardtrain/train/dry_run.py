@@ -19,7 +19,7 @@ from shardtrain import data, distributed, models, optim, tasks
 from shardtrain.config import Loaded, derived, stages
 from shardtrain.config.schema import Config
 from shardtrain.distributed import fake_backend, pipeline_parallel, process_group
-from shardtrain.lora import spec
+from shardtrain.lora import quantize, spec
 from shardtrain.metrics.flops import count_model
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_tensor
@@ -44,7 +44,8 @@ class DryRun:
     """What one rank of a run would hold, in bytes, and what was traced to know it.
 
     ``sizes`` and ``place`` are the ranks along each axis of the mesh, and this rank's among them; ``batch`` describes
-    model and batch in words; ``stages`` are the modules of each pipeline stage that the rank holds.
+    model and batch in words; ``stages`` are the modules of each pipeline stage that the rank holds;
+    ``low_bits_bytes`` is what lora.base_dtype holds of frozen weights.
     """
 
     sizes: Mapping[str, int]
@@ -58,11 +59,12 @@ class DryRun:
     optimizer_bytes: int
     traced: fake_backend.Traced
     frozen: tuple[Frozen, ...] = ()
+    low_bits_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Sum of all: an upper bound, because not all of them are largest at once."""
-        states = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        states = self.parameter_bytes + self.low_bits_bytes + self.gradient_bytes + self.optimizer_bytes
         states += sum(one.weight_bytes for one in self.frozen)
         passes = (self.traced, *(one.traced for one in self.frozen))
         return states + sum(one.activations_bytes + one.gathered_bytes for one in passes)
@@ -99,12 +101,14 @@ def build(config: Config, here: process_group.World) -> DryRun:
     num_params, flops = count_model(model, layout, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
     own = [name for name in names if name not in added]
+    quantize.take_out(model, layout, config.lora.base_dtype)
     init_weights.plan(own, module.initial(shape), layout, len(getattr(model, layout.layers)))
     hidden = pipeline_parallel._hidden_size(model, layout) if mesh.size("pp") > 1 else 0
     runner = distributed.parallelize(model, layout, mesh, config, task.num_outputs(shape))
     held = tuple(_modules_of(part, layout) for part in runner.parts)
     with fake_backend.materialized(runner):
         # not runner.parameters(): a rank with two stages holds what they share twice
+        low_bits = sum(quantize.count(part, config) for part in runner.parts)
         parameters = [parameter for part in runner.parts for parameter in part.parameters()]
         optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
         states = optim.state_tensors(optimizer, runner.optimizer_parameters().items())
@@ -119,7 +123,7 @@ def build(config: Config, here: process_group.World) -> DryRun:
     place = {axis: mesh.rank(axis) for axis in mesh.sizes}
     batch = tuple(describe_model(config, mesh, num_params))
     states_bytes = (bytes_of_parameters, bytes_of_gradients, bytes_of_states)
-    return DryRun(mesh.sizes, place, batch, num_params, flops, held, *states_bytes, traced, frozen)
+    return DryRun(mesh.sizes, place, batch, num_params, flops, held, *states_bytes, traced, frozen, low_bits)
 
 
 def _frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch) -> Frozen:
@@ -183,6 +187,8 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
         ("gradients", run.gradient_bytes, f"{stored}; counted over the rank's shards"),
         ("optimizer state", run.optimizer_bytes, f"{config.optimizer.name}; counted over the rank's shards"),
     ]
+    if run.low_bits_bytes:
+        rows.insert(1, ("in low bits", run.low_bits_bytes, f"{config.lora.base_dtype}; frozen, its layers whole"))
     if traced.not_traced:
         end = [f"  activations: not traced ({traced.not_traced}); the sum is without them"]
     else:

@@ -51,6 +51,14 @@ def test_the_folder_says_the_sizes(words: tuple[str, ...], folder: Path) -> None
     assert not [problem for problem in check(loaded) if "model" in str(problem)]
 
 
+def test_a_folder_whose_sizes_are_taken_has_an_effect_beside_another_tokenizer(folder: Path, tmp_path: Path) -> None:
+    words = ("--model.tokenizer_path", "bytes")
+    assert not [problem for problem in check(at(folder, *words)) if "model.hf_assets_path" in str(problem)]
+    (tmp_path / "empty").mkdir()
+    told = [str(problem) for problem in check(at(tmp_path / "empty", *words))]
+    assert any("has no effect beside model.tokenizer_path" in line for line in told)
+
+
 def test_what_the_user_says_goes_first(folder: Path) -> None:
     loaded = at(folder, "--model.overrides.num_layers", "1")
     assert loaded.config.model.overrides["num_layers"] == 1 and loaded.config.model.overrides["dim"] == 64

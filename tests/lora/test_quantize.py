@@ -13,6 +13,7 @@ from shardtrain import cli
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded, check
 from shardtrain.lora.linear import FrozenLinear
+from shardtrain.lora.quantize import Packed, packed_bytes
 from shardtrain.ops.dtensor import to_full
 from shardtrain.tools.generate.opening import open_model
 from shardtrain.train import resume
@@ -71,6 +72,13 @@ def test_weights_in_low_bits_are_small_unchanged_and_the_same_on_every_mesh(kind
                 torch.testing.assert_close(tensor, adapters[adapter], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("shape_OI", [(64, 64), (96, 320), (40, 24 * 8), (512, 2048)])
+def test_the_bytes_of_a_weight_are_known_before_it_is_there(shape_OI, kind, dtype):
+    assert packed_bytes(shape_OI, kind, dtype) == Packed(torch.randn(shape_OI, dtype=dtype), kind).bytes
+
+
 def test_what_was_trained_beside_low_bits_is_merged_with_what_they_stand_for(base, tmp_path):
     config = low_config(base, tmp_path / "run", "nf4", steps=4)
     assert train(1, config)[0].error is None
@@ -94,7 +102,7 @@ def test_what_does_not_go_with_low_bits_is_refused():
     for sections, told in (
         ({"parallelism": {"tensor_parallel_degree": 2}}, "tensor parallelism"),
         ({"compile": {"enable": True}}, "compile.enable"),
-        ({"comm": {"mode": "fake_backend"}}, "counted"),
+        ({"comm": {"mode": "local_tensor"}}, "simulated"),
         ({"training": {"enable_cpu_offload": True}}, "enable_cpu_offload"),
     ):
         problems = [str(p) for p in check(Loaded(tiny_config(lora=on, **sections))) if "base_dtype" in str(p)]

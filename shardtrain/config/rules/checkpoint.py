@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardtrain.config.folder_model import NAME as TRANSFORMERS
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
 from shardtrain.config.rules.values import any_of, problem
@@ -102,21 +101,24 @@ def checkpoint_notes(loaded: Loaded) -> list[str]:
     ]
 
 
+_EMBEDDINGS = {
+    "embed", "embed_tokens", "embed_in", "word_embeddings", "token_embedding", "tok_embeddings", "wte", "shared",
+    "head", "lm_head", "embed_out", "output",
+}  # fmt: skip
+"""What models call the modules that hold a row for each token."""
+
+
 def _check_resized(loaded: Loaded) -> Iterator[Problem]:
     """New rows are said to be wanted, can be read, and are trained."""
     c, option = loaded.config, "checkpoint.initial_load_resize_embeddings"
     if not c.checkpoint.initial_load_in_hf:
         rule = "is for the weights of a Hugging Face folder"
         yield problem(loaded, option, rule, "set checkpoint.initial_load_in_hf = true, or remove it")
-    if c.model.name == TRANSFORMERS:
-        rule = f"does not resize a network of model.name={TRANSFORMERS}, whose sizes are those of its folder"
-        fix = "save the folder with resize_token_embeddings of transformers, or use a model file of this package"
-        yield problem(loaded, option, rule, fix)
-    elif "vocab_size" not in c.model.overrides:
+    if "vocab_size" not in c.model.overrides:
         rule = "needs the number of rows that the model is to have"
         yield problem(loaded, option, rule, "set model.overrides.vocab_size to the tokenizer's number of ids")
     saved = {name.rpartition(".")[2] for name in c.lora.modules_to_save}
-    if c.lora.enable and not saved & {"embed", "embed_tokens", "head", "lm_head"}:
+    if c.lora.enable and not saved & _EMBEDDINGS:
         rule = "adds rows that nothing would train: adapters leave the embedding as it is"
         fix = 'set lora.modules_to_save = ["embed_tokens", "lm_head"], as PEFT asks for them'
         yield problem(loaded, option, rule, fix)

@@ -99,7 +99,7 @@ def _low_bits(loaded: Loaded) -> Iterator[Problem]:
     for wrong, rule, fix in (
         (c.parallelism.tensor_parallel_degree > 1, "does not go with tensor parallelism: blocks are not split", ""),
         (c.compile.enable and "model" in c.compile.components, "does not go with compile.enable", "compile nothing"),
-        (c.comm.mode != "default", "cannot be counted without ranks", 'set comm.mode = "default"'),
+        (c.comm.mode == "local_tensor", "is not simulated", 'set comm.mode = "default"'),
         (c.training.enable_cpu_offload, "does not go with training.enable_cpu_offload", "set that to false"),
         (c.checkpoint.storage == "first_node", 'does not go with checkpoint.storage = "first_node"', "share a folder"),
         ("://" in where, "needs weights in a folder, and checkpoint.initial_load_path is a store", "fetch them first"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from shardtrain.config.load import Loaded
@@ -164,7 +165,10 @@ WITHOUT_EFFECT: tuple[Rule, ...] = (
     ),
     (
         "model.hf_assets_path",
-        lambda c: c.model.tokenizer_path not in (None, c.model.hf_assets_path),
+        lambda c: (
+            c.model.tokenizer_path not in (None, c.model.hf_assets_path)
+            and not (Path(c.model.hf_assets_path) / "config.json").is_file()  # else sizes, weights or exports are its
+        ),
         "has no effect beside model.tokenizer_path",
         "keep one of the two",
     ),

@@ -99,8 +99,6 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         notes.append(
             "activation_checkpoint.memory_budget is what the compiler decides; planned as if nothing recomputes"
         )
-    if config.lora.enable and config.lora.base_dtype != "training":
-        notes.append(f"frozen weights are counted as {training.dtype}, not in lora.base_dtype={config.lora.base_dtype}")
     if config.optimizer.name.endswith(".py"):
         notes.append("the optimizer is a file: its state is counted as AdamW's")
     if config.task.name in ("distillation", "preference"):

@@ -89,6 +89,7 @@ def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action] | No
         owners = [[p for p in parameters if p.word != "head"] for parameters in owners]
     held = [(one, sharded(one, job)) for parameters in owners for one in parameters]
     parameters = sum(size for _, size in held) * job.stored_width
+    parameters += sum(model.layers[number].low_bits_bytes for index in own for number in job.stages[index])
     learning = sum(size for one, size in held if one.trained)
     tensors = sum(one.trained for one, _ in held)
     states = learning * job.states * job.state_width
@@ -275,6 +276,7 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
     share = ffn / max(1, whole)
     start = whole + stream + (2 * gathered if job.tp > 1 else 0) + hidden + int(weights * share / 3)
     end = whole - ffn + 2 * stream + gathered + q + k + v + weights
+    start, end = (moment + layer.restored_numel * c for moment in (start, end))
     return _LayerBytes(whole, kept, (stream if mode != "none" else 0) + max(start, end))
 
 

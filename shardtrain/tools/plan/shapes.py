@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -76,6 +76,7 @@ class Layer:
     ``heads``, ``kv_heads``: of the whole model; ``qk_dim`` and ``v_dim`` are features of a head. ``limit`` is the
     tokens that a token attends to at most (0: all before it). ``gated`` says that a feed-forward multiplies two
     products. ``layer_norm``: its norms are LayerNorms, else RMSNorms. ``head_norms``: queries and keys have norms.
+    ``low_bits_bytes`` are held of frozen weights by lora.base_dtype; ``restored_numel`` elements are the largest's.
     """
 
     parameters: tuple[Parameter, ...]
@@ -90,6 +91,8 @@ class Layer:
     layer_norm: bool = False
     head_norms: bool = False
     experts: Experts | None = None
+    low_bits_bytes: int = 0
+    restored_numel: int = 0
 
     def inside(self, part: str) -> tuple[Linear, ...]:
         """Linears of attention ("attn") or of the feed-forward ("ffn"), in the order of forward; not the router."""
@@ -128,10 +131,13 @@ def read(config: Config) -> ModelShape:
     with torch.device("meta"):
         model = task.adapt(models.build(module, shape), layout)
     if config.lora.enable:
-        from shardtrain.lora import spec  # brings DTensor, half a second
+        from shardtrain.lora import quantize, spec  # brings DTensor, half a second
 
         spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     num_params, flops = count_model(model, layout, shape, config.training.seq_len)
+    base_dtype = config.lora.base_dtype if config.lora.enable else "training"
+    if base_dtype != "training":
+        quantize.take_out(model, layout, base_dtype)
     layers: nn.ModuleDict = getattr(model, layout.layers)
     found: dict[tuple[object, ...], Layer] = {}
     kinds = []
@@ -139,9 +145,17 @@ def read(config: Config) -> ModelShape:
         key = (
             tuple((path, tuple(p.shape), p.requires_grad) for path, p in layer.named_parameters()),
             tuple((getattr(m, "window", 0), getattr(m, "chunk", 0)) for m in layer.modules()),
+            tuple((m.in_features, m.out_features) for m in layer.modules() if isinstance(m, nn.Linear)),
         )
         if key not in found:
-            found[key] = _layer(layer, f"{layout.layers}.{name}", layout, shape)
+            one = _layer(layer, f"{layout.layers}.{name}", layout, shape)
+            if base_dtype != "training":
+                one = replace(
+                    one,
+                    low_bits_bytes=quantize.count(layer, config),
+                    restored_numel=max((m.in_features * m.out_features for m in quantize.held(layer)), default=0),
+                )
+            found[key] = one
         kinds.append(found[key])
     if not kinds:
         rule = f"has no modules in LAYOUT.layers={layout.layers!r}"

@@ -17,6 +17,7 @@ WIDE = {
     "dim": 256, "ffn_dim": 768, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "vocab_size": 1024, "num_layers": 6
 }  # fmt: skip
 """Large enough that scalars and rounded-up chunks are no percents."""
+LORA = {"enable": True, "random_base": True}
 
 
 def planned(config, rank, size):
@@ -49,13 +50,17 @@ def wide(**sections):
         {"parallelism": {"data_parallel_replicate_degree": 2}},
         {"model": {"vocab_size": 16384}},
         {"training": {"mixed_precision_param": "float32"}},
+        {"lora": LORA},
+        {"lora": {**LORA, "base_dtype": "nf4"}},
+        {"lora": {**LORA, "base_dtype": "int8"}, "parallelism": {"pipeline_parallel_degree": 2}},
     ],
     ids=str,
 )
 def test_a_plan_agrees_with_the_dry_run_within_five_percent(sections):
     config = wide(**sections)
     run, plan = traced(config, 0, 8), planned(config, 0, 8)
-    assert (plan.parameters, plan.gradients) == (run.parameter_bytes, run.gradient_bytes)
+    held = run.parameter_bytes + run.low_bits_bytes
+    assert (plan.parameters, plan.gradients) == (held, run.gradient_bytes)
     assert plan.optimizer == run.optimizer_bytes
     assert plan.total == pytest.approx(run.total_bytes, rel=0.05)
     assert plan.activations == pytest.approx(run.traced.activations_bytes, rel=0.08)
