@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests: ./run_tests.sh [arguments of pytest]. On the first call it installs what they need into .venv.
 #
-# ./run_tests.sh                  the default tier: every law once, three tests at a time for every two cores
+# ./run_tests.sh                  the default tier: every law once, two tests at a time for every core
 # ./run_tests.sh --all            everything: the same laws at more sizes, meshes and seeds
 # ./run_tests.sh --share 2/5      of what the default tier leaves out, the second fifth
 # ./run_tests.sh --laws           print every law and where it runs; run nothing

@@ -287,6 +287,29 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
     return True
 
 
+OF_A_COMMAND = """
+CUBLAS_WORKSPACE_CONFIG GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME OMP_NUM_THREADS PYTORCH_ALLOC_CONF TORCH_CPP_LOG_LEVEL
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCH_GLOO_LAZY_INIT TOKENIZERS_PARALLELISM
+"""
+"""What a command sets for its own process, which a test that calls it in this process need not take back."""
+
+
+@pytest.fixture(autouse=True)
+def environment_as_it_was() -> Iterator[None]:
+    """No test depends on what an earlier one has left in the environment."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    changed = [name for name in changed if not name.startswith("PYTEST_")]
+    for name in changed:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    left = [name for name in changed if name not in OF_A_COMMAND.split()]
+    assert not left, f"the test has changed variables of the environment and left them so: {', '.join(left)}"
+
+
 def _cpu_seconds() -> float:
     """Of this process and of those children that have ended and been waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

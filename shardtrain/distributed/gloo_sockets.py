@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from shardtrain.utils import private_network
 from shardtrain.utils.errors import PeerError
-from shardtrain.utils.process import STORE
+from shardtrain.utils.process import meeting_folder
 
 T = TypeVar("T")
 MOST_IN_A_FULL_MESH = 128
@@ -49,7 +49,7 @@ def private(make: Callable[[], T]) -> T:
     new = {inode: descriptor for inode, descriptor in _listeners().items() if inode not in before}
     for descriptor in new.values():
         _make_deaf(descriptor)
-    if new and os.environ.get(STORE):
+    if new and meeting_folder(os.environ):
         _refuse_others(set(new))
     return result
 

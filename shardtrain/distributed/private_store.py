@@ -22,7 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardtrain.utils.errors import StorageError
-from shardtrain.utils.process import STORE
+from shardtrain.utils.process import STORE, meeting_folder
 
 _A_DAY_SECONDS, _POLL_SECONDS = 86_400, 0.02
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -34,7 +34,7 @@ def folder_of(environment: Mapping[str, str]) -> Path | None:
     Raises:
         StorageError: other users of the machine may enter it, or it is somebody else's.
     """
-    return own(Path(environment[STORE])) if environment.get(STORE) else None
+    return own(Path(folder)) if (folder := meeting_folder(environment)) else None
 
 
 def own(folder: Path) -> Path:
@@ -63,7 +63,26 @@ def folder_of_launcher(environment: Mapping[str, str]) -> Path | None:
     if not environment.get("WORLD_SIZE") or environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
         return None
     network = os.readlink("/proc/self/ns/net") if os.path.exists("/proc/self/ns/net") else ""
-    names = (network, environment["MASTER_PORT"], environment.get("TORCHELASTIC_RUN_ID", ""))
+    return _folder_named(environment, network, environment["MASTER_PORT"], environment.get("TORCHELASTIC_RUN_ID", ""))
+
+
+def folder_of_step(environment: Mapping[str, str]) -> Path | None:
+    """The folder that the tasks of a Slurm step share; None where its nodes are several, or it is declined.
+
+    Raises:
+        StorageError: no place is left in which this user alone can have a folder.
+    """
+    # ranks that torchrun or our own launcher has started in a task meet as those do, and have these two
+    if environment.get(STORE) or environment.get("LOCAL_WORLD_SIZE") or environment.get("TORCHELASTIC_RUN_ID"):
+        return None
+    tasks = environment.get("SLURM_STEP_NUM_TASKS")
+    if environment.get("SLURM_STEP_NUM_NODES") != "1" or tasks in (None, "1") or tasks != environment.get("WORLD_SIZE"):
+        return None
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return _folder_named(environment, *(environment.get(name, "") for name in names))
+
+
+def _folder_named(environment: Mapping[str, str], *names: str) -> Path:
     folder = _own_folder(environment) / hashlib.sha256("\0".join(names).encode()).hexdigest()[:24]
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder

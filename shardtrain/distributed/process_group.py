@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.config.schema import Comm
-from shardtrain.distributed import gloo_sockets
+from shardtrain.distributed import gloo_sockets, signed_store
 from shardtrain.distributed.rendezvous import store_of_attempt
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.process import STORE
@@ -67,6 +67,7 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
         yield World(rank, size, local_rank, torch_device, store)
     finally:
         dist.destroy_process_group()
+        signed_store.release()
         if not given:  # another group of this process meets elsewhere
             os.environ.pop(STORE, None)
 
@@ -80,7 +81,8 @@ def _meeting(size: int, timeout: timedelta) -> Iterator[dist.Store]:
     with store_of_attempt(os.environ, timeout) as own:
         store = own
         if store is None:
-            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            met, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            store = signed_store.signed(met, os.environ, os.environ["MASTER_PORT"])  # a port is one attempt's
         store.set_timeout(timeout)
         yield store
 

@@ -5,11 +5,13 @@ again reads where a dead one listened, dials it, and fails or waits (PyTorch iss
 does not tell attempts apart: agents count their own, and a node that joined later has another count. So rank 0 makes up
 a name, and hands it to every rank that asks with a word that nobody has used before.
 
-The launcher's store knows no password either. Ranks that are all on this machine leave it alone, and meet in a folder.
+The launcher's store knows no password either. Ranks that are all on this machine leave it alone, and meet in a folder;
+so do the tasks of a Slurm step of one node. Others sign what they tell each other, where they share a secret.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 import threading
@@ -22,6 +24,7 @@ import torch.distributed as dist
 
 from shardtrain.distributed import private_store
 from shardtrain.distributed.private_store import FolderStore
+from shardtrain.distributed.signed_store import ForgedError, signed
 from shardtrain.utils.process import STORE
 
 POLL_SECONDS = 0.02
@@ -42,16 +45,18 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
     if folder := private_store.folder_of(environment):
         yield private_store.group_store(folder)
         return
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "SHARDTRAIN_JOB" in environment:
-        yield None
-        return
-    place = private_store.folder_of_launcher(environment)
+    place = private_store.folder_of_step(environment)
+    if place is None:
+        if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "SHARDTRAIN_JOB" in environment:
+            yield None
+            return
+        place = private_store.folder_of_launcher(environment)
     shared, done = _connect(environment, timeout, place), threading.Event()
 
     def store(name: str) -> dist.Store:
         if place is None:
             assert isinstance(shared, dist.Store)
-            return dist.PrefixStore(f"shardtrain/{name}", shared)
+            return dist.PrefixStore(f"shardtrain/{name}", shared)  # the key, and so the attempt, is signed
         environment[STORE] = str(place / name)
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         return private_store.group_store(place / name)
@@ -73,14 +78,14 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
         thread.join()
 
 
-def _connect(environment: Mapping[str, str], timeout: timedelta, place: Path | None) -> dist.TCPStore | FolderStore:
+def _connect(environment: Mapping[str, str], timeout: timedelta, place: Path | None) -> dist.Store | FolderStore:
     if place:
         return FolderStore(place)
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    return signed(dist.TCPStore(address, port, is_master=False, timeout=timeout), environment, "")
 
 
-def _ask(store: dist.TCPStore | FolderStore, timeout: timedelta) -> str:
+def _ask(store: dist.Store | FolderStore, timeout: timedelta) -> str:
     """The name that rank 0 of this attempt has made up; answers of earlier attempts are to other words."""
     word = secrets.token_hex(8)
     store.set(f"{_ASKED}/{store.add(_ASKED, 1)}", word)
@@ -88,7 +93,7 @@ def _ask(store: dist.TCPStore | FolderStore, timeout: timedelta) -> str:
     return store.get(f"{_ASKED}/answer/{word}").decode()
 
 
-def _answer(store: dist.TCPStore | FolderStore, name: str, done: threading.Event) -> None:
+def _answer(store: dist.Store | FolderStore, name: str, done: threading.Event) -> None:
     """Answer everybody who asks, ranks of earlier attempts too, until all have joined."""
     seen, open_numbers = 0, set[int]()
     while not done.wait(POLL_SECONDS):
@@ -98,7 +103,8 @@ def _answer(store: dist.TCPStore | FolderStore, name: str, done: threading.Event
             seen = count
             # a rank that was killed between taking a number and asking never does
             for number in [one for one in open_numbers if store.check([f"{_ASKED}/{one}"])]:
-                store.set(f"{_ASKED}/answer/{store.get(f'{_ASKED}/{number}').decode()}", name)
                 open_numbers.discard(number)
+                with contextlib.suppress(ForgedError):  # a stranger asks
+                    store.set(f"{_ASKED}/answer/{store.get(f'{_ASKED}/{number}').decode()}", name)
         except dist.DistError:
             return  # the launcher has gone, and joining fails with its own words

@@ -95,10 +95,10 @@ def _tokens(folder: Path, vocab_size: int) -> Tensor:
 
 
 def _theirs(folder: Path, architecture: str, tokens_BT: Tensor) -> Tensor:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
-    # a class of the library by its name, and config.json without what asks for code: nothing of the folder is run
+    # a class of the library by its name, and config.json without what asks for code: nothing of the folder is run,
+    # and of a folder with local files only the library asks no hub
     config = architectures.read(str(folder))
     model = getattr(transformers, architecture).from_pretrained(
         folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True

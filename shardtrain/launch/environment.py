@@ -19,7 +19,7 @@ from shardtrain.config.schema import Config
 from shardtrain.resilience.goodput import ledger
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.private_network import NETWORK
-from shardtrain.utils.process import STORE
+from shardtrain.utils.process import STORE, meeting_folder
 
 LOCAL_ADDRESS = "127.0.0.1"
 PORTS_FROM_JOB_ID = 10_000
@@ -117,7 +117,7 @@ def _require_rank(environment: Mapping[str, str]) -> None:
     if rank >= size:
         rule, fix = f"is not a rank of WORLD_SIZE={size}", f"use 0 to {size - 1}"
         raise ConfigError(Problem("RANK", rank, rule, fix, "environment"))
-    if size > 1 and not environment.get(STORE):
+    if size > 1 and not meeting_folder(environment):
         port = _number(environment, "MASTER_PORT", "", least=1)
         if port > 65_535 or not environment.get("MASTER_ADDR"):
             name, rule = ("MASTER_PORT", "is not a port") if port > 65_535 else ("MASTER_ADDR", "is not set")

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from types import TracebackType
 
 from shardtrain.utils.atomic_io import umask
@@ -16,9 +17,16 @@ from shardtrain.utils.redact import redact, visible
 OTHERS_WRITE = 0o002
 STORE = "SHARDTRAIN_STORE"
 """Names the folder in which the ranks of one machine meet, in place of MASTER_ADDR and MASTER_PORT."""
+AT_ADDRESS = "address"
+"""Its value where tasks of Slurm that see no common folder on their node are to meet at the address."""
 
 SECRET = "SHARDTRAIN_SECRET"
 """What the nodes of one run know and nobody else does: they sign with it what they tell each other while they meet."""
+
+
+def meeting_folder(environment: Mapping[str, str]) -> str:
+    """The folder in which the ranks of one machine meet; empty where they meet at an address."""
+    return "" if environment.get(STORE) == AT_ADDRESS else environment.get(STORE, "")
 
 
 def own_process() -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from shardtrain.distributed import private_store
 from shardtrain.distributed.private_store import FolderStore
+from shardtrain.distributed.signed_store import ForgedError
 from shardtrain.resilience.watchdog import heartbeat
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.utils.errors import StorageError
@@ -30,6 +31,8 @@ STALE_BEATS = 2.5
 """A neighbour that has said nothing new for so many beats no longer speaks for the node."""
 FOLDER_SECONDS = 20.0
 """How long a rank waits to be told its node's folder, before it speaks for itself."""
+SPARE_PLACES = 1024
+"""A node whose folder goes away speaks in new places; more than these nobody has, whatever the counter says."""
 VERDICT, DUMPED, ALL_DUMPED = "verdict", "dumped", "all-dumped"
 _PLACES, _PLACE = "places", "place"
 
@@ -37,9 +40,10 @@ _PLACES, _PLACE = "places", "place"
 class Exchange:
     """What one rank says to all others, and hears; all methods but the last are for one thread."""
 
-    def __init__(self, store: Any, rank: int, beat_seconds: float) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, beat_seconds: float) -> None:
         """``store`` is a connection that nobody else uses."""
         self._store, self._rank, self._beat = store, rank, beat_seconds
+        self._most_places = world_size + SPARE_PLACES
         self._node: FolderStore | None = None
         self._folder: Path | None = None
         self._begun = time.monotonic()
@@ -50,6 +54,7 @@ class Exchange:
         """The key of the store under which this rank, or its node, speaks."""
         self._known: set[str] = set()
         self._heard: dict[str, tuple[bytes, dict[int, Heartbeat]]] = {}
+        self._newest: dict[int, Heartbeat] = {}
 
     def meet(self, environment: Mapping[str, str]) -> None:
         """Find the folder of this node, which its first rank makes; without one this rank speaks for itself."""
@@ -87,13 +92,20 @@ class Exchange:
                 return None
         if not self._store.check([VERDICT]):
             return None
-        found = bytes(self._store.get(VERDICT))
+        try:
+            found = bytes(self._store.get(VERDICT))
+        except ForgedError:
+            return None
         self.tell_node(found)
         return found
 
     def declare(self, text: str) -> bytes:
         """Make a verdict that of the run, where there is none yet; gives the one that there is."""
-        found = bytes(self._store.compare_set(VERDICT, "", text))
+        try:
+            found = bytes(self._store.compare_set(VERDICT, "", text))
+        except ForgedError:  # a stranger has taken its key, and may keep doing so: this node at least hears it
+            found = text.encode()
+            self._store.set(VERDICT, found)
         self.tell_node(found)
         return found
 
@@ -105,18 +117,34 @@ class Exchange:
 
     def hear(self) -> dict[int, Heartbeat]:
         """The last sign of every rank that has ever given one."""
-        places = [f"{_PLACE}-{number}" for number in range(1, self._store.add(_PLACES, 0) + 1)]
+        count = min(self._store.add(_PLACES, 0), self._most_places)
+        places = [f"{_PLACE}-{number}" for number in range(1, count + 1)]
         self._known |= {place for place in places if place not in self._known and self._store.check([place])}
         asked = [place for place in places if place in self._known]
         found: dict[int, Heartbeat] = {}
-        for place, text in zip(asked, self._store.multi_get(asked) if asked else [], strict=True):
-            if self._heard.get(place, (b"",))[0] != text:
+        for place, text in zip(asked, self._signs_at(asked), strict=True):
+            if text is not None and self._heard.get(place, (b"",))[0] != text:
                 self._heard[place] = bytes(text), heartbeat.read_many(text)
-            for rank, sign in self._heard[place][1].items():
-                # a node whose folder went away speaks in several places
-                if rank not in found or found[rank].beat < sign.beat:
-                    found[rank] = sign
+            for rank, sign in self._heard.get(place, (b"", {}))[1].items():
+                # a node whose folder went away speaks in several places, and who kept an old sign may set it again
+                if rank not in self._newest or self._newest[rank].beat < sign.beat:
+                    self._newest[rank] = sign
+                found[rank] = self._newest[rank]
         return found
+
+    def _signs_at(self, places: list[str]) -> list[bytes | None]:
+        """What is said at each place; None where a stranger says it."""
+        if not places:
+            return []
+        with contextlib.suppress(ForgedError):
+            return list(self._store.multi_get(places))
+
+        def sign_at(place: str) -> bytes | None:
+            with contextlib.suppress(ForgedError):
+                return bytes(self._store.get(place))
+            return None
+
+        return [sign_at(place) for place in places]
 
     def wait_for_others(self, living: int, seconds: float) -> None:
         """Wait until as many ranks have come to the same point, but no longer than that; from any thread."""

@@ -65,7 +65,7 @@ class Watchdog:
         self._log = self._folder / config.metrics.save_log_file.replace("{rank}", str(rank))
         num_nodes = math.ceil(world_size / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._beat = beat_seconds(comm.hang_timeout_seconds, num_nodes)
-        self._others = Exchange(store, rank, self._beat)
+        self._others = Exchange(store, rank, world_size, self._beat)
         self._host = socket.gethostname()
         self._moving = moving.restart(comm.straggler_window_steps)
         self._stop = signals.current()

@@ -14,8 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from shardtrain.distributed.rendezvous import store_of_attempt
+from shardtrain.distributed.signed_store import signed
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
-from shardtrain.utils.process import STORE
+from shardtrain.utils.process import meeting_folder
 
 FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 0.002, 0.25
 """Polls begin dense, for ranks that come together, and get rare: thousands of ranks ask one server."""
@@ -34,7 +35,7 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
         return
     timeout = timedelta(seconds=limit_seconds)
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if STORE not in os.environ and (not address or not port.isdecimal()):
+    if not meeting_folder(os.environ) and (not address or not port.isdecimal()):
         fix = "start it with torchrun or srun, or without RANK and WORLD_SIZE"
         raise ConfigError(Problem("MASTER_ADDR:MASTER_PORT", f"{address}:{port}", "is not a place to meet", fix))
     try:
@@ -43,7 +44,8 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
             if store is None:
                 hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
                 serves = rank == 0 and not hosted
-                store = dist.TCPStore(address, int(port), None, serves, timeout, wait_for_workers=False)
+                met = dist.TCPStore(address, int(port), None, serves, timeout, wait_for_workers=False)
+                store = signed(met, os.environ, port)
             store.set_timeout(timeout)
             yield store
     except dist.DistError as error:

@@ -1,0 +1,247 @@
+"""Ranks on several machines that share a secret read nothing from the store that none of them has signed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import patience
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardtrain.distributed import private_store, rendezvous
+from shardtrain.distributed.signed_store import ForgedError, SignedStore, signed
+from shardtrain.resilience.watchdog.exchange import SPARE_PLACES, VERDICT, Exchange
+from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.utils.process import SECRET
+
+TIMEOUT = timedelta(seconds=60)
+OURS = {SECRET: "of all", "TORCHELASTIC_RUN_ID": "run"}
+
+
+def connection(server: dist.TCPStore) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=TIMEOUT)
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def test_ranks_with_one_secret_read_what_they_have_set(server: dist.TCPStore) -> None:
+    first, second = (signed(connection(server), OURS, "1") for _ in range(2))
+    first.set("text", "one\nline")
+    first.set("bytes", bytes(range(256)))
+    assert second.get("text") == b"one\nline"
+    assert second.multi_get(["text", "bytes"]) == [b"one\nline", bytes(range(256))]
+    assert first.compare_set("verdict", "", "one") == b"one" == second.compare_set("verdict", "", "two")
+    assert second.compare_set("verdict", "one", "two") == b"two" == first.get("verdict")
+    assert (first.add("count", 2), second.add("count", 3)) == (2, 5)
+    assert second.check(["text"]) and not second.check(["nothing"])
+    assert second.delete_key("text") and not first.check(["text"])
+    below = dist.PrefixStore("below", first)  # as PyTorch uses it: through C++ and back
+    below.set("text", "deep")
+    assert dist.PrefixStore("below", second).get("text") == b"deep"
+    assert first.clone().get("bytes") == bytes(range(256))
+
+
+def test_a_store_lives_as_long_as_what_pytorch_builds_on_it(server: dist.TCPStore) -> None:
+    """A PrefixStore holds C++'s half of it alone; so do the process groups that are made later."""
+    first = dist.PrefixStore("below", signed(connection(server), OURS, "1"))
+    second = dist.PrefixStore("below", signed(connection(server), OURS, "1").clone())
+    gc.collect()
+    first.set("text", "deep")
+    assert dist.PrefixStore("below", second.underlying_store.clone()).get("text") == second.get("text") == b"deep"
+    assert first.clone().get("text") == b"deep"
+
+
+def test_the_store_is_as_it_is_where_there_is_no_secret(server: dist.TCPStore) -> None:
+    assert signed(server, {SECRET: ""}, "1") is server
+
+
+@pytest.mark.parametrize(
+    "other", [{SECRET: "of another"}, {"TORCHELASTIC_RUN_ID": "another"}, {"attempt": "2"}, {SECRET: ""}]
+)
+def test_a_value_of_another_secret_run_or_attempt_is_refused(other: dict[str, str], server: dist.TCPStore) -> None:
+    ours = signed(connection(server), OURS, "1")
+    theirs = signed(connection(server), {**OURS, **other}, other.get("attempt", "1"))
+    theirs.set("address", "6.6.6.6")
+    for read in (lambda: ours.get("address"), lambda: ours.multi_get(["address"])):
+        with pytest.raises(ForgedError, match="'address'.* not signed with this node's SHARDTRAIN_SECRET"):
+            read()
+    with pytest.raises(ForgedError):
+        ours.compare_set("address", "", "7.7.7.7")
+    dist.PrefixStore("a", theirs).set("b", "forged")
+    with pytest.raises(ForgedError):
+        dist.PrefixStore("a", ours).get("b")  # through C++ and back
+
+
+def test_a_signed_value_says_nothing_under_another_key_and_no_part_of_it_does(server: dist.TCPStore) -> None:
+    ours, raw = signed(connection(server), OURS, "1"), connection(server)
+    ours.set("rank/1", "10.0.0.1")
+    seen = raw.get("rank/1")
+    raw.set("rank/2", seen)
+    for number, damaged in enumerate((seen[:-1], seen + b"0", b"", seen[:80], seen.replace(b"10.", b"66."))):
+        raw.set(f"damaged/{number}", damaged)
+    for key in ("rank/2", *(f"damaged/{number}" for number in range(5))):
+        with pytest.raises(ForgedError):
+            ours.get(key)
+
+
+def test_ranks_make_a_group_and_new_ones_through_it(server: dist.TCPStore) -> None:
+    """gloo's addresses travel through the signed store, and tensors are what they were."""
+    found: dict[int, float] = {}
+
+    def rank_main(rank: int) -> None:
+        store = signed(connection(server), OURS, "1")
+        group = dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, 2, TIMEOUT)
+        tensor = torch.tensor([float(rank + 1)])
+        group.allreduce([tensor]).wait()
+        found[rank] = tensor.item()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience.seconds(60))
+    assert found == {0: 3.0, 1: 3.0}
+
+
+def launched(server: dist.TCPStore, rank: int, **more: str) -> dict[str, str]:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": str(rank)}
+    return {**OURS, **address, "TORCHELASTIC_USE_AGENT_STORE": "True", **more}
+
+
+def test_a_stranger_who_asks_and_answers_is_believed_by_nobody(server: dist.TCPStore) -> None:
+    stranger = connection(server)
+    stranger.set(f"shardtrain/asked/{stranger.add('shardtrain/asked', 1)}", "a word")  # rank 0 goes on
+    found: dict[int, bytes] = {}
+    joined = threading.Barrier(2)
+
+    def rank_main(rank: int) -> None:
+        with rendezvous.store_of_attempt(launched(server, rank), TIMEOUT) as store:
+            assert store is not None
+            store.set(f"of/{rank}", str(rank))
+            found[rank] = store.get(f"of/{1 - rank}")
+            joined.wait(patience.seconds(60))
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience.seconds(60))
+    assert found == {0: b"1", 1: b"0"}
+    assert not stranger.check(["shardtrain/asked/answer/a word"])
+
+
+def test_a_forged_answer_ends_the_start_with_its_cause(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda size: "word")
+    connection(server).set("shardtrain/asked/answer/word", "a store of mine")
+    with (
+        pytest.raises(ForgedError, match="SHARDTRAIN_SECRET"),
+        rendezvous.store_of_attempt(launched(server, 1), TIMEOUT),
+    ):
+        pass
+
+
+# --- the watchdog: a stranger neither ends a run nor hides one that hangs
+
+
+def test_a_forged_verdict_ends_no_run_and_ours_is_heard(server: dist.TCPStore) -> None:
+    stranger = connection(server)
+    ranks = [Exchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)]
+    stranger.set(VERDICT, '{"text": "mine"}')
+    assert [one.verdict() for one in ranks] == [None, None]
+    assert ranks[0].declare("ours") == b"ours" == ranks[1].verdict()
+
+
+def test_forged_and_old_signs_change_nobodys_life(server: dist.TCPStore) -> None:
+    stranger = connection(server)
+    ranks = [Exchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)]
+    for rank, one in enumerate(ranks):
+        one.say(Heartbeat(1, f"node{rank}"))
+    old = stranger.get("place-2")
+    ranks[1].say(Heartbeat(2, "node1"))
+    assert {rank: sign.beat for rank, sign in ranks[0].hear().items()} == {0: 1, 1: 2}
+    stranger.set("place-2", '{"1": {"beat": 9, "host": "mine", "has_left": true}}')
+    stranger.set("place-3", '{"0": {"beat": 9, "host": "mine", "has_left": true}}')
+    stranger.add("places", 10**9)
+    heard = ranks[0].hear()
+    assert {rank: (sign.beat, sign.has_left) for rank, sign in heard.items()} == {0: (1, False), 1: (2, False)}
+    stranger.set("place-2", old)
+    assert ranks[0].hear()[1].beat == 2, "an old sign is not believed"
+    assert len(ranks[0]._known) <= 2 + SPARE_PLACES
+
+
+# --- tasks of srun on one node meet in a folder
+
+
+def task(tmp_path: Path, rank: int = 0, **more: str) -> dict[str, str]:
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    names = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    (tmp_path / "runtime").mkdir(exist_ok=True)
+    return {**step, **names, "XDG_RUNTIME_DIR": str(tmp_path / "runtime"), **more}
+
+
+def test_tasks_of_one_node_meet_in_a_folder_time_and_again(tmp_path: Path) -> None:
+    """A script that srun starts may train twice: nothing of the first run is read by the second."""
+    for attempt in range(2):
+        found: dict[int, bytes] = {}
+        joined = threading.Barrier(2)
+
+        def rank_main(
+            rank: int, attempt: int = attempt, found: dict[int, bytes] = found, joined: threading.Barrier = joined
+        ) -> None:
+            environment = task(tmp_path, rank)
+            # nothing listens at that address
+            with rendezvous.store_of_attempt(environment, TIMEOUT) as store:
+                assert store is not None and private_store.folder_of(environment)
+                store.set(f"of/{rank}", str(attempt))
+                found[rank] = store.get(f"of/{1 - rank}")
+                joined.wait(patience.seconds(60))
+
+        threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in (1, 0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(patience.seconds(60))
+        assert found == dict.fromkeys(range(2), str(attempt).encode())
+    (folder,) = (tmp_path / "runtime/shardtrain").iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.geteuid()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_NUM_NODES": "2"},
+        {"SLURM_STEP_NUM_TASKS": "1"},
+        {"WORLD_SIZE": "4"},  # of a launcher in the step
+        {"TORCHELASTIC_RUN_ID": "run"},
+        {"LOCAL_WORLD_SIZE": "2"},
+        {"SHARDTRAIN_STORE": "address"},
+    ],
+)
+def test_tasks_of_several_nodes_and_ranks_of_other_launchers_meet_as_they_did(
+    change: dict[str, str], tmp_path: Path
+) -> None:
+    assert private_store.folder_of_step(task(tmp_path)) is not None
+    environment = task(tmp_path, **change)
+    assert private_store.folder_of_step(environment) is None
+    assert private_store.folder_of({"SHARDTRAIN_STORE": "address"}) is None
+    with rendezvous.store_of_attempt(environment, TIMEOUT) as store:
+        assert store is None
+
+
+@pytest.mark.parametrize("change", [{"SLURM_JOB_ID": "8"}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"}])
+def test_each_step_has_a_folder_of_its_own(change: dict[str, str], tmp_path: Path) -> None:
+    assert private_store.folder_of_step(task(tmp_path)) != private_store.folder_of_step(task(tmp_path, **change))
+
+
+def test_a_key_is_signed_with_its_length() -> None:
+    """``a`` with the value ``b`` is not ``ab`` without one, however they are put together."""
+    store = SignedStore(dist.HashStore(), b"key")
+    assert store._seal("a", "\0b") != store._seal("a\0b", "")
