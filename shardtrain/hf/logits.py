@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from shardtrain.hf import architecture as architectures
 from shardtrain.hf import as_is
 from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.exporting import Export, Writer
+from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.units import format_bytes
 
 TOLERANCE = 1e-4
@@ -47,16 +49,21 @@ def largest_error(wanted: Export) -> tuple[float, float]:
     """Largest difference of logits over a short text, and the largest logit; both models in float32.
 
     The tokens are those of a sentence, or random ones where the folder has no ``tokenizer.json``.
+
+    Raises:
+        ConfigError: transformers raises an exception when it opens the folder or computes with it.
     """
     tokens_BT = _tokens(wanted.output, wanted.config.vocab_size)
     if as_is.is_as_is(wanted.module):
         model = wanted.module.Model(wanted.config)
         read = _reader(wanted)
         names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-        ours, theirs = as_is.both_logits(model, {name: read(name) for name in names}, wanted.output, tokens_BT)
+        with _named(wanted.output):
+            ours, theirs = as_is.both_logits(model, {name: read(name) for name in names}, wanted.output, tokens_BT)
     else:
         ours = own_model(wanted)(tokens_BT, torch.arange(tokens_BT.size(1)).expand(tokens_BT.size(0), -1))
-        theirs = _theirs(wanted.output, wanted.module.HUB.architecture, tokens_BT)
+        with _named(wanted.output):
+            theirs = _theirs(wanted.output, wanted.module.HUB.architecture, tokens_BT)
     return float((ours - theirs).abs().max()), float(ours.abs().max())
 
 
@@ -68,6 +75,19 @@ def own_model(wanted: Export) -> nn.Module:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.copy_(read(name))
     return model.float().eval()
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """An exception of the library is told as what it is, with the way round it."""
+    try:
+        yield
+    except Exception as error:
+        cause = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"{folder}: transformers computes no logits from it: {type(error).__name__}: {cause}; look at what is "
+            f"unusual in its {CONFIG}, or use --check=weights"
+        ) from error
 
 
 def _reader(wanted: Export) -> Callable[[str], Tensor]:

@@ -111,3 +111,16 @@ def test_logits_are_equal_and_the_folder_comes_back(name: str, tmp_path: Path, c
     assert {name: tensor.dtype for name, tensor in one.items()} == {name: t.dtype for name, t in other.items()}
     assert all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
     assert (back / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+
+
+def test_a_network_that_the_library_itself_cannot_compute_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    """A quarter of 12 is rotated in StableLM: an odd number, and an exception in transformers' own forward."""
+    sizes = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes, **heads)).save_pretrained(tmp_path / "hf")
+    words = ["import", str(tmp_path / "hf"), "--to"]
+    assert main([*words, str(tmp_path / "one"), "--check", "logits"]) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"error[2]: {tmp_path / 'hf'}: transformers computes no logits from it: RuntimeError: " in told
+    assert told.endswith("use --check=weights")
+    assert main([*words, str(tmp_path / "two"), "--check", "weights"]) == 0
