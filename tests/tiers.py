@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import resource
 import time
 import zlib
@@ -287,12 +288,10 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
     return True
 
 
-OF_A_COMMAND = """
-CUBLAS_WORKSPACE_CONFIG GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME OMP_NUM_THREADS PYTORCH_ALLOC_CONF TORCH_CPP_LOG_LEVEL
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCH_GLOO_LAZY_INIT TOKENIZERS_PARALLELISM MLFLOW_HTTP_REQUEST_MAX_RETRIES
-MLFLOW_HTTP_REQUEST_TIMEOUT
-"""
-"""What a command sets for its own process, which a test that calls it in this process need not take back."""
+DECISIVE = re.compile(
+    r"(GROUP_|LOCAL_)?(RANK|WORLD_SIZE)|(MASTER|TORCHELASTIC|SHARDTRAIN|SLURM|HF|TRANSFORMERS|XDG)_.*|HOME|PATH"
+)
+"""Variables that change what a command does. Others are set by libraries for their own process, and are taken back."""
 
 
 @pytest.fixture(autouse=True)
@@ -307,7 +306,7 @@ def environment_as_it_was() -> Iterator[None]:
         os.environ.pop(name, None)
         if name in before:
             os.environ[name] = before[name]
-    left = [name for name in changed if name not in OF_A_COMMAND.split()]
+    left = [name for name in changed if DECISIVE.fullmatch(name)]
     assert not left, f"the test has changed variables of the environment and left them so: {', '.join(left)}"
 
 
