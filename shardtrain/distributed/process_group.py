@@ -14,7 +14,8 @@ import torch.distributed as dist
 from shardtrain.config.schema import Comm
 from shardtrain.distributed import gloo_sockets, signed_store
 from shardtrain.distributed.rendezvous import store_of_attempt
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.distributed.signed_store import ForgedError
+from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import STORE
 
 
@@ -44,6 +45,9 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
 
     Reads RANK, WORLD_SIZE and LOCAL_RANK, which torchrun and ``shardtrain train`` set. ``check`` is called with the
     store, the rank and the number of ranks before the group is made, and may refuse.
+
+    Raises:
+        PeerError: somebody who does not know the run's secret has written where the nodes meet.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -56,13 +60,16 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if size > gloo_sockets.MOST_IN_A_FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    with _meeting(size, timeout) as store:
-        if check:
-            check(store, rank, size)
-        group_store = dist.PrefixStore("default_pg", store)
-        gloo_sockets.private(
-            lambda: dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
-        )
+    try:
+        with _meeting(size, timeout) as store:
+            if check:
+                check(store, rank, size)
+            group_store = dist.PrefixStore("default_pg", store)
+            gloo_sockets.private(
+                lambda: dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
+            )
+    except ForgedError as error:
+        raise PeerError(str(error)) from error
     try:
         yield World(rank, size, local_rank, torch_device, store)
     finally:

@@ -33,7 +33,7 @@ _RESERVED_BYTES = 16 * 1024
 IN = "in "
 """How the note of an exception begins that tells the step."""
 
-_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "PeerError"}
+_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "ForgedError", "PeerError"}
 # what gloo, NCCL and the store say when the other end has gone; a rank that says so is not the cause
 _PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was abort")
 _MEMORY_WORDS = ("can't allocate memory", "CUDA out of memory", "HIP out of memory")

@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardtrain.distributed import private_store, rendezvous
+from shardtrain.config.schema import Comm
+from shardtrain.distributed import private_store, process_group, rendezvous
 from shardtrain.distributed.signed_store import ForgedError, SignedStore, signed
 from shardtrain.resilience.watchdog.exchange import SPARE_PLACES, VERDICT, Exchange
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.utils.errors import PeerError
 from shardtrain.utils.process import SECRET
 
 TIMEOUT = timedelta(seconds=60)
@@ -146,6 +148,32 @@ def test_a_forged_answer_ends_the_start_with_its_cause(server: dist.TCPStore, mo
         rendezvous.store_of_attempt(launched(server, 1), TIMEOUT),
     ):
         pass
+
+
+def test_a_forged_address_stops_the_start_with_exit_code_6(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo reads the other rank's address through C++: the cause comes out as ours."""
+    address = launched(server, 1, WORLD_SIZE="2", LOCAL_RANK="1", TORCHELASTIC_RESTART_COUNT="0", SHARDTRAIN_JOB="j")
+    for name, value in address.items():
+        monkeypatch.setenv(name, value)
+    stranger = connection(server)
+    done = threading.Event()
+
+    def forge() -> None:
+        while not done.wait(0.02):  # rank 0's address, beside that which rank 1 has just set
+            for key in stranger.list_keys():  # type: ignore[attr-defined]
+                if key.endswith("/0/1"):
+                    stranger.set(key[:-1] + "0", "6.6.6.6")
+
+    thread = threading.Thread(target=forge, daemon=True)
+    thread.start()
+    try:
+        with pytest.raises(PeerError, match="not signed"), process_group.join(Comm(init_timeout_seconds=20), "cpu"):
+            pass
+    finally:
+        done.set()
+        thread.join()
 
 
 # --- the watchdog: a stranger neither ends a run nor hides one that hangs
