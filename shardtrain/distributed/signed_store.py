@@ -36,7 +36,7 @@ class ForgedError(dist.DistStoreError):
 
 
 def signed(store: dist.Store, environment: Mapping[str, str], attempt: str) -> dist.Store:
-    """The store in which this attempt's values are signed; the store as it is where there is no secret."""
+    """Wrap ``store`` so that the values of this attempt are signed; without a secret it is returned unchanged."""
     secret = environment.get(SECRET, "")
     if not secret:
         return store

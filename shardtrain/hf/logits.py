@@ -17,7 +17,7 @@ from shardtrain.hf import architecture as architectures
 from shardtrain.hf import as_is
 from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.exporting import Export, Writer
-from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.units import format_bytes
 
 TOLERANCE = 1e-4
@@ -82,6 +82,8 @@ def _named(folder: Path) -> Iterator[None]:
     """An exception of the library is told as what it is, with the way round it."""
     try:
         yield
+    except ShardtrainError:
+        raise
     except Exception as error:
         cause = (str(error).splitlines() or [""])[0]
         raise ConfigError(

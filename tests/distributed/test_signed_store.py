@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,6 +28,15 @@ OURS = {SECRET: "of all", "TORCHELASTIC_RUN_ID": "run"}
 
 def connection(server: dist.TCPStore) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=TIMEOUT)
+
+
+def run_two(rank_main: Callable[[int], None]) -> None:
+    """Ranks 1 and 0 as threads of this process, to their end."""
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience.seconds(60))
 
 
 @pytest.fixture
@@ -105,11 +115,7 @@ def test_ranks_make_a_group_and_new_ones_through_it(server: dist.TCPStore) -> No
         group.allreduce([tensor]).wait()
         found[rank] = tensor.item()
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(patience.seconds(60))
+    run_two(rank_main)
     assert found == {0: 3.0, 1: 3.0}
 
 
@@ -131,11 +137,7 @@ def test_a_stranger_who_asks_and_answers_is_believed_by_nobody(server: dist.TCPS
             found[rank] = store.get(f"of/{1 - rank}")
             joined.wait(patience.seconds(60))
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in (1, 0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(patience.seconds(60))
+    run_two(rank_main)
     assert found == {0: b"1", 1: b"0"}
     assert not stranger.check(["shardtrain/asked/answer/a word"])
 
@@ -232,11 +234,7 @@ def test_tasks_of_one_node_meet_in_a_folder_time_and_again(tmp_path: Path) -> No
                 found[rank] = store.get(f"of/{1 - rank}")
                 joined.wait(patience.seconds(60))
 
-        threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in (1, 0)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(patience.seconds(60))
+        run_two(rank_main)
         assert found == dict.fromkeys(range(2), str(attempt).encode())
     (folder,) = (tmp_path / "runtime/shardtrain").iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.geteuid()

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardtrain.distributed.rendezvous import store_of_attempt
-from shardtrain.distributed.signed_store import signed
+from shardtrain.distributed.signed_store import ForgedError, signed
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import meeting_folder
 
@@ -27,7 +27,8 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
     """The store in which the ranks of this job meet; no rank waits for another here, so that absent ones are named.
 
     Raises:
-        PeerError: the address that the launcher gave cannot be reached within ``limit_seconds``, or no longer.
+        PeerError: the address that the launcher gave cannot be reached within ``limit_seconds``, or no longer, or
+            somebody who does not know the run's secret has written there.
         ConfigError: the launcher gave none.
     """
     if size == 1:
@@ -48,6 +49,8 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
                 store = signed(met, os.environ, port)
             store.set_timeout(timeout)
             yield store
+    except ForgedError as error:
+        raise PeerError(str(error)) from error
     except dist.DistError as error:
         text = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         raise PeerError(
