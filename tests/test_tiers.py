@@ -47,6 +47,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, list[str], str]:
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": str(TESTS),
         "SHARDTRAIN_TEST_COSTS": str(costs),
+        "SHARDTRAIN_TEST_FAILURES": str(folder / "failures.txt"),
     }
     marker = "markers=nightly: a law at more sizes or cases"
     command = [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-p", "xdist.plugin", "-p", "tiers", "-q"]
@@ -73,6 +74,16 @@ def test_workers_run_and_tell_the_same(folder):
     assert (code, ran) == run(folder, "--share=1/2")[:2]
     assert "3 laws in 37 cases; the default tier states 3 of them in 4 cases" in said
     assert f"of the rest (33 cases), share 1/2: {len(ran)} cases" in said
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+def test_what_failed_is_written_once_with_its_reason(folder, workers):
+    (folder / "test_wrong.py").write_text("def test_wrong():\n    assert 1 == 2\n")
+    status, _, _ = run(folder, *workers)
+    failures = (folder / "failures.txt").read_text()
+    assert status == 1
+    assert re.findall("^--- (.*)$", failures, re.MULTILINE) == ["test_wrong.py::test_wrong (call)"]
+    assert "assert 1 == 2" in failures
 
 
 def test_a_test_that_is_named_runs_whole_and_a_file_in_its_tier(folder):

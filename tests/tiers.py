@@ -35,6 +35,8 @@ SHARES = 5
 """In how many shares the rest is told by ``--laws``, and run by .ci/run."""
 COSTS = os.environ.get("SHARDTRAIN_TEST_COSTS")
 """A file that gets a line of JSON for each test: its name, seconds that passed, CPU seconds with those of its ranks."""
+FAILURES = os.environ.get("SHARDTRAIN_TEST_FAILURES")
+"""A file to which the tests that failed are added, each with the end of its report: .ci/run prints it last."""
 LONGEST_FIRST = (
     "test_slurm_refusals.py",
     "test_slurm_in_job.py",
@@ -233,6 +235,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if FAILURES and not hasattr(config, "workerinput"):
+        with open(FAILURES, "a", encoding="utf-8") as file:
+            for report in terminalreporter.getreports("failed") + terminalreporter.getreports("error"):
+                lines = report.longreprtext.splitlines()[-25:]
+                file.write("\n".join([f"--- {report.nodeid} ({report.when})", *lines]) + "\n")
     laws = collected(config)
     if not laws:
         return
