@@ -51,7 +51,7 @@ class Trace:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
         found: dict[str, int] = {}
-        for code in self._codes:
+        for code in self._codes.copy():  # threads that run already keep their profile function until 3.12, and add
             path = Path(code.co_filename)
             if path.is_relative_to(PACKAGE) and code.co_name != "<module>":
                 name = path.relative_to(PACKAGE).as_posix()
